@@ -1,0 +1,101 @@
+"""The frozen cases of the benches: which prompts, how many tokens each, from which seed. No torch here."""
+
+import math
+import random
+from dataclasses import dataclass
+
+FIRST_TOKEN = 10  # ids below are special tokens in the vocabularies used here
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt as token ids and the number of tokens to generate for it."""
+
+    prompt_token_ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths in tokens: log-normal around `median` with `sigma` (uniform if None), clipped to low..high."""
+
+    low: int
+    high: int
+    median: float = 0.0
+    sigma: float | None = None
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        if self.sigma is None:
+            return rng.randint(self.low, self.high)
+        return min(self.high, max(self.low, round(rng.lognormvariate(math.log(self.median), self.sigma))))
+
+
+def fixed(n: int) -> Lengths:
+    """Every length is n."""
+    return Lengths(n, n)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows with lengths; `requests` is a pure function of the record and a vocabulary size.
+
+    peer_batches: batch sizes the padded peer may choose from.
+    """
+
+    name: str
+    rows: int
+    prompt: Lengths
+    output: Lengths
+    seed: int = 0
+    peer_batches: tuple[int, ...] = ()
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt tokens, tokens to generate) of each row."""
+        rng = random.Random(f"lengths {self.seed}")
+        return [(self.prompt.draw(rng), self.output.draw(rng)) for _ in range(self.rows)]
+
+    def requests(self, vocab_size: int) -> list[Request]:
+        """The rows, with token ids drawn uniformly from FIRST_TOKEN..vocab_size - 1."""
+        rng = random.Random(f"tokens {self.seed}")
+        return [
+            Request(tuple(rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(prompt)), output)
+            for prompt, output in self.lengths()
+        ]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Prompt tokens of all rows."""
+        return sum(prompt for prompt, _ in self.lengths())
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens asked for by all rows: the useful tokens."""
+        return sum(output for _, output in self.lengths())
+
+
+@dataclass(frozen=True)
+class GpuCase:
+    """A streamed case on a GPU: `case` under `device_mem` with `policy` (None: the engine's own choice)."""
+
+    case: Case
+    device_mem: str = "16GiB"
+    weights: tuple[float, float, float] | None = (0.0, 1.0, 0.0)
+    gpu_batch_size: int = 32
+    num_gpu_batches: int = 2
+
+
+RESIDENT = Case("a", 64, fixed(128), fixed(32), peer_batches=(16, 32, 64, 128))
+MIXED = Case("b", 96, Lengths(16, 512, median=100.0, sigma=0.8), Lengths(8, 64), peer_batches=(16, 32, 48, 96))
+OFFLOAD_SHORT = Case("c1", 16, fixed(128), fixed(8))
+OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
+SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
+SMOKE_OFFLOAD = Case("smoke", 4, fixed(8), fixed(3))
+
+GENERATE = {case.name: case for case in (RESIDENT, MIXED, SMOKE)}
+OFFLOAD = {case.name: case for case in (OFFLOAD_SHORT, OFFLOAD_LONG, SMOKE_OFFLOAD)}
+GPU = (
+    GpuCase(Case("opt-13b, all weights streamed", 64, fixed(128), fixed(32))),
+    GpuCase(Case("opt-13b, all weights streamed, long prompts", 16, fixed(512), fixed(32)), gpu_batch_size=8),
+    GpuCase(Case("opt-13b, engine's own policy", 64, fixed(128), fixed(32)), weights=None),
+)

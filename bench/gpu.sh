@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# The GPU checks in one command, under 8 minutes on one large GPU, without a network:
+#   bench/gpu.sh [DIR]      DIR: where the OPT-13B-shaped checkpoint is made or reused (26 GB; default: a temporary folder)
+# First `pytest -m cuda tests` (the checkpoint is made meanwhile), then bench/gpu.py. JSON lines go to
+# bench/results/gpu.jsonl, or to $OUT (a file, or a folder to put gpu.jsonl in); a table comes last.
+# PYTHON: the interpreter (default python3). Exit code: 0 only if the tests and every run passed.
+set -u
+cd "$(dirname "$0")/.."
+started=$SECONDS
+python=${PYTHON:-python3}
+out=${OUT:-$PWD/bench/results/gpu.jsonl}
+[ -d "$out" ] && out=$out/gpu.jsonl
+case $out in */*) ;; *) out=$PWD/$out ;; esac
+
+if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    echo "bench/gpu.sh: $python sees no CUDA GPU; nothing was run" >&2
+    exit 3
+fi
+dir=${1:-}
+if [ -z "$dir" ]; then
+    dir=$(mktemp -d)
+    trap 'rm -rf "$dir"' EXIT
+fi
+
+"$python" -m bench.gpu "$dir" --make-only &
+maker=$!
+timeout 210 "$python" -m pytest -m cuda tests
+tests=$?
+wait "$maker" || exit 4
+"$python" -m bench.gpu "$dir" --out "$out" --seconds $((460 - (SECONDS - started)))
+runs=$?
+echo "tests: exit code $tests; runs: exit code $runs; $((SECONDS - started)) s in all"
+[ "$tests" -eq 0 ] && [ "$runs" -eq 0 ]

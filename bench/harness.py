@@ -1,0 +1,243 @@
+"""What the drivers share: jobs for sides, side processes, statistics, records.
+
+Imports neither torch nor flexengine, so that no setting of one side reaches the other through the environment.
+"""
+
+import argparse
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from bench.cases import Request
+from bench.limit import run, run_limited
+
+REPO = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "flexengine")
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one side process reads from stdin.
+
+    batch: batch size of a padded peer. device, device_mem, policy: for the engine; None leaves its own choice.
+    scratch: an empty directory on the disk of the model, for what a side offloads.
+    """
+
+    model: str
+    requests: tuple[Request, ...]
+    dtype: str | None = None
+    batch: int = 16
+    device: str = "cpu"
+    device_mem: str | None = None
+    policy: Record | None = None
+    scratch: str | None = None
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        """The reverse of to_json."""
+        fields = json.loads(text)
+        rows = fields.pop("requests")
+        return Job(requests=tuple(Request(tuple(r["prompt_token_ids"]), r["max_tokens"]) for r in rows), **fields)
+
+
+# ---- inside a side process
+
+
+def peak_rss() -> int:
+    """Most bytes of this process ever resident (VmHWM: unlike ru_maxrss, nothing of the parent is in it)."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter, as installed here."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def report(token_ids: list[list[int]], seconds: float, load_seconds: float, **more: Any) -> None:
+    """Prints the one JSON line of a side."""
+    line = {
+        "generated_tokens": sum(map(len, token_ids)),
+        "seconds": seconds,
+        "load_seconds": load_seconds,
+        "peak_rss": peak_rss(),
+        "token_ids": token_ids,
+        "versions": versions(),
+        **more,
+    }
+    print(json.dumps(line), flush=True)
+
+
+# ---- in the driver
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a side process may use: memory (None: no cgroup) and seconds (None: any)."""
+
+    memory: int | None = None
+    seconds: float | None = None
+
+
+def last_json(text: str) -> Record | None:
+    """The last line of text that is a JSON object."""
+    for line in reversed(text.splitlines()):
+        if line.startswith("{"):
+            value = json.loads(line)
+            assert isinstance(value, dict)
+            return value
+    return None
+
+
+def run_module(module: str, stdin: str, limits: Limits | None = None) -> Record:
+    """Runs `python -m module` and returns its JSON line, or {"error": why} with what there is to know."""
+    limits = limits or Limits()
+    argv = [sys.executable, "-m", module]
+    path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    peak: int | None = None
+    try:
+        if limits.memory is None:
+            rc, out, err = run(argv, stdin, limits.seconds, env)
+        else:
+            rc, out, err, peak = run_limited(argv, limits.memory, stdin, limits.seconds, env)
+    except subprocess.TimeoutExpired:
+        return {"error": f"stopped after {limits.seconds:.0f} s", "timeout_seconds": limits.seconds}
+    line = last_json(out) if rc == 0 else None
+    if line is None:
+        why = "killed (out of memory?)" if rc in (-9, 137) else f"exit code {rc}"
+        return {"error": why, "stderr": err[-2000:]}
+    return line if limits.memory is None else {**line, "cgroup_peak": peak}
+
+
+def run_side(side: str, job: Job, limits: Limits | None = None) -> Record:
+    """One run of a side (a module of bench.peers), with its rate; progress goes to stderr."""
+    line = run_module(f"bench.peers.{side}", job.to_json(), limits)
+    if "error" not in line:
+        line["tok_s"] = line["generated_tokens"] / line["seconds"]
+        expected = sum(request.max_tokens for request in job.requests)
+        if line["generated_tokens"] != expected:
+            line["error"] = f"{line['generated_tokens']} tokens generated, not the {expected} asked for"
+    shown = line.get("error") or f"{line['tok_s']:.2f} tok/s ({line['seconds']:.1f} s)"
+    print(f"  {side} (batch {job.batch}): {shown}", file=sys.stderr, flush=True)
+    if "stderr" in line:
+        print(line["stderr"], file=sys.stderr, flush=True)
+    return line
+
+
+def best_batch(side: str, job: Job, batches: Sequence[int]) -> tuple[Job, dict[str, float]]:
+    """Tries every batch size once; the job with the fastest, and tokens/s by batch size."""
+    rates = {batch: run_side(side, replace(job, batch=batch)).get("tok_s", 0.0) for batch in batches}
+    return replace(job, batch=max(batches, key=lambda b: rates[b])), {str(b): rates[b] for b in batches}
+
+
+def stats(values: Sequence[float]) -> dict[str, float] | None:
+    """Median, min and max; None of nothing."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
+
+
+def good(runs: Sequence[Record], key: str = "tok_s") -> list[float]:
+    """This number of every run that ended well."""
+    return [run[key] for run in runs if "error" not in run]
+
+
+def rows_equal(ours: Record, peer: Record) -> list[int] | None:
+    """[rows whose token ids are equal, rows], or None if a side has none."""
+    if "token_ids" not in ours or "token_ids" not in peer:
+        return None
+    pairs = list(zip(ours["token_ids"], peer["token_ids"], strict=True))
+    return [sum(a == b for a, b in pairs), len(pairs)]
+
+
+def brief(run: Record) -> Record:
+    """A run as it is recorded: token ids become a hash."""
+    kept = {k: v for k, v in run.items() if k not in ("token_ids", "versions", "stderr")}
+    if "token_ids" in run:
+        kept["tokens_sha256"] = hashlib.sha256(json.dumps(run["token_ids"]).encode()).hexdigest()[:16]
+    return kept
+
+
+def machine() -> Record:
+    """CPU model, usable cores, memory in bytes, and the load at this moment."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            cpu = line.split(":", 1)[1].strip()
+            break
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {"cpu": cpu, "cores": len(os.sched_getaffinity(0)), "memory": memory, "load": os.getloadavg()[0]}
+
+
+def header(bench: str, case: Any, runs: Sequence[Record]) -> Record:
+    """The fields every record starts with; versions are what the sides themselves reported."""
+    seen: Record = {}
+    for entry in runs:
+        seen |= entry.get("versions", {})
+    return {
+        "bench": bench,
+        "case": asdict(case),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": seen,
+    }
+
+
+def rounded(value: Any) -> Any:
+    """The same with floats to four significant digits, for reading."""
+    if isinstance(value, float):
+        return float(f"{value:.4g}")
+    if isinstance(value, dict):
+        return {k: rounded(v) for k, v in value.items()}
+    return [rounded(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def emit(record: Record, out: str | None) -> None:
+    """Prints a record as one JSON line and appends it to bench/results/OUT (or to a path with a directory)."""
+    line = json.dumps(rounded(record))
+    print(line, flush=True)
+    if out is not None:
+        path = Path(out) if os.sep in out else REPO / "bench" / "results" / out
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+
+def common_arguments(parser: argparse.ArgumentParser) -> None:
+    """--runs, --out, --device-mem, --policy."""
+    parser.add_argument("--runs", type=int, default=3, help="alternating rounds (default 3)")
+    parser.add_argument("--out", help="append records to this file under bench/results/")
+    parser.add_argument("--device-mem", help="passed to the engine, e.g. 1200M (default: its own choice)")
+    parser.add_argument("--policy", type=Path, help="policy file for the engine (default: its own choice)")
+
+
+def load_policy(path: Path | None) -> Record | None:
+    """The fields of a policy file."""
+    return None if path is None else json.loads(path.read_text())
+
+
+def vocab_size(model: Path) -> int:
+    """From config.json."""
+    return int(json.loads((model / "config.json").read_text())["vocab_size"])

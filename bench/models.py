@@ -1,0 +1,146 @@
+"""Checkpoints with random weights in the shape of real models, written shard by shard in bounded memory.
+
+python -m bench.models opt-1.3b DIR     (also opt-13b, opt-tiny); an existing checkpoint of the same record is reused
+"""
+
+import argparse
+import json
+import os
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+Shapes = dict[str, tuple[int, ...]]
+
+MARKER = "bench.json"  # written last: the record this checkpoint was made from
+
+
+@dataclass(frozen=True)
+class OptShape:
+    """An OPT decoder (pre-norm, learned positions, tied embeddings) and how its weights are drawn."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocab: int = 50272
+    positions: int = 2048
+    dtype: str = "float16"
+    seed: int = 0
+    shard_bytes: int = 256 * 2**20
+
+    def layer_shapes(self, j: int) -> Shapes:
+        """Tensors of decoder layer j, by their names in OPTForCausalLM's state dict."""
+        p, h, f = f"model.decoder.layers.{j}.", self.hidden, self.ffn
+        shapes: Shapes = {}
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            shapes |= {f"{p}self_attn.{name}.weight": (h, h), f"{p}self_attn.{name}.bias": (h,)}
+        shapes |= {f"{p}fc1.weight": (f, h), f"{p}fc1.bias": (f,), f"{p}fc2.weight": (h, f), f"{p}fc2.bias": (h,)}
+        for name in ("self_attn_layer_norm", "final_layer_norm"):
+            shapes |= {f"{p}{name}.weight": (h,), f"{p}{name}.bias": (h,)}
+        return shapes
+
+    def groups(self) -> list[Shapes]:
+        """The tensors in order, a group for the embeddings and one per layer; a group is never split over shards."""
+        p, h = "model.decoder.", self.hidden
+        embeddings: Shapes = {
+            f"{p}embed_tokens.weight": (self.vocab, h),
+            f"{p}embed_positions.weight": (self.positions + 2, h),  # OPT offsets positions by 2
+            f"{p}final_layer_norm.weight": (h,),
+            f"{p}final_layer_norm.bias": (h,),
+        }
+        return [embeddings, *(self.layer_shapes(j) for j in range(self.layers))]
+
+    def shards(self) -> list[Shapes]:
+        """Consecutive groups joined up to shard_bytes (at least one group each)."""
+        shards: list[Shapes] = []
+        for group in self.groups():
+            if shards and self.nbytes(shards[-1]) + self.nbytes(group) <= self.shard_bytes:
+                shards[-1] |= group
+            else:
+                shards.append(dict(group))
+        return shards
+
+    def nbytes(self, shapes: Shapes) -> int:
+        """Bytes of these tensors in this dtype."""
+        item = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
+        return item * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
+
+    def config(self) -> dict[str, object]:
+        """config.json."""
+        return {
+            "architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": self.dtype,
+            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "word_embed_proj_dim": self.hidden,
+            "ffn_dim": self.ffn, "num_attention_heads": self.heads, "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions, "activation_function": "relu", "do_layer_norm_before": True,
+            "enable_bias": True, "layer_norm_elementwise_affine": True, "tie_word_embeddings": True,
+            "_remove_final_layer_norm": False, "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1,
+            "dropout": 0.0, "attention_dropout": 0.0, "layerdrop": 0.0, "init_std": 0.02, "use_cache": True,
+        }  # fmt: skip
+
+
+SHAPES = {
+    "opt-1.3b": OptShape(layers=24, hidden=2048, ffn=8192, heads=32),
+    "opt-13b": OptShape(layers=40, hidden=5120, ffn=20480, heads=40),
+    "opt-tiny": OptShape(layers=3, hidden=64, ffn=256, heads=4, vocab=512, positions=128, shard_bytes=100_000),
+}
+
+
+def write_shard(path: Path, shape: OptShape, index: int, tensors: Shapes) -> None:
+    """Draws and writes one shard; the seed is (shape.seed, index), so shards may be written in any order.
+
+    Everything is normal with std 0.02; the weights of norms are that plus 1.
+    """
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(shape.seed * 1_000_003 + index)
+    dtype = getattr(torch, shape.dtype)
+    drawn = {}
+    for name, size in tensors.items():
+        values = torch.empty(size).normal_(0.0, 0.02, generator=generator)
+        drawn[name] = (values + 1 if name.endswith("layer_norm.weight") else values).to(dtype)
+    save_file(drawn, path, metadata={"format": "pt"})
+
+
+def make(shape: OptShape, directory: Path, workers: int | None = None) -> Path:
+    """Makes the checkpoint unless `directory` already holds it. Peak memory: `workers` shards and a tensor for each."""
+    record = json.dumps(asdict(shape), sort_keys=True)
+    marker = directory / MARKER
+    if marker.exists() and marker.read_text() == record:
+        return directory
+    directory.mkdir(parents=True, exist_ok=True)
+    marker.unlink(missing_ok=True)
+    shards = shape.shards()
+    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    with ThreadPoolExecutor(workers or min(8, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda i: write_shard(directory / names[i], shape, i, shards[i]), range(len(shards))))
+    index = {
+        "metadata": {"total_size": sum(map(shape.nbytes, shards))},
+        "weight_map": {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+    (directory / "config.json").write_text(json.dumps(shape.config(), indent=1))
+    marker.write_text(record)
+    return directory
+
+
+def shard_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, in order."""
+    return sorted(directory.glob("*.safetensors"))
+
+
+def main() -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(description="make a random-weight checkpoint in the shape of a real model")
+    parser.add_argument("shape", choices=sorted(SHAPES))
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--workers", type=int, default=None, help="shards written at once (default: up to 8)")
+    args = parser.parse_args()
+    directory = make(SHAPES[args.shape], args.directory, args.workers)
+    files = shard_files(directory)
+    print(json.dumps({"shape": args.shape, "shards": len(files), "bytes": sum(f.stat().st_size for f in files)}))
+
+
+if __name__ == "__main__":
+    main()

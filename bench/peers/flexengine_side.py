@@ -1,0 +1,41 @@
+"""Our side: reads a Job on stdin, prints one JSON line. flexengine is imported first: it sets the wait policy."""
+
+import contextlib
+import sys
+import time
+from typing import Any
+
+from bench.harness import Job, report
+
+
+def cuda_peak() -> dict[str, Any]:
+    """What torch's allocator reserved at most, and the GPU's name."""
+    import torch
+
+    return {"cuda_peak_bytes": torch.cuda.max_memory_reserved(), "gpu": torch.cuda.get_device_name()}
+
+
+def main() -> None:
+    """One job."""
+    job = Job.from_json(sys.stdin.read())
+    start = time.perf_counter()
+    from flexengine import Engine, Policy, SamplingParams
+
+    options: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "offload_dir": job.scratch}
+    options |= {"device_mem": job.device_mem, "policy": Policy(**job.policy) if job.policy else None}
+    options = {k: v for k, v in options.items() if v is not None}
+    rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in job.requests]
+    most = max(r.max_tokens for r in job.requests)
+    with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options) as engine:
+        loaded = time.perf_counter()
+        results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
+        seconds = time.perf_counter() - loaded
+        summary = dict(engine.summary)
+    if errors := [r.error for r in results if r.error]:
+        raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
+    more = cuda_peak() if job.device == "cuda" else {}
+    report([list(r.token_ids) for r in results], seconds, loaded - start, summary=summary, **more)
+
+
+if __name__ == "__main__":
+    main()

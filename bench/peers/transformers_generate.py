@@ -1,0 +1,49 @@
+"""transformers' generate() on padded batches in input order: reads a Job on stdin, prints one JSON line.
+
+Every batch runs to the most tokens any of its rows asks for; only what each row asked for counts (useful tokens).
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from bench.cases import Request
+from bench.harness import Job, report
+
+
+def generate_batch(model: Any, rows: Sequence[Request], pad: int) -> list[list[int]]:
+    """Greedy, left-padded, EOS ignored; token ids of each row cut to what it asked for."""
+    import torch
+
+    width, most = max(len(r.prompt_token_ids) for r in rows), max(r.max_tokens for r in rows)
+    ids = torch.full((len(rows), width), pad)
+    mask = torch.zeros_like(ids)
+    for b, row in enumerate(rows):
+        ids[b, width - len(row.prompt_token_ids) :] = torch.tensor(row.prompt_token_ids)
+        mask[b, width - len(row.prompt_token_ids) :] = 1
+    with torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False, pad_token_id=pad
+        )
+    return [out[b, width : width + row.max_tokens].tolist() for b, row in enumerate(rows)]
+
+
+def run(job: Job, **load_options: Any) -> None:
+    """Loads, generates, reports; shared with the offloading peer."""
+    start = time.perf_counter()
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    dtype = getattr(torch, job.dtype or "float32")
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **load_options).eval()
+    model.generation_config.eos_token_id = None
+    loaded = time.perf_counter()
+    tokens: list[list[int]] = []
+    for first in range(0, len(job.requests), job.batch):
+        tokens += generate_batch(model, job.requests[first : first + job.batch], pad=0)
+    report(tokens, time.perf_counter() - loaded, loaded - start, threads=torch.get_num_threads())
+
+
+if __name__ == "__main__":
+    run(Job.from_json(sys.stdin.read()))

@@ -1,0 +1,30 @@
+"""Kernels for attention over a paged KV cache and for dtype conversion: `load()` gives the best this machine has."""
+
+import os
+import warnings
+from functools import cache
+
+from flexengine.errors import InvalidInput
+from flexengine.kernels.base import Kernels
+from flexengine.kernels.cpu import BuildFailed, load_native
+from flexengine.kernels.reference import ReferenceKernels
+
+__all__ = ["Kernels", "ReferenceKernels", "load"]
+
+
+@cache
+def load() -> Kernels:
+    """The native kernels, or with one warning the plain torch ones where they cannot be built. Decided once a process.
+
+    The environment variable FLEXENGINE_KERNELS=reference asks for the latter. Any other value raises InvalidInput.
+    """
+    choice = os.environ.get("FLEXENGINE_KERNELS", "")
+    if choice not in ("", "native", "reference"):
+        raise InvalidInput(f"FLEXENGINE_KERNELS is {choice!r}; it may be native or reference")
+    if choice == "reference":
+        return ReferenceKernels()
+    try:
+        return load_native()
+    except BuildFailed as error:
+        warnings.warn(f"attention runs in plain torch, several times slower: {error}", RuntimeWarning, stacklevel=2)
+        return ReferenceKernels()

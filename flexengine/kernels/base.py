@@ -1,0 +1,152 @@
+"""What a set of kernels does: attention over a paged KV cache, and dtype conversion.
+
+Shapes used throughout:
+    pool      [n_pages, 2, kv_heads, page_tokens, head_dim], contiguous; one layer. Index 1 is 0 for K, 1 for V.
+    table     the pages of one sequence in order: its token s lies in page table[s // page_tokens],
+              at offset s % page_tokens.
+    heads     kv_heads * group; query head h reads kv head h // group (grouped-query attention; group 1 is multi-head).
+"""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from flexengine.errors import InvalidInput
+
+
+class Kernels(ABC):
+    """One implementation of every kernel.
+
+    All sums are taken in fp32, whatever the tensors' dtype. Every method may be called from several threads at once as
+    long as no two of them write the same memory. Errors are InvalidInput and name the offending sizes; then nothing was
+    written.
+
+    name: "native" or "reference", for reports.
+    """
+
+    name: str
+
+    @abstractmethod
+    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        """Writes token t's K to pool[pages[t], 0, :, offsets[t]] and its V to pool[pages[t], 1, :, offsets[t]].
+
+        k, v: [T, kv_heads, head_dim], any token and head strides; rounded to the pool's dtype (to nearest even).
+        pages, offsets: int32 [T]; no two tokens share a place.
+        """
+
+    @abstractmethod
+    def decode(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of one new token per sequence over that sequence's cache, the whole batch in one call.
+
+        q: [n, heads, head_dim], any token and head strides. n may be 0.
+        tables: int32 [n, max_pages]; entries past a sequence's last page are never looked at.
+        lengths: int32 [n], tokens in the cache including the new one, at least 1.
+        scale: factor on q . k, usually head_dim ** -0.5.
+        window: a query sees the last `window` tokens only (sliding window), itself included.
+        softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
+        sinks: [heads], a logit per head that joins the softmax's denominator only (gpt-oss).
+        Returns [n, heads, head_dim], contiguous, in q's dtype. A sequence's result is bit for bit the same
+        whatever else is in the batch, wherever its pages lie, and for any number of threads.
+        """
+
+    @abstractmethod
+    def gather(self, pool: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """The first `length` tokens of one sequence as K and V, for chunked prefill.
+
+        table: int32, at least ceil(length / page_tokens) entries.
+        Returns K and V, each [length, kv_heads, head_dim], contiguous, in the pool's dtype.
+        """
+
+    @abstractmethod
+    def attend_prompt(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of B prompts of one length, or of a chunk of each.
+
+        q: [B, T, heads, head_dim]; k, v: [B, S, kv_heads, head_dim] with S >= T; any strides.
+            Query t sits at position S - T + t.
+        scale, window, softcap, sinks: as in `decode`. Returns [B, T, heads, head_dim], contiguous, in q's dtype.
+        Beside its result it holds at most about 64 MB of scores and, for half precision on a CPU, fp32 copies of q, k, v.
+        """
+
+    @abstractmethod
+    def convert(self, source: Tensor, target: Tensor) -> None:
+        """Copies source to target, both 1-D, contiguous and of one size, on the calling thread alone.
+
+        Narrowing rounds to nearest even, as torch does; NaN stays NaN (its payload may differ).
+        """
+
+
+def check_pool(pool: Tensor) -> None:
+    """Raises InvalidInput unless pool has the shape above."""
+    if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous():
+        raise InvalidInput(f"a KV pool is contiguous [n, 2, kv_heads, page_tokens, head_dim], not {list(pool.shape)}")
+
+
+def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
+    """Raises InvalidInput for options that `decode` and `attend_prompt` cannot honour."""
+    if window is not None and window < 1:
+        raise InvalidInput(f"window is {window}; it must be None or at least 1")
+    if softcap is not None and not softcap > 0:
+        raise InvalidInput(f"softcap is {softcap}; it must be None or positive")
+    if sinks is not None and sinks.shape != (heads,):
+        raise InvalidInput(f"sinks has shape {list(sinks.shape)}; it must be [{heads}], one per query head")
+
+
+def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    """Raises InvalidInput unless the shapes fit together."""
+    check_pool(pool)
+    wanted = (k.shape[0], pool.shape[2], pool.shape[4])
+    if k.shape != wanted or v.shape != wanted or k.dtype != v.dtype:
+        raise InvalidInput(
+            f"k {list(k.shape)} {k.dtype} and v {list(v.shape)} {v.dtype} do not fit a pool {list(pool.shape)}: "
+            "both must be [tokens, kv_heads, head_dim]"
+        )
+    if pages.shape != wanted[:1] or offsets.shape != wanted[:1]:
+        found = f"{list(pages.shape)}, {list(offsets.shape)}"
+        raise InvalidInput(f"{wanted[0]} tokens need as many pages and offsets, not {found}")
+
+
+def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor) -> None:
+    """Raises InvalidInput unless the shapes fit together."""
+    check_pool(pool)
+    if q.dim() != 3 or q.shape[2] != pool.shape[4] or q.shape[1] % pool.shape[2]:
+        raise InvalidInput(f"q {list(q.shape)} does not fit a pool {list(pool.shape)}: heads = kv_heads * group")
+    if tables.dim() != 2 or tables.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
+        found = f"{list(tables.shape)}, {list(lengths.shape)}"
+        raise InvalidInput(f"{q.shape[0]} queries need as many tables and lengths, not {found}")
+
+
+def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises InvalidInput unless the shapes fit together."""
+    fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
+    fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    if not fits or q.shape[2] % k.shape[2] or k.shape[1] < q.shape[1]:
+        raise InvalidInput(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
+            " they are [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
+        )
+
+
+def check_convert(source: Tensor, target: Tensor) -> None:
+    """Raises InvalidInput unless the tensors may be converted element by element."""
+    if source.dim() != 1 or source.shape != target.shape or not (source.is_contiguous() and target.is_contiguous()):
+        found = f"{list(source.shape)}, {list(target.shape)}"
+        raise InvalidInput(f"convert takes two contiguous 1-D tensors of one size, not {found}")

@@ -1,0 +1,232 @@
+"""The native kernels: cpu.cpp, compiled on first use by the system's compiler, called through ctypes (no GIL)."""
+
+import atexit
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from flexengine.errors import InvalidInput
+from flexengine.kernels import base
+from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
+
+SOURCE = Path(__file__).with_name("cpu.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
+STREAM = 4 << 20  # bytes; a converted target from this size on bypasses the cache
+CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class BuildFailed(Exception):
+    """No usable library; the message says why in one line."""
+
+
+class _Decode(ctypes.Structure):
+    """struct Decode of cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks")),
+        *((name, c_int64) for name in ("n", "heads", "kv_heads", "dim", "pages", "page_tokens", "max_pages")),
+        *((name, c_int64) for name in ("q_row", "q_head", "window")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("q_dtype", "pool_dtype", "threads")),
+    ]
+
+
+class _Append(ctypes.Structure):
+    """struct Append of cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v", "pool", "pages", "offsets")),
+        *((name, c_int64) for name in ("tokens", "kv_heads", "dim", "pool_pages", "page_tokens")),
+        *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
+        *((name, c_int32) for name in ("from_dtype", "pool_dtype", "threads")),
+    ]
+
+
+class NativeKernels(ReferenceKernels):
+    """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
+
+    simd: vector width in bits the library was compiled for; 0 is the portable code.
+    """
+
+    name = "native"
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._decode, self._append = library.flex_decode, library.flex_append
+        self._gather, self._convert = library.flex_gather, library.flex_convert
+        self._decode.argtypes, self._decode.restype = [c_void_p], c_int64
+        self._append.argtypes, self._append.restype = [c_void_p], c_int64
+        self._gather.argtypes = [c_void_p] * 4 + [c_int64] * 5 + [c_int32] * 2
+        self._gather.restype = c_int64
+        self._convert.argtypes, self._convert.restype = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64], None
+        self.simd = int(library.flex_simd())
+
+    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+        if not _native(k, v, pool, pages, offsets):
+            return super().append(k, v, pool, pages, offsets)
+        base.check_append(k, v, pool, pages, offsets)
+        k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
+        call = _Append(
+            *(x.data_ptr() for x in (k, v, pool, pages, offsets)),
+            *(k.shape[0], pool.shape[2], pool.shape[4], pool.shape[0], pool.shape[3]),
+            *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
+            *(CODES[k.dtype], CODES[pool.dtype], torch.get_num_threads()),
+        )
+        if bad := self._append(ctypes.addressof(call)):
+            raise bad_place(bad - 1, pool)
+
+    def decode(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if not _native(q, pool, tables, lengths):
+            return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks)
+        base.check_decode(q, pool, tables, lengths)
+        base.check_options(window, softcap, sinks, q.shape[1])
+        n, heads, dim = q.shape
+        pages, _, kv_heads, page_tokens, _ = pool.shape
+        q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        out = torch.empty((n, heads, dim), dtype=q.dtype)
+        call = _Decode(
+            *(x.data_ptr() for x in (q, out, pool, tables, lengths)),
+            None if sinks is None else sinks.data_ptr(),
+            *(n, heads, kv_heads, dim, pages, page_tokens, tables.shape[1]),
+            *(q.stride(0), q.stride(1), window or 0, scale, softcap or 0.0),
+            *(CODES[q.dtype], CODES[pool.dtype], torch.get_num_threads()),
+        )
+        if bad := self._decode(ctypes.addressof(call)):
+            raise bad_sequence(bad - 1, pool)
+        return out
+
+    def gather(self, pool: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        if not _native(pool, table):
+            return super().gather(pool, table, length)
+        base.check_pool(pool)
+        pages, _, kv_heads, page_tokens, dim = pool.shape
+        if not 0 <= length <= table.numel() * page_tokens:
+            raise bad_sequence(0, pool)
+        table = _int32(table)
+        k, v = (torch.empty((length, kv_heads, dim), dtype=pool.dtype) for _ in range(2))
+        pointers = (x.data_ptr() for x in (pool, table, k, v))
+        sizes = (length, kv_heads, dim, pages, page_tokens, CODES[pool.dtype], torch.get_num_threads())
+        if self._gather(*pointers, *sizes):
+            raise bad_sequence(0, pool)
+        return k, v
+
+    def convert(self, source: Tensor, target: Tensor) -> None:
+        if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
+            return super().convert(source, target)
+        base.check_convert(source, target)
+        codes = CODES[source.dtype], CODES[target.dtype]
+        self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM)
+
+
+def load_native(*defines: str) -> NativeKernels:
+    """The native kernels, built if the cache lacks them. defines: further compiler flags. Raises BuildFailed."""
+    compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
+    problems = []
+    for command in filter(None, map(shlex.split, compilers)):
+        if shutil.which(command[0]) is None:
+            continue
+        try:
+            return NativeKernels(ctypes.CDLL(str(_build(command, [*FLAGS, *defines]))))
+        except (BuildFailed, OSError, subprocess.SubprocessError) as error:
+            problems.append(f"{command[0]}: {error}")
+    raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+
+
+def openmp_runtime() -> str | None:
+    """The OpenMP library torch brought into this process; linking against it keeps one thread pool, not two."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _native(*tensors: Tensor) -> bool:
+    """Whether the library can take these: all on the CPU, floats of a known dtype."""
+    return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _int32(x: Tensor) -> Tensor:
+    if x.dtype != torch.int32:
+        raise InvalidInput(f"page tables, offsets and lengths are int32, not {x.dtype}")
+    return x.contiguous()
+
+
+def _cache() -> Path:
+    """The folder of built libraries; a private one for this process where the usual one cannot be written."""
+    folder = Path(os.environ.get("FLEXENGINE_CACHE") or Path.home() / ".cache" / "flexengine") / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        private = tempfile.mkdtemp(prefix="flexengine-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _build(compiler: list[str], flags: list[str]) -> Path:
+    """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
+    version = _run([*compiler, "--version"])
+    openmp = openmp_runtime()
+    key = hashlib.sha256("\0".join([SOURCE.read_text(), version, *flags, str(openmp), _cpu()]).encode()).hexdigest()
+    library = _cache() / f"cpu-{key[:32]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        code, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
+        _run([*compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", code])
+        link = [*compiler, "-shared", code, "-o", linked]
+        try:
+            if openmp is None:
+                raise BuildFailed("torch has loaded no OpenMP library")
+            _run([*link, openmp, "-Wl,--no-undefined"])
+        except BuildFailed:
+            _run([*link, "-fopenmp"])
+        os.replace(linked, library)
+    return library
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines()
+        lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {done.returncode}"]
+        raise BuildFailed(lines[0])
+    return done.stdout

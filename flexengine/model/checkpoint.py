@@ -1,0 +1,128 @@
+"""Where each tensor of a checkpoint lies: safetensors headers read and checked, no data touched."""
+
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexengine.errors import BadCheckpoint
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+           "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor in a shard: nbytes at byte `start` of `path`."""
+
+    path: Path
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_header(path: Path) -> dict[str, Stored]:
+    """The tensors of one safetensors file. Raises BadCheckpoint naming the file and the fault."""
+    try:
+        size = os.path.getsize(path)
+        with path.open("rb") as f:
+            start = f.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
+            if not 2 <= length <= min(_MAX_HEADER, size - 8):
+                raise BadCheckpoint(f"{path}: not a safetensors file (header of {length} bytes in a file of {size})")
+            header = json.loads(f.read(length))
+        header.pop("__metadata__", None)
+        return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+    except BadCheckpoint:
+        raise
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
+
+
+def _stored(path: Path, name: str, entry: dict[str, object], base: int, size: int) -> Stored:
+    begin, end = entry["data_offsets"]  # type: ignore[misc]
+    shape = tuple(entry["shape"])  # type: ignore[arg-type]
+    if entry["dtype"] not in _DTYPES:
+        raise BadCheckpoint(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
+    dtype = _DTYPES[str(entry["dtype"])]
+    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)):
+        raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape}")
+    if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:
+        raise BadCheckpoint(
+            f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
+            " the file is truncated or its header wrong"
+        )
+    return Stored(path, base + begin, end - begin, dtype, shape)
+
+
+def read_checkpoint(directory: Path) -> dict[str, Stored]:
+    """All tensors of a model directory: model.safetensors, or the shards of its index. Raises BadCheckpoint."""
+    tensors: dict[str, Stored] = {}
+    for shard in _shards(directory):
+        for name, stored in read_header(shard).items():
+            if name in tensors:
+                raise BadCheckpoint(f"{directory}: tensor {name} is in both {tensors[name].path.name} and {shard.name}")
+            tensors[name] = stored
+    return tensors
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / "model.safetensors.index.json"
+    if not index.exists():
+        single = directory / "model.safetensors"
+        if single.exists():
+            return [single]
+        found = sorted(directory.glob("*.safetensors"))
+        if not found:
+            raise BadCheckpoint(f"{directory} holds no .safetensors file")
+        return found
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadCheckpoint(f"{index}: unreadable: {error!r}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadCheckpoint(f"{index}: shard {name!r} is not a plain file name inside the model directory")
+        if not (directory / name).is_file():
+            raise BadCheckpoint(f"{index}: shard {name} is missing")
+    return [directory / name for name in sorted(names)]
+
+
+def match(
+    tensors: dict[str, Stored],
+    wanted: dict[str, tuple[int, ...]],
+    prefix: str,
+    ignorable: Iterable[str],
+) -> dict[str, Stored]:
+    """The stored tensor of every wanted name, with or without the base model's prefix in the file.
+
+    wanted: parameter name to shape. ignorable: names that may be in the file for nothing (tied copies and such).
+    Raises BadCheckpoint listing what is missing, of another shape, or in nobody's use.
+    """
+    found: dict[str, Stored] = {}
+    for name in wanted:
+        plain = name.removeprefix(f"{prefix}.")
+        for candidate in (name, plain, f"{prefix}.{name}"):
+            if candidate in tensors:
+                found[name] = tensors[candidate]
+                break
+    used = {id(stored) for stored in found.values()}
+    skip = tuple(ignorable)
+    faults = {
+        "missing": sorted(set(wanted) - set(found)),
+        "of another shape": [f"{n} {s.shape} instead of {wanted[n]}" for n, s in found.items() if s.shape != wanted[n]],
+        "not floating point": sorted(n for n, s in found.items() if not s.dtype.is_floating_point),
+        "in nobody's use": sorted(n for n, s in tensors.items() if id(s) not in used and not n.endswith(skip)),
+    }
+    if any(faults.values()):
+        lines = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"
+                          for what, names in faults.items() if names)  # fmt: skip
+        raise BadCheckpoint(f"the checkpoint does not fit its config: {lines}")
+    return found

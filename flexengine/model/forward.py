@@ -1,0 +1,174 @@
+"""A forward pass as a coroutine: unmodified `transformers` modules that pause where the engine has work to do.
+
+The model is built on the meta device and runs inside a greenlet. It pauses
+
+    Embed     with token ids: give me rows of the embedding table and ids into them
+    Layer     before decoder layer j, with the hidden states: bind its weights, then go on
+    Attend    inside layer j, with q, k, v: give me the attention output
+    Head      before rows of the output projection: give me these rows (and their bias)
+
+Who is resumed when is the schedule's business (architecture 4).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import greenlet
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+ATTENTION = "flexengine"
+_HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
+# Passed by some modules, and without effect on one packed, causal, inference-only forward.
+_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position"}
+
+
+class Embed(NamedTuple):
+    ids: Tensor  # [1, tokens]
+
+
+class Layer(NamedTuple):
+    index: int
+    hidden: Tensor  # [1, tokens, hidden]
+
+
+class Attend(NamedTuple):
+    layer: int
+    q: Tensor  # [1, heads, tokens, head_dim]
+    k: Tensor  # [1, kv_heads, tokens, head_dim]
+    v: Tensor
+    scale: float | None
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Head(NamedTuple):
+    chunk: int
+
+
+class Logits(NamedTuple):
+    """The end of the pass. values: [1, kept tokens, vocabulary]."""
+
+    values: Tensor
+
+
+Pause = Embed | Layer | Attend | Head | Logits
+
+
+def _pause(event: Any) -> Any:
+    parent = greenlet.getcurrent().parent
+    if parent is None:
+        raise RuntimeError("a flexengine model runs only inside Forward")
+    return parent.switch(event)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
+    if unknown or attention_mask is not None:
+        what = ", ".join(unknown) or "a mask of its own"
+        raise NotImplementedError(f"its attention passes {what}, which the engine does not honour")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    return _pause(Attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)), None
+
+
+AttentionInterface.register(ATTENTION, _attend)
+
+
+class PausingLayer(nn.Module):
+    """A decoder layer that waits for its weights."""
+
+    def __init__(self, layer: nn.Module, index: int) -> None:
+        super().__init__()
+        self.layer, self.index = layer, index
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)  # models ask their layers for e.g. attention_type
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(_pause(Layer(self.index, hidden)), *args, **kwargs)
+
+
+class PausingEmbedding(nn.Module):
+    """An embedding that gets only the rows it needs; scaling and the like stay the module's own."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, ids: Tensor) -> Any:
+        rows, ids = _pause(Embed(ids))
+        self.embedding._parameters["weight"] = rows
+        return self.embedding(ids)
+
+
+class PausingHead(nn.Module):
+    """The output projection, `chunks` runs of vocabulary rows one after another."""
+
+    def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.vocabulary, self.chunks, self.linear = vocabulary, chunks, linear
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits: Tensor | None = None
+        done = 0
+        for chunk in range(self.chunks):
+            weight, bias = _pause(Head(chunk))
+            part = self.linear(hidden, weight, bias)
+            if part.shape[-1] == self.vocabulary:
+                return part
+            if logits is None:
+                logits = part.new_empty((*part.shape[:-1], self.vocabulary))
+            logits[..., done : done + part.shape[-1]] = part
+            done += part.shape[-1]
+        assert logits is not None
+        return logits
+
+
+@dataclass
+class Inputs:
+    """Packed tokens of one gpu_batch: ids and positions `[1, tokens]`, keep `[n]` = tokens whose logits are wanted."""
+
+    ids: Tensor
+    positions: Tensor
+    keep: Tensor
+
+
+class Forward:
+    """One pass of one gpu_batch. It belongs to the thread that first resumes it."""
+
+    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
+        self._model, self._inputs = model, inputs
+        self._greenlet: Any = None
+
+    def _run(self) -> Logits:
+        inputs = self._inputs
+        out = self._model(
+            input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, logits_to_keep=inputs.keep
+        )
+        return Logits(out.logits)
+
+    def resume(self, value: Any = None) -> Pause:
+        """Goes on to the next pause, answering the last one with `value`."""
+        if self._greenlet is None:
+            self._greenlet = greenlet.greenlet(self._run)
+            event: Pause = self._greenlet.switch()
+        else:
+            event = self._greenlet.switch(value)
+        return event

@@ -1,0 +1,240 @@
+"""A model without weights: its modules on the meta device, cut into units, and whether the engine can run it exactly."""
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.model.forward import (
+    ATTENTION,
+    Attend,
+    Embed,
+    Forward,
+    Head,
+    Inputs,
+    Layer,
+    Logits,
+    PausingEmbedding,
+    PausingHead,
+    PausingLayer,
+)
+from flexengine.model.linear import fast_linear, use_fast_linear
+
+_COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
+
+
+class Slot(NamedTuple):
+    """The place of one parameter: `module`'s attribute `name`."""
+
+    module: nn.Module
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """What one token of one sequence leaves in one layer's KV cache."""
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass
+class Skeleton:
+    """layers: per decoder layer, parameter name to its place; others: parameters outside layers, embedding and head.
+
+    width: elements of the widest activation of a layer per token. tied: head and embedding are one tensor.
+    """
+
+    model: nn.Module
+    config: Any
+    name: str
+    layers: list[dict[str, Slot]]
+    others: dict[str, Slot]
+    embedding: tuple[str, tuple[int, ...]]
+    head: tuple[str, tuple[int, ...]]
+    head_bias: str | None
+    tied: bool
+    cache: CacheShape
+    heads: int
+    width: int
+    head_module: PausingHead
+
+    @property
+    def wanted(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter a checkpoint must hold, with its shape."""
+        names = {name: slot.shape for layer in (*self.layers, self.others) for name, slot in layer.items()}
+        names[self.embedding[0]] = self.embedding[1]
+        if not self.tied:
+            names[self.head[0]] = self.head[1]
+        if self.head_bias:
+            names[self.head_bias] = self.head[1][:1]
+        return names
+
+    @property
+    def context_length(self) -> int | None:
+        return getattr(self.config.get_text_config(), "max_position_embeddings", None)
+
+
+def load_config(directory: Path) -> Any:
+    """The config of a model directory. Remote code is never run. Raises InvalidInput or UnsupportedModel."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UnsupportedModel(f"{directory}: {error}") from error
+
+
+def build(directory: Path, dtype: torch.dtype) -> Skeleton:
+    """The skeleton of the model in `directory`, computing in `dtype`.
+
+    Raises UnsupportedModel with the model's name and the reason, before any weight is read.
+    """
+    config = load_config(directory)
+    name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
+    model = _meta_model(config, name, dtype)
+    skeleton = _cut(model, config, name)
+    try:
+        _probe(skeleton)
+    except UnsupportedModel:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{name}: {error or repr(error)}") from error
+    _restore_buffers(model, dtype)
+    return skeleton
+
+
+def _meta_model(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
+    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    if rope.get("rope_type") in _COUPLED_ROPE:
+        raise UnsupportedModel(f"{name} uses {rope['rope_type']} rotary scaling, which ties a batch's rows together")
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=False
+            )
+    except Exception as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
+    if not getattr(model, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
+    result: nn.Module = model.eval().requires_grad_(False)
+    return result
+
+
+def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
+    """Parent, attribute and full name of the decoder's ModuleList."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count and all(hasattr(m, "forward") for m in module):
+            parent = model.get_submodule(name.rpartition(".")[0])
+            return parent, name.rpartition(".")[2], name
+    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers")
+
+
+def _cut(model: Any, config: Any, name: str) -> Skeleton:
+    """Names the parameters of each unit and puts pausing modules in place of layers, embedding and head."""
+    count = config.get_text_config().num_hidden_layers
+    parent, attribute, path = _layer_list(model, count)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
+        raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
+    names = {module: module_name for module_name, module in model.named_modules()}
+    persistent = set(model.state_dict(keep_vars=True))
+    layers: list[dict[str, Slot]] = [{} for _ in range(count)]
+    others: dict[str, Slot] = {}
+    for module_name, module in model.named_modules():
+        if module is embedding or module is head:
+            continue
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            full = f"{module_name}.{key}".lstrip(".")
+            if tensor is None or full not in persistent:
+                continue
+            inside = module_name.startswith(f"{path}.")
+            group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
+            group[full] = Slot(module, key, tuple(tensor.shape))
+    use_fast_linear(model)
+    modules = getattr(parent, attribute)
+    for j in range(count):
+        modules[j] = PausingLayer(modules[j], j)
+    model.set_input_embeddings(PausingEmbedding(embedding))
+    pausing = PausingHead(head.out_features, 1, fast_linear())
+    model.set_output_embeddings(pausing)
+    wide = max((max(s.shape) for layer in layers for s in layer.values() if len(s.shape) == 2), default=1)
+    return Skeleton(
+        model, config, name, layers, others,
+        embedding=(f"{names[embedding]}.weight", tuple(embedding.weight.shape)),
+        head=(f"{names[head]}.weight", tuple(head.weight.shape)),
+        head_bias=f"{names[head]}.bias" if head.bias is not None else None,
+        tied=bool(getattr(config.get_text_config(), "tie_word_embeddings", False)),
+        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing,
+    )  # fmt: skip
+
+
+def _probe(skeleton: Skeleton) -> None:
+    """Runs two packed tokens on the meta device: every layer must pause once, and once more in its attention."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]))
+    seen: list[str] = []
+    shapes: set[tuple[int, int, int]] = set()
+    vocabulary, hidden = skeleton.embedding[1]
+    answer: Any = None
+    while not isinstance(event := forward.resume(answer), Logits):
+        answer = None
+        if isinstance(event, Embed):
+            answer = torch.empty(vocabulary, hidden, device="meta", dtype=skeleton.model.dtype), event.ids
+        elif isinstance(event, Layer):
+            seen.append(f"layer {event.index}")
+            answer = event.hidden
+        elif isinstance(event, Attend):
+            seen.append(f"attention {event.layer}")
+            answer = _probe_attention(event, shapes)
+        elif isinstance(event, Head):
+            answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None
+    expected = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
+    if seen != expected:
+        at = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), min(len(seen), len(expected)))
+        got = seen[at] if at < len(seen) else "the end"
+        wanted = expected[at] if at < len(expected) else "the end"
+        raise UnsupportedModel(f"{skeleton.name}: expected {wanted} but the model went to {got}; it keeps other state")
+    if len(shapes) != 1:
+        raise UnsupportedModel(f"{skeleton.name}: layers differ in attention shape {sorted(shapes)}; not supported yet")
+    ((skeleton.heads, kv_heads, head_dim),) = shapes
+    skeleton.cache = CacheShape(kv_heads, head_dim)
+
+
+def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor:
+    heads, tokens, head_dim = event.q.shape[1:]
+    if event.v.shape != event.k.shape or event.k.shape[3] != head_dim:
+        raise UnsupportedModel(f"keys are {event.k.shape[3]} wide and values {event.v.shape[3]}; not supported yet")
+    shapes.add((heads, event.k.shape[1], head_dim))
+    return event.q.new_empty(1, tokens, heads, head_dim)
+
+
+def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
+    """Computes the buffers no checkpoint holds (rotary frequencies): on meta they were never filled."""
+    for module in model.modules():
+        buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
+        if not any(k in module._non_persistent_buffers_set for k in buffers):
+            continue
+        module.to_empty(device="cpu", recurse=False)
+        model._init_weights(module)
+
+
+def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
+    """The compute dtype: as requested; else float32 on CPU and sim, the checkpoint's own on CUDA."""
+    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if requested in (None, "auto"):
+        own = getattr(config, "dtype", None)
+        return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
+    if requested not in names:
+        raise InvalidInput(f"dtype is {requested!r}; it must be auto, {', '.join(names)}")
+    return names[requested]

@@ -1,0 +1,78 @@
+"""The policy: block shape, splits over the tiers, switches. A frozen record that is also a JSON file."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from flexengine.config import from_fields
+from flexengine.errors import InvalidInput
+
+TIERS = ("device", "host", "disk")
+SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
+
+Split = tuple[float, float, float]
+
+
+def _split(name: str, value: Sequence[float]) -> Split:
+    numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
+    if len(numbers) != 3 or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
+        raise InvalidInput(f"policy {name} is {value!r}; it must be three fractions [device, host, disk]")
+    if min(numbers) < 0 or abs(sum(numbers) - 1) > 1e-6:
+        raise InvalidInput(f"policy {name} is {numbers}; fractions must be at least 0 and sum to 1, not {sum(numbers)}")
+    return (float(numbers[0]), float(numbers[1]), float(numbers[2]))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a block is computed and where its tensors live (FlexGen section 4.1; architecture 2).
+
+    gpu_batch_size: sequences computed together.
+    num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
+    weights, cache, activations: fractions of each on (device, host, disk).
+    slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
+    schedule: who enters when: row, zigzag (all together), diagonal (one cohort a sweep), continuous.
+    prefill_tokens: most tokens of one gpu_batch, which bounds activation memory.
+    """
+
+    gpu_batch_size: int = 16
+    num_gpu_batches: int = 4
+    weights: Split = (1.0, 0.0, 0.0)
+    cache: Split = (1.0, 0.0, 0.0)
+    activations: Split = (1.0, 0.0, 0.0)
+    slots: int = 2
+    schedule: str = "continuous"
+    prefill_tokens: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidInput(f"policy {name} is {value!r}; it must be a whole number of at least 1")
+        for name in ("weights", "cache", "activations"):
+            object.__setattr__(self, name, _split(name, getattr(self, name)))
+        if self.schedule not in SCHEDULES:
+            raise InvalidInput(f"policy schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+
+    @property
+    def block_size(self) -> int:
+        """Sequences alive at once; `row` walks one gpu_batch at a time."""
+        return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as they stand in a policy file."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @staticmethod
+    def load(path: str | Path) -> "Policy":
+        """Reads a policy file. Raises InvalidInput naming the file and what is wrong with it."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"policy file {path}: {error}") from error
+        if not isinstance(values, dict):
+            raise InvalidInput(f"policy file {path} holds {type(values).__name__}, not an object of policy fields")
+        policy = from_fields(Policy, values, f"policy file {path}")
+        assert isinstance(policy, Policy)
+        return policy

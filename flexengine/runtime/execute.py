@@ -1,0 +1,66 @@
+"""The one loop: for each task ask the edges what it waits for and hand it to its lane."""
+
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+
+from flexengine.runtime.lane import Done, Lane, new_lane
+from flexengine.runtime.trace import Trace
+from flexengine.schedule.edges import Edges
+from flexengine.schedule.program import Op, Task
+
+
+class Executor:
+    """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it.
+
+    perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far.
+    """
+
+    def __init__(self, perform: Callable[[Task], None], lane_kind: str, trace: Trace | None = None) -> None:
+        self.perform, self.kind, self.trace = perform, lane_kind, trace
+        self.lanes: dict[str, Lane] = {}
+        self.edges: Edges[Done] = Edges()
+        self.busy: dict[str, float] = {}
+
+    def __enter__(self) -> "Executor":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+
+    def run(self, program: Iterable[Task]) -> None:
+        """Submits a program and returns when all but its weight loads have ended: those may serve the next one.
+
+        The first error of a task is raised here, with the task in a note.
+        """
+        pending: list[Done] = []
+        for task in program:
+            done = self._submit(task)
+            if task.op is not Op.LOAD_WEIGHT:
+                pending.append(done)
+            if done.error is not None:
+                break
+        for done in pending:
+            done.wait()
+
+    def _submit(self, task: Task) -> Done:
+        lane = self.lanes.get(task.lane) or self.lanes.setdefault(task.lane, new_lane(self.kind, task.lane))
+        done = Done()
+        after = self.edges.add(task.reads, task.writes, done)
+        lane.submit(lambda: self._work(task), after, done)
+        return done
+
+    def _work(self, task: Task) -> None:
+        began = time.perf_counter()
+        try:
+            self.perform(task)
+        except BaseException as error:
+            error.add_note(f"in task: {task.op.value}, {task.cell}, lane {task.lane}")
+            raise
+        end = time.perf_counter()
+        self.busy[task.lane] = self.busy.get(task.lane, 0.0) + end - began
+        if self.trace is not None:
+            self.trace.add(task, began, end)

@@ -1,0 +1,131 @@
+"""Lanes: serial resources that run tasks. The only place with threads and CUDA streams."""
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Done:
+    """A task that has ended, or will. `error` is its own failure or that of something it waited for."""
+
+    def __init__(self) -> None:
+        self._flag = threading.Event()
+        self.error: BaseException | None = None
+        self.event: Any = None  # torch.cuda.Event on a Stream lane: work is queued on the GPU, perhaps not finished
+
+    def set(self, error: BaseException | None = None) -> None:
+        self.error = error
+        self._flag.set()
+
+    @property
+    def ended(self) -> bool:
+        return self._flag.is_set()
+
+    def wait(self) -> None:
+        """Returns when the task has ended, on the GPU too. Raises its error."""
+        self._flag.wait()
+        if self.error is not None:
+            raise self.error
+        if self.event is not None:
+            self.event.synchronize()
+
+    def wait_on(self, stream: Any) -> None:
+        """Like wait(), but GPU work is waited for by `stream` instead of by this thread."""
+        self._flag.wait()
+        if self.error is not None:
+            raise self.error
+        if self.event is not None:
+            stream.wait_event(self.event)
+
+
+class Lane(ABC):
+    """Runs tasks one after another, in the order they were submitted."""
+
+    name: str
+
+    @abstractmethod
+    def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
+        """Runs `work` once everything in `after` has ended, then sets `done`, with the error if there was one."""
+
+    def close(self) -> None:  # noqa: B027 - an Inline lane has nothing to close
+        """Waits for what was submitted and ends the lane."""
+
+
+class Inline(Lane):
+    """Runs each task at once in the caller's thread: the reference, and the fastest where nothing overlaps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
+        try:
+            for earlier in after:
+                earlier.wait()
+            work()
+        except BaseException as error:
+            done.set(error)
+            raise
+        done.set()
+
+
+class Thread(Lane):
+    """A thread of its own. A failed task fails everything that waits for it; the lane itself lives on."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Sequence[Done], Done] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._loop, name=f"flexengine-{name}", daemon=True)
+        self._thread.start()
+
+    def _loop(self) -> None:
+        with torch.inference_mode():
+            while (item := self._queue.get()) is not None:
+                work, after, done = item
+                try:
+                    self._run(work, after, done)
+                except BaseException as error:  # every failure travels to whoever waits
+                    done.set(error)
+                else:
+                    done.set()
+                del item, work, after, done  # hold no tensors while idle
+
+    def _run(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
+        for earlier in after:
+            earlier.wait()
+        work()
+
+    def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
+        self._queue.put((work, after, done))
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join()
+
+
+class Stream(Thread):
+    """A Thread lane with its own CUDA stream; ordering between streams is left to the GPU."""
+
+    def __init__(self, name: str) -> None:
+        self._stream = torch.cuda.Stream()
+        super().__init__(name)
+
+    def _run(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
+        with torch.cuda.stream(self._stream):
+            for earlier in after:
+                earlier.wait_on(self._stream)
+            work()
+            done.event = torch.cuda.Event()
+            done.event.record(self._stream)
+
+
+def new_lane(kind: str, name: str) -> Lane:
+    """kind: inline, thread or stream. On a machine with CUDA streams the disk lanes stay plain threads."""
+    if kind == "inline":
+        return Inline(name)
+    if kind == "stream" and not name.startswith("disk"):
+        return Stream(name)
+    return Thread(name)

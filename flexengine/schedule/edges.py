@@ -1,0 +1,29 @@
+"""Which earlier tasks a task must wait for, from the resources both name (architecture 3: edges, not barriers)."""
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+Done = TypeVar("Done")
+
+
+class Edges(Generic[Done]):
+    """Read-after-write, write-after-read and write-after-write. `Done` is whatever stands for a finished task."""
+
+    def __init__(self) -> None:
+        self.writer: dict[Hashable, Done] = {}
+        self.readers: dict[Hashable, list[Done]] = {}
+
+    def add(self, reads: Iterable[Hashable], writes: Iterable[Hashable], done: Done) -> list[Done]:
+        """Books a task in program order; returns what it waits for."""
+        reads, writes = tuple(reads), tuple(writes)
+        after = [self.writer[r] for r in reads if r in self.writer]
+        for resource in writes:
+            readers = self.readers.pop(resource, [])
+            after += readers
+            if not readers and resource in self.writer:
+                after.append(self.writer[resource])
+        for resource in reads:
+            self.readers.setdefault(resource, []).append(done)
+        for resource in writes:
+            self.writer[resource] = done
+        return after

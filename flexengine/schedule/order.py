@@ -1,0 +1,124 @@
+"""Who computes together, and in which order: pure functions and generators over plain numbers.
+
+A sweep takes every live sequence one token further. Its cells are walked column by column (layer-major), so that each
+layer's weights are needed once per sweep (FlexGen section 4.2).
+
+        batch 0   batch 1   batch 2
+layer 0    1         2         3
+layer 1    4         5         6          the numbers are the order of the cells of one sweep
+layer 2    7         8         9
+
+Schedules differ only in who is alive in a sweep, that is in admission (`entrants`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Cell(NamedTuple):
+    """One layer of one gpu_batch in one sweep: the unit of compute. `layer` counts layers, then head chunks."""
+
+    sweep: int
+    layer: int
+    batch: int
+
+
+class Piece(NamedTuple):
+    """Tokens start .. start+count-1 of a sequence, computed in one gpu_batch; `final` when its last token is sampled."""
+
+    sequence: int
+    start: int
+    count: int
+    final: bool
+
+
+class Batch(NamedTuple):
+    """A gpu_batch: pieces whose KV cache shares a home tier, and the home of its activations between layers."""
+
+    pieces: tuple[Piece, ...]
+    cache_home: str
+    hidden_home: str
+
+    @property
+    def tokens(self) -> int:
+        return sum(p.count for p in self.pieces)
+
+
+class Growing(NamedTuple):
+    """A sequence as the forecast sees it: tokens cached after the coming sweep, and sweeps until it leaves."""
+
+    tokens: int
+    sweeps: int
+
+
+def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
+    """The cells of one sweep in layer-major order."""
+    return (Cell(sweep, j, k) for j in range(layers) for k in range(batches))
+
+
+def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
+    """Most sequences that may enter in the coming sweep when `live` are alive.
+
+    row: one gpu_batch runs to its end before the next enters. zigzag: a whole block enters together when the last has
+    ended (FlexGen 4.2). diagonal: one cohort of gpu_batch_size per sweep (FlexGen appendix A.1). continuous: every free
+    place is filled at once.
+    """
+    block = gpu_batch_size * num_gpu_batches
+    if schedule == "row":
+        return 0 if live else gpu_batch_size
+    if schedule == "zigzag":
+        return 0 if live else block
+    if schedule == "diagonal":
+        return min(gpu_batch_size, block - live)
+    return block - live
+
+
+def pages_for(tokens: int, page_tokens: int) -> int:
+    """Pages that hold `tokens` tokens of one sequence."""
+    return -(-tokens // page_tokens)
+
+
+def peak_pages(sequences: Sequence[Growing], page_tokens: int) -> int:
+    """Most pages ever held if nobody else enters: each sequence grows one token per sweep and then leaves.
+
+    The number of pages only falls when a sequence leaves, so the peak lies at one of the last sweeps of a sequence.
+    """
+    if not sequences:
+        return 0
+    tokens = np.array([s.tokens for s in sequences])
+    sweeps = np.array([s.sweeps for s in sequences])
+    at = np.unique(sweeps)[:, None]
+    held = -(-(tokens + at - 1) // page_tokens)
+    return int(np.where(sweeps >= at, held, 0).sum(axis=1).max())
+
+
+def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:
+    """Pieces of at most `budget` tokens covering tokens start .. start+count-1, in order."""
+    cuts = range(start, start + count, budget)
+    return [Piece(sequence, at, min(budget, start + count - at), at + budget >= start + count) for at in cuts]
+
+
+def form_batches(
+    pieces: Iterable[Piece], gpu_batch_size: int, token_budget: int, page_tokens: int, page_budget: int | None
+) -> list[tuple[Piece, ...]]:
+    """Cuts pieces, in order, into gpu_batches of bounded sequences, tokens and (where given) cache pages.
+
+    Pieces of one sequence land in different batches, in order, so that a later one finds the cache of the earlier.
+    """
+    batches: list[tuple[Piece, ...]] = []
+    current: list[Piece] = []
+    tokens = pages = 0
+    for piece in pieces:
+        needs = pages_for(piece.start + piece.count, page_tokens)
+        full = len(current) == gpu_batch_size or tokens + piece.count > token_budget
+        full = full or (page_budget is not None and pages + needs > page_budget)
+        if current and (full or current[-1].sequence == piece.sequence):
+            batches.append(tuple(current))
+            current, tokens, pages = [], 0, 0
+        current.append(piece)
+        tokens, pages = tokens + piece.count, pages + needs
+    if current:
+        batches.append(tuple(current))
+    return batches

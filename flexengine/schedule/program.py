@@ -1,0 +1,163 @@
+"""What a cell touches: cells become tasks that name the lane they run on and the resources they read and write.
+
+| resource | meaning |
+|---|---|
+| ("w", slot, home) | part of a weight slot filled from a home tier |
+| ("wstage", slot) | host staging of a weight slot on its way from disk |
+| ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
+| ("hbuf", b), ("hstage", b) | the same for hidden states |
+| ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
+"""
+
+import enum
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from flexengine.schedule.order import Batch, Cell
+
+
+class Op(enum.Enum):
+    LOAD_WEIGHT = "load weight"
+    LOAD_CACHE = "load cache"
+    LOAD_HIDDEN = "load hidden"
+    COMPUTE = "compute"
+    STORE_HIDDEN = "store hidden"
+    STORE_CACHE = "store cache"
+
+
+class Task(NamedTuple):
+    """One op of a cell. For LOAD_WEIGHT `cell.batch` is -1.
+
+    home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
+    slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
+    """
+
+    op: Op
+    cell: Cell
+    lane: str
+    reads: tuple[Hashable, ...]
+    writes: tuple[Hashable, ...]
+    home: str = ""
+    hop: int = 0
+    slot: int = -1
+    cache: int = -1
+    hidden: int = -1
+
+
+@dataclass(frozen=True)
+class Routes:
+    """Lanes a tensor passes on its way from (load) or to (store) each home; two lanes mean a stop in host staging."""
+
+    load: dict[str, tuple[str, ...]]
+    store: dict[str, tuple[str, ...]]
+
+
+STAGED = Routes(
+    load={"host": ("h2d",), "disk": ("disk_read", "h2d")},
+    store={"host": ("d2h",), "disk": ("d2h", "disk_write")},
+)
+DIRECT = Routes(load={"host": ("h2d",), "disk": ("disk_read",)}, store={"host": ("d2h",), "disk": ("disk_write",)})
+
+
+class Program:
+    """Tasks of sweep after sweep, with weight loads running `slots` units ahead across sweep boundaries.
+
+    streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
+    layers: how many of the units are layers (hidden states move between those only).
+    """
+
+    def __init__(self, streamed: Sequence[tuple[str, ...]], layers: int, slots: int, routes: Routes) -> None:
+        self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
+        self.cycle = [j for j, homes in enumerate(streamed) if homes]
+        self.used = 0  # weight loads whose unit has been walked
+        self.issued = 0  # weight loads emitted
+        self.turn = {"c": 0, "h": 0}
+
+    def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
+        """Tasks of one sweep in program order; `more` lets the loads of the next sweep begin.
+
+        A weight load waits for its slot, and a lane is first come first served; so it is emitted behind the cache and
+        hidden loads of the next unit's first cells, which need not wait.
+        """
+        horizon = self.used + len(self.cycle) + (self.slots if more and self.cycle else 0)
+        yield from self._weights(number, min(self.used + self.slots, horizon))
+        ahead = min(self.slots, len(batches)) - 1
+        for j, homes in enumerate(self.streamed):
+            # With one slot the load cannot wait: this unit's own weights may still be due.
+            for k, batch in enumerate(batches):
+                cell = Cell(number, j, k)
+                loads, compute, stores = self._cell(cell, batch, batches)
+                yield from loads
+                if k == ahead or self.slots == 1:
+                    yield from self._weights(number, min(self.used + self.slots, horizon))
+                yield compute
+                yield from stores
+            if homes:
+                self.used += 1
+        yield from self._weights(number, min(self.used + self.slots, horizon))
+
+    def _weights(self, sweep: int, upto: int) -> Iterator[Task]:
+        while self.issued < upto:
+            unit = self.cycle[self.issued % len(self.cycle)]
+            slot = self.issued % self.slots
+            for home in self.streamed[unit]:
+                task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot)
+                yield from _route(task, self.routes.load, (), ("w", slot, home), ("wstage", slot))
+            self.issued += 1
+
+    def _next(self, kind: str) -> int:
+        self.turn[kind] += 1
+        return self.turn[kind] % self.slots
+
+    def _cell(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[list[Task], Task, list[Task]]:
+        """Loads, compute and stores of one cell. Hidden states and KV at home on the device need neither."""
+        j, k = cell.layer, cell.batch
+        routes, loads, stores = self.routes, list[Task](), list[Task]()
+        writes: list[Hashable] = [("run", k)]
+        slot = self.used % self.slots if self.streamed[j] else -1
+        reads = tuple(("w", slot, home) for home in self.streamed[j])
+        cache = hidden = -1
+        if j < self.layers and batch.cache_home != "device":
+            cache = self._next("c")
+            buffer, stage = ("cbuf", cache), ("cstage", cache)
+            writes.append(buffer)
+            if any(p.start for p in batch.pieces):
+                earlier = tuple(("kv", j, other) for other in range(k) if _continues(batches[other], batch))
+                task = Task(Op.LOAD_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
+                loads += _route(task, routes.load, earlier, buffer, stage)
+            task = Task(Op.STORE_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
+            stores += _route(task, routes.store, (buffer,), ("kv", j, k), stage)
+        if j < self.layers and batch.hidden_home != "device":
+            hidden = self._next("h")
+            buffer, stage = ("hbuf", hidden), ("hstage", hidden)
+            writes.append(buffer)
+            if j > 0:
+                task = Task(Op.LOAD_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
+                loads += _route(task, routes.load, (("h", k),), buffer, stage)
+            if j < self.layers - 1:
+                task = Task(Op.STORE_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
+                stores += _route(task, routes.store, (buffer,), ("h", k), stage)
+        compute = Task(Op.COMPUTE, cell, "device", reads, tuple(writes), slot=slot, cache=cache, hidden=hidden)
+        return loads, compute, stores
+
+
+def _route(
+    task: Task,
+    routes: dict[str, tuple[str, ...]],
+    source: tuple[Hashable, ...],
+    target: Hashable,
+    stage: Hashable,
+) -> Iterator[Task]:
+    """One task per leg from source to target; what lies between the legs is the staging buffer."""
+    lanes = routes[task.home]
+    for hop, lane in enumerate(lanes):
+        reads = source if hop == 0 else (stage,)
+        writes = (target,) if hop == len(lanes) - 1 else (stage,)
+        yield task._replace(lane=lane, reads=reads, writes=writes, hop=hop)
+
+
+def _continues(earlier: Batch, later: Batch) -> bool:
+    """Whether `later` holds a piece of a sequence that `earlier` began in this sweep."""
+    begun = {p.sequence for p in earlier.pieces}
+    return any(p.sequence in begun for p in later.pieces)

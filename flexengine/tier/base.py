@@ -1,0 +1,70 @@
+"""What every tier can do. The bytes of a tensor lie in a Home; `load` brings them out, `store` puts them there."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flexengine.tier.ledger import Ledger
+
+ALIGN = 4096  # bytes; direct I/O wants buffers, offsets and lengths that are multiples of it
+
+
+def aligned(nbytes: int) -> int:
+    """nbytes rounded up to the alignment of regions."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where bytes lie between uses: `nbytes` bytes at `start` of `place`, holding elements of `dtype`.
+
+    place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made it looks inside.
+    """
+
+    place: Any = field(repr=False)
+    start: int
+    nbytes: int
+    dtype: torch.dtype
+
+    def part(self, start: int, nbytes: int) -> "Home":
+        """nbytes at byte `start` of this home."""
+        if start < 0 or start + nbytes > self.nbytes:
+            raise ValueError(f"bytes {start}..{start + nbytes} are outside a home of {self.nbytes}")
+        return Home(self.place, self.start + start, nbytes, self.dtype)
+
+
+class Tier(ABC):
+    """One memory with its ledger. Six methods; wrappers (wrap.py) add throttling without the tier knowing.
+
+    bytes_read, bytes_written: bytes that crossed its link, counted in the home's own encoding.
+    """
+
+    name: str
+    ledger: Ledger
+    bytes_read: int = 0
+    bytes_written: int = 0
+
+    @abstractmethod
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+        """Books and takes aligned(nbytes) bytes; contents are undefined. Raises OutOfMemory."""
+
+    @abstractmethod
+    def free(self, home: Home, what: str) -> None:
+        """Gives back what `allocate` returned."""
+
+    @abstractmethod
+    def load(self, home: Home, target: torch.Tensor) -> None:
+        """Copies the home's elements into `target` (contiguous, same number of elements), converting dtype."""
+
+    @abstractmethod
+    def store(self, source: torch.Tensor, home: Home) -> None:
+        """Copies `source` (contiguous, of the home's dtype and number of elements) to the home."""
+
+    def view(self, home: Home) -> torch.Tensor:
+        """The home as a 1-D tensor sharing its memory. Raises TypeError where the tier cannot be addressed."""
+        raise TypeError(f"{self.name} cannot be addressed; load from it")
+
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing to close
+        """Releases files and buffers."""

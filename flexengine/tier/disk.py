@@ -1,0 +1,214 @@
+"""Files: checkpoint shards read in place, and one spill file for what the policy sends to disk.
+
+Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read either directly (O_DIRECT) or
+through the page cache with every chunk dropped behind the reader, whichever `faster_read` measured: some virtual disks
+serve the kernel's 4 MiB readahead twice as fast as direct reads, others do not. The spill file is direct where the
+file system allows.
+"""
+
+import contextlib
+import ctypes
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.kernels import load as load_kernels
+from flexengine.tier.base import ALIGN, Home, Tier, aligned
+from flexengine.tier.ledger import Ledger
+from flexengine.tier.memory import aligned_buffer
+
+CHUNK = 4 << 20  # bytes per read
+
+
+class File:
+    """An open file. direct: reads and writes bypass the page cache."""
+
+    def __init__(self, path: str | Path, flags: int, direct: bool) -> None:
+        self.path = Path(path)
+        if direct:
+            try:
+                self.fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o600), True
+                return
+            except OSError:  # tmpfs and some network file systems know no direct I/O
+                pass
+        self.fd, self.direct = os.open(path, flags, 0o600), False
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, writable."""
+    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(buffer).cast("B")
+
+
+def read_fully(file: File, target: memoryview, offset: int) -> int:
+    """Reads until `target` is full or the file ends; returns the bytes read."""
+    got = 0
+    while got < len(target):
+        n = os.preadv(file.fd, [target[got:]], offset + got)
+        if n == 0:
+            break
+        got += n
+        if file.direct and n % ALIGN:
+            break  # the tail of the file
+    return got
+
+
+def write_fully(file: File, source: memoryview, offset: int) -> None:
+    """Writes all of `source`; short writes are continued."""
+    done = 0
+    while done < len(source):
+        done += os.pwritev(file.fd, [source[done:]], offset + done)
+
+
+class DiskTier(Tier):
+    """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
+
+    The spill file is unlinked as soon as it is open, so nothing is left behind however the process ends.
+    """
+
+    def __init__(self, name: str, ledger: Ledger, directory: Path, direct: bool = True) -> None:
+        self.name, self.ledger, self.directory, self.direct = name, ledger, directory, direct
+        self._files: dict[Path, File] = {}
+        self._spill: File | None = None
+        self._end = 0
+        self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
+        self._lock = threading.Lock()
+        self._local = threading.local()
+        self._convert = load_kernels().convert
+
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+        size = aligned(nbytes)
+        self.ledger.reserve(size, what)
+        with self._lock:
+            if self._spill is None:
+                self._spill = self._open_spill()
+            for i, (start, room) in enumerate(self._free):
+                if room >= size:
+                    self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
+                    return Home(self._spill, start, nbytes, dtype)
+            start, self._end = self._end, self._end + size
+        try:
+            os.posix_fallocate(self._spill.fd, start, max(size, ALIGN))
+        except OSError as error:
+            self.ledger.release(size, what)
+            raise InvalidInput(f"{self.directory}: no room for {size:,} bytes of {what}: {error}") from error
+        return Home(self._spill, start, nbytes, dtype)
+
+    def free(self, home: Home, what: str) -> None:
+        self.ledger.release(aligned(home.nbytes), what)
+        with self._lock:
+            self._free.append((home.start, aligned(home.nbytes)))
+
+    def _open_spill(self) -> File:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=self.directory)
+        except OSError as error:
+            raise InvalidInput(f"offload directory {self.directory}: {error}; give --offload-dir a writable one") from error
+        os.close(handle)
+        file = File(path, os.O_RDWR, direct=True)
+        os.unlink(path)
+        return file
+
+    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
+        """A home inside a file the user owns; read only, nothing is booked. Raises BadCheckpoint if it is too short."""
+        with self._lock:
+            if path not in self._files:
+                try:
+                    self._files[path] = File(path, os.O_RDONLY, self.direct)
+                except OSError as error:
+                    raise BadCheckpoint(f"{path}: {error}") from error
+            file = self._files[path]
+        size = os.fstat(file.fd).st_size
+        if start + nbytes > size:
+            raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
+        return Home(file, start, nbytes, dtype)
+
+    def _chunk(self) -> torch.Tensor:
+        if not hasattr(self._local, "chunk"):
+            self._local.chunk = aligned_buffer(CHUNK + ALIGN)
+        buffer: torch.Tensor = self._local.chunk
+        return buffer
+
+    def load(self, home: Home, target: torch.Tensor) -> None:
+        file: File = home.place
+        flat = target.view(-1)
+        if file is self._spill and not flat.data_ptr() % ALIGN and not home.nbytes % ALIGN and flat.dtype == home.dtype:
+            self._expect(read_fully(file, memory(flat), home.start), home.nbytes, file)
+        else:
+            self._load_chunks(file, home, flat)
+        self.bytes_read += home.nbytes
+
+    def _load_chunks(self, file: File, home: Home, flat: torch.Tensor) -> None:
+        """Reads aligned chunks into this thread's buffer and converts each into its part of the target."""
+        width = home.dtype.itemsize
+        chunk, end = self._chunk(), home.start + home.nbytes
+        at = home.start
+        while at < end:
+            low = at // ALIGN * ALIGN
+            high = min(low + CHUNK, aligned(end))
+            # A chunk ends on a whole element, counted from the tensor's own start.
+            stop = min(end, high)
+            stop -= (stop - home.start) % width
+            got = read_fully(file, memory(chunk[: high - low]), low)
+            self._expect(got, stop - low, file)
+            source = chunk[at - low : stop - low]
+            if source.data_ptr() % width:
+                source = source.clone()
+            done = (at - home.start) // width
+            self._convert(source.view(home.dtype), flat[done : done + (stop - at) // width])
+            if not file.direct and file is not self._spill:
+                os.posix_fadvise(file.fd, low, high - low, os.POSIX_FADV_DONTNEED)
+            at = stop
+
+    def _expect(self, got: int, needed: int, file: File) -> None:
+        if got < needed:
+            raise BadCheckpoint(f"{file.path}: the file ended {needed - got:,} bytes early; was it changed meanwhile?")
+
+    def store(self, source: torch.Tensor, home: Home) -> None:
+        file: File = home.place
+        if file is not self._spill:
+            raise ValueError(f"{file.path} belongs to the user and is never written")
+        flat = source.view(-1).view(torch.uint8)
+        size = aligned(home.nbytes)
+        if file.direct and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
+            padded = aligned_buffer(size)
+            padded[: flat.numel()].copy_(flat)
+            flat = padded
+        write_fully(file, memory(flat), home.start)
+        self.bytes_written += home.nbytes
+
+    def close(self) -> None:
+        for file in (*self._files.values(), *([self._spill] if self._spill else [])):
+            with contextlib.suppress(OSError):
+                file.close()
+        self._files, self._spill = {}, None
+
+
+def faster_read(path: Path, probe: int = 96 << 20) -> bool:
+    """Whether direct reads of `path` beat cached ones, measured on two cold parts of at most `probe` bytes each."""
+    size = os.path.getsize(path)
+    part = min(probe, size // 2) // CHUNK * CHUNK
+    if part < 4 * CHUNK:
+        return True
+    chunk, seconds = aligned_buffer(CHUNK), []
+    for direct, start in ((True, 0), (False, part)):
+        file = File(path, os.O_RDONLY, direct)
+        try:
+            os.posix_fadvise(file.fd, start, part, os.POSIX_FADV_DONTNEED)
+            began = time.perf_counter()
+            for at in range(start, start + part, CHUNK):
+                read_fully(file, memory(chunk), at)
+            seconds.append(time.perf_counter() - began)
+            os.posix_fadvise(file.fd, start, part, os.POSIX_FADV_DONTNEED)
+        finally:
+            file.close()
+    return seconds[0] <= seconds[1]

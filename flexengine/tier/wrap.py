@@ -1,0 +1,68 @@
+"""Tiers around tiers."""
+
+import threading
+import time
+from pathlib import Path
+
+import torch
+
+from flexengine.tier.base import Home, Tier
+from flexengine.tier.disk import DiskTier
+
+
+class Throttled(Tier):
+    """A tier behind slower links: real copies, then sleep until a link of that rate would have finished.
+
+    read_rate, write_rate: bytes per second, None for as fast as it goes. One direction carries one transfer at a time.
+    """
+
+    def __init__(self, inner: Tier, read_rate: float | None = None, write_rate: float | None = None) -> None:
+        self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
+        self.rates = {"read": read_rate, "write": write_rate}
+        self._free = {"read": 0.0, "write": 0.0}
+        self._lock = threading.Lock()
+
+    @property
+    def bytes_read(self) -> int:  # type: ignore[override]
+        return self.inner.bytes_read
+
+    @property
+    def bytes_written(self) -> int:  # type: ignore[override]
+        return self.inner.bytes_written
+
+    def _wait(self, way: str, nbytes: int, began: float) -> None:
+        rate = self.rates[way]
+        if rate is None:
+            return
+        with self._lock:
+            end = self._free[way] = max(self._free[way], began) + nbytes / rate
+        if (pause := end - time.perf_counter()) > 0:
+            time.sleep(pause)
+
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+        return self.inner.allocate(nbytes, what, dtype)
+
+    def free(self, home: Home, what: str) -> None:
+        self.inner.free(home, what)
+
+    def view(self, home: Home) -> torch.Tensor:
+        return self.inner.view(home)
+
+    def load(self, home: Home, target: torch.Tensor) -> None:
+        began = time.perf_counter()
+        self.inner.load(home, target)
+        self._wait("read", home.nbytes, began)
+
+    def store(self, source: torch.Tensor, home: Home) -> None:
+        began = time.perf_counter()
+        self.inner.store(source, home)
+        self._wait("write", home.nbytes, began)
+
+    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
+        """See DiskTier.checkpoint."""
+        if not isinstance(self.inner, DiskTier):
+            raise TypeError(f"{self.name} is not a disk")
+        return self.inner.checkpoint(path, start, nbytes, dtype)
+
+    def close(self) -> None:
+        self.inner.close()
