@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -77,6 +78,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def report_loaded() -> None:
+    """Prints when loading ended, so that a side stopped by its timeout still tells how long it had been generating."""
+    print(json.dumps({"loaded_at": time.time()}), flush=True)
+
+
 def report(token_ids: list[list[int]], seconds: float, load_seconds: float, **more: Any) -> None:
     """Prints the one JSON line of a side."""
     line = {
@@ -124,8 +130,10 @@ def run_module(module: str, stdin: str, limits: Limits | None = None) -> Record:
             rc, out, err = run(argv, stdin, limits.seconds, env)
         else:
             rc, out, err, peak = run_limited(argv, limits.memory, stdin, limits.seconds, env)
-    except subprocess.TimeoutExpired:
-        return {"error": f"stopped after {limits.seconds:.0f} s", "timeout_seconds": limits.seconds}
+    except subprocess.TimeoutExpired as stopped:
+        said = last_json(bytes(stopped.output or b"").decode(errors="replace")) or {}
+        generating = time.time() - said["loaded_at"] if "loaded_at" in said else 0.0
+        return {"error": f"stopped after {limits.seconds:.0f} s", "seconds_at_least": generating}
     line = last_json(out) if rc == 0 else None
     if line is None:
         why = "killed (out of memory?)" if rc in (-9, 137) else f"exit code {rc}"

@@ -84,12 +84,12 @@ def ratios(ours: list[Record], peer: list[Record]) -> list[float]:
 
 
 def record(case: Case, job: Job, plan: Plan, runs: tuple[list[Record], list[Record], list[Record]]) -> Record:
-    """The JSON line of a case. ratio_at_least: where the peer was stopped by its timeout."""
+    """The JSON line of a case. ratio_at_least: where the peer was stopped while generating."""
     ours, peer, found = runs
     shares = [b["share"] for b in found if "error" not in b]
     ours_stats = harness.stats(harness.good(ours))
-    timeouts = [r["timeout_seconds"] for r in peer if "timeout_seconds" in r]
-    at_least = ours_stats["median"] * max(timeouts) / case.output_tokens if ours_stats and timeouts else None
+    stopped = max((r.get("seconds_at_least", 0.0) for r in peer), default=0.0)
+    at_least = ours_stats["median"] * stopped / case.output_tokens if ours_stats and stopped else None
     return {
         **harness.header("offload", case, [*ours, *peer]),
         "model": Path(job.model).name,
@@ -157,7 +157,7 @@ def main() -> int:
             )  # fmt: skip
             runs = run_case(case, job, plan)
         harness.emit(record(case, job, plan, runs), args.out)
-        failed |= any("error" in run and "timeout_seconds" not in run for run in (*runs[0], *runs[1]))
+        failed |= any("error" in run and "seconds_at_least" not in run for run in (*runs[0], *runs[1]))
     return int(failed)
 
 

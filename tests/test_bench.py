@@ -99,7 +99,7 @@ def test_statistics() -> None:
 def test_ratios_by_round_use_the_peers_median_where_it_did_not_run() -> None:
     ours = [{"tok_s": 8.0}, {"tok_s": 6.0}, {"error": "x"}]
     assert ratios(ours, [{"tok_s": 2.0}]) == [4.0, 3.0]
-    assert ratios(ours, [{"error": "stopped", "timeout_seconds": 1.0}]) == []
+    assert ratios(ours, [{"error": "stopped", "seconds_at_least": 1.0}]) == []
 
 
 def test_bound_of_two_phases() -> None:
@@ -147,6 +147,17 @@ def test_a_failing_side_becomes_an_error_with_its_last_words() -> None:
     failed = harness.run_module("bench.peers.no_such_side", "")
     assert failed["error"] == "exit code 1"
     assert "no_such_side" in failed["stderr"]
+
+
+def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from bench import harness; import time; {}; time.sleep(60)"
+    run = limit.run
+    for said, least, most in (("harness.report_loaded()", 0.5, 2.0), ("print()", 0.0, 0.0)):
+        argv = [sys.executable, "-c", code.format(said)]
+        monkeypatch.setattr(harness, "run", lambda _, *rest, argv=argv: run(argv, *rest))
+        stopped = harness.run_module("anything", "", Limits(seconds=2.0))
+        assert stopped["error"] == "stopped after 2 s"
+        assert least <= stopped["seconds_at_least"] <= most
 
 
 def test_padded_peer_gives_each_row_what_one_row_at_a_time_gives(tiny: Path) -> None:

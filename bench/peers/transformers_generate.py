@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.cases import Request
-from bench.harness import Job, report
+from bench.harness import Job, report, report_loaded
 
 
 def generate_batch(model: Any, rows: Sequence[Request], pad: int) -> list[list[int]]:
@@ -38,6 +38,7 @@ def run(job: Job, **load_options: Any) -> None:
     dtype = getattr(torch, job.dtype or "float32")
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **load_options).eval()
     model.generation_config.eos_token_id = None
+    report_loaded()
     loaded = time.perf_counter()
     tokens: list[list[int]] = []
     for first in range(0, len(job.requests), job.batch):

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import greenlet
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
@@ -111,6 +110,7 @@ class PausingEmbedding(nn.Module):
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
         self.embedding = embedding
+        embedding.padding_idx = None  # matters to gradients only, and is checked against the rows at hand
 
     def forward(self, ids: Tensor) -> Any:
         rows, ids = _pause(Embed(ids))

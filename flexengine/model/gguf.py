@@ -7,7 +7,10 @@ that path would drop silently (tensors without a place, RoPE scaling) is either 
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+import mmap
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +25,39 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 16 * 2**20  # of float32 dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_FREQS = "rope_freqs.weight"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of the file. kind: a GGMLQuantizationType; shape: torch's order; offset, nbytes: in the file."""
+
+    name: str
+    kind: Any
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself: scalar and string metadata (arrays are left out) and its tensors."""
+
+    path: Path
+    values: Mapping[str, Any]
+    tensors: tuple[Stored, ...]
+
+    def text(self, key: str) -> str:
+        """A string of the metadata, "" if it is not there."""
+        return str(self.values.get(key, ""))
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the family."""
+        return self.text("general.architecture")
 
 
 def convert(path: Path, directory: Path) -> None:
@@ -32,14 +66,14 @@ def convert(path: Path, directory: Path) -> None:
     Quantised tensors become float32; F16, BF16 and F32 stay what they are. config.dtype is float32 if anything was
     quantised. Raises BadCheckpoint (damaged file), UnsupportedModel (with the reason) or OutOfMemory (disk).
     """
-    reader = _open(path)
-    config = _config(path, reader)
+    header = read_header(path)
+    config = _config(header)
     model = _skeleton(path, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    check_room(directory, f"weights of {path}", sum(_result_bytes(tensor) for tensor in reader.tensors))
+    check_room(directory, f"weights of {path}", sum(_result_bytes(tensor) for tensor in header.tensors))
     writer = ShardWriter(directory)
     written = set()
-    for name, tensor in _tensors(path, reader, config, model):
+    for name, tensor in _tensors(header, config, model):
         if expected.get(name) != tuple(tensor.shape):
             raise BadCheckpoint(f"{path}: {name} has shape {tuple(tensor.shape)}, config says {expected.get(name)}")
         try:
@@ -53,41 +87,114 @@ def convert(path: Path, directory: Path) -> None:
         raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {missing[:3]}")
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    _save_tokenizer(path, reader, config, directory)
+    _save_tokenizer(header, config, directory)
 
 
-def _open(path: Path) -> Any:
-    from gguf import GGUFReader
+def read_header(path: Path) -> Header:
+    """Parses metadata and tensor table, checking every tensor against the file's size.
 
+    gguf.GGUFReader does the same in seconds and hundreds of megabytes when there is a vocabulary.
+    Raises BadCheckpoint (no GGUF, damaged, cut off) and UnsupportedModel (one of several parts).
+    """
     with path.open("rb") as file:
         if (magic := file.read(4)) != b"GGUF":
             raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
-    try:
-        reader = GGUFReader(path)
-    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError) as error:
-        raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
-    if (parts := reader.get_field("split.count")) is not None and parts.contents() > 1:
-        raise UnsupportedModel(f"{path} is one of {parts.contents()} parts; join them with `gguf-split --merge` first")
-    return reader
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                header = Header(path, *_Cursor(data).tables())
+            except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
+                raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
+    if (parts := header.values.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModel(f"{path} is one of {parts} parts; join them with `gguf-split --merge` first")
+    return header
 
 
-def _config(path: Path, reader: Any) -> Any:
+class _Cursor:
+    """Walks the header of a mapped GGUF file (version 2 or 3, little-endian)."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at = data, 4
+
+    def tables(self) -> tuple[dict[str, Any], tuple[Stored, ...]]:
+        version, tensor_count, value_count = self._numbers("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        values = {}
+        for _ in range(value_count):
+            key, (kind,) = self._string(), self._numbers("I")
+            values[key] = self._value(kind)
+        infos = [self._info() for _ in range(tensor_count)]
+        alignment = int(values.get("general.alignment", 32))
+        start = -(-self._at // alignment) * alignment
+        return values, tuple(self._stored(start, *info) for info in infos)
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from("<" + form, self._data, self._at)
+        self._at += struct.calcsize("<" + form)
+        return found
+
+    def _skip(self, size: int) -> None:
+        if self._at + size > len(self._data):
+            raise ValueError(f"{size} bytes at {self._at} go beyond the end of the file")
+        self._at += size
+
+    def _string(self) -> str:
+        (size,) = self._numbers("Q")
+        self._skip(size)
+        return self._data[self._at - size : self._at].decode("utf-8", errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._numbers(_SCALARS[kind])[0]
+        element, count = self._numbers("IQ")
+        if element in _SCALARS:
+            self._skip(count * struct.calcsize("<" + _SCALARS[element]))
+        elif element == _STRING:
+            for _ in range(count):
+                self._skip(self._numbers("Q")[0])
+        else:
+            raise ValueError(f"array of type {element}")
+        return None
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, (dimensions,) = self._string(), self._numbers("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        shape = self._numbers(f"{dimensions}Q")
+        return name, tuple(reversed(shape)), *self._numbers("IQ")
+
+    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> Stored:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        if 0 in shape or shape[-1] % block:
+            raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
+        stored = Stored(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
+        if stored.offset + stored.nbytes > len(self._data):
+            raise ValueError(f"tensor {name} goes beyond the end of the file")
+        return stored
+
+
+def _config(header: Header) -> Any:
     """The transformers config of the file, with the dtype of its weights and its RoPE scaling."""
     import torch
     from transformers import AutoConfig
 
+    path = header.path
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers has no config for it: {error}") from error
-    config.dtype = getattr(torch, _dtype_name(reader.tensors))
-    _carry_rope(path, reader, config)
+    config.dtype = getattr(torch, _dtype_name(header.tensors))
+    _carry_rope(header, config)
     return config
 
 
-def _dtype_name(tensors: Sequence[Any]) -> str:
+def _dtype_name(tensors: Iterable[Stored]) -> str:
     """dtype for the config: float32 if anything is quantised, else the half type if there is one."""
-    types = {tensor.tensor_type.name for tensor in tensors}
+    types = {tensor.kind.name for tensor in tensors}
     if not types <= set(_KEPT):
         return "float32"
     return next(_KEPT[kind] for kind in ("BF16", "F16", "F32") if kind in types)
@@ -107,52 +214,75 @@ def _skeleton(path: Path, config: Any) -> Any:
     return model
 
 
-def _tensors(path: Path, reader: Any, config: Any, model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
-    """(transformers name, tensor) of every tensor. Those that are merged into one are read one after the other."""
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+class _Names:
+    """A module as get_gguf_hf_weights_map needs it, one level deep: it would else walk every submodule, in seconds."""
 
-    values = config.to_dict()
-    processor = TENSOR_PROCESSORS.get(_text(reader, "general.architecture"), TensorProcessor)(config=values)
+    def __init__(self, model: Any, depth: int = 1) -> None:
+        self.config, self.state_dict = model.config, model.state_dict
+        base = getattr(model, "base_model_prefix", "")
+        self._children = [(base, _Names(model.base_model, 0))] if depth and hasattr(model, base) else []
+
+    def named_children(self) -> "list[tuple[str, _Names]]":
+        """The base model: some files (Bloom) name their tensors as seen from there."""
+        return self._children
+
+
+def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[Stored, str]]:
+    """transformers' map of names, and where each tensor goes. Raises UnsupportedModel if one has no place."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
     try:
-        names = get_gguf_hf_weights_map(model, processor)
+        names = get_gguf_hf_weights_map(_Names(model), processor)
     except NotImplementedError as error:
-        raise UnsupportedModel(f"{path} ({config.model_type}): {error}") from error
-    tensors = [tensor for tensor in reader.tensors if tensor.name != _ROPE_FREQS]
-    targets = {t.name: names.get(t.name) or names.get(t.name.removesuffix(".weight")) for t in tensors}
-    if lost := [name for name, target in targets.items() if target is None]:
+        raise UnsupportedModel(f"{header.path} ({header.architecture}): {error}") from error
+    targets, lost = {}, []
+    for tensor in header.tensors:
+        if (target := names.get(tensor.name) or names.get(tensor.name.removesuffix(".weight"))) is not None:
+            targets[tensor] = target
+        elif tensor.name != _ROPE_FREQS:
+            lost.append(tensor.name)
+    if lost:
         raise UnsupportedModel(
-            f"{path}: {len(lost)} tensors, among them {lost[:3]}, have no place in {type(model).__name__}"
+            f"{header.path}: {len(lost)} tensors, among them {lost[:3]}, have no place in {type(model).__name__}"
         )
+    return names, targets
+
+
+def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
+    """(transformers name, tensor) of every tensor. Those that are merged into one are read one after the other."""
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
+
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+    names, targets = _targets(header, processor, model)
     first = {target: at for at, target in reversed(list(enumerate(targets.values())))}
-    tensors.sort(key=lambda tensor: first[targets[tensor.name]])
-    for _, group in groupby(tensors, key=lambda tensor: targets[tensor.name]):
+    ordered = sorted(targets, key=lambda tensor: first[targets[tensor]])
+    for _, group in groupby(ordered, key=lambda tensor: targets[tensor]):
         merged: dict[str, torch.Tensor] = {}
         for tensor in group:
-            weights = _read(path, tensor)
+            weights = _read(header.path, tensor)
             done = processor.process(
                 weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": merged}
             )
             if done.name is not None:
-                yield names[done.name], _as_stored(done.weights, tensor.tensor_type.name)
+                yield names[done.name], _as_stored(done.weights, tensor.kind.name)
         yield from merged.items()
 
 
-def _read(path: Path, tensor: Any) -> "np.ndarray[Any, Any]":
-    """One tensor as float32, in torch's order of dimensions; read from the file, so that no mapped page stays."""
+def _read(path: Path, tensor: Stored) -> "np.ndarray[Any, Any]":
+    """One tensor as float32; read, not mapped, so that no page of the file counts as memory of the process."""
     import numpy as np
     from gguf.quants import dequantize
 
-    stored = np.fromfile(path, dtype=tensor.data.dtype, count=tensor.data.size, offset=tensor.data_offset)
-    shape = tuple(int(size) for size in reversed(tensor.shape))
-    rows = stored.reshape(-1, tensor.data.shape[-1])
-    out = np.empty((rows.shape[0], shape[-1]), dtype=np.float32)
-    step = max(1, _CHUNK_BYTES // (4 * shape[-1]))
+    rows = math.prod(tensor.shape[:-1])
+    stored = np.fromfile(path, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset).reshape(rows, -1)
+    out = np.empty((rows, tensor.shape[-1]), dtype=np.float32)
+    step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
     try:
-        for at in range(0, len(rows), step):
-            out[at : at + step] = dequantize(rows[at : at + step], tensor.tensor_type)
+        for at in range(0, rows, step):
+            out[at : at + step] = dequantize(stored[at : at + step], tensor.kind)
     except NotImplementedError as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: {error}") from error
-    return out.reshape(shape)
+    return out.reshape(tensor.shape)
 
 
 def _as_stored(weights: "np.ndarray[Any, Any]", kind: str) -> "torch.Tensor":
@@ -168,21 +298,21 @@ def _as_stored(weights: "np.ndarray[Any, Any]", kind: str) -> "torch.Tensor":
     return tensor
 
 
-def _result_bytes(tensor: Any) -> int:
-    return int(tensor.n_elements) * (2 if tensor.tensor_type.name in ("F16", "BF16") else 4)
+def _result_bytes(tensor: Stored) -> int:
+    return math.prod(tensor.shape) * (2 if tensor.kind.name in ("F16", "BF16") else 4)
 
 
-def _carry_rope(path: Path, reader: Any, config: Any) -> None:
+def _carry_rope(header: Header, config: Any) -> None:
     """Carries RoPE scaling, which transformers' GGUF path drops, into the config; raises UnsupportedModel if it cannot.
 
     llama.cpp stores Llama 3's scaling as a tensor of divisors per frequency (convert_hf_to_gguf.py); it is
     recognised if Llama 3's formula with its published constants gives the same numbers.
     """
-    scaling = _text(reader, f"{_text(reader, 'general.architecture')}.rope.scaling.type")
+    path, scaling = header.path, header.text(f"{header.architecture}.rope.scaling.type")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if scaling not in ("", "none") and parameters.get("rope_type", "default") == "default":
         raise UnsupportedModel(f"{path} scales RoPE by {scaling!r}, which transformers' GGUF reader drops")
-    stored = next((tensor for tensor in reader.tensors if tensor.name == _ROPE_FREQS), None)
+    stored = next((tensor for tensor in header.tensors if tensor.name == _ROPE_FREQS), None)
     if stored is None:
         return
     divisors = [float(value) for value in _read(path, stored).ravel()]
@@ -215,14 +345,10 @@ def llama3_divisors(
     return divisors
 
 
-def _text(reader: Any, key: str) -> str:
-    field = reader.get_field(key)
-    return "" if field is None else str(field.contents())
-
-
-def _save_tokenizer(path: Path, reader: Any, config: Any, directory: Path) -> None:
+def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
     """tokenizer.json and its config with the chat template; nothing if the file has no tokenizer."""
-    if not _text(reader, "tokenizer.ggml.model"):
+    path = header.path
+    if not header.text("tokenizer.ggml.model"):
         log.warning("%s has no tokenizer; only prompt_token_ids can be used with it", path)
         return
     from transformers import AutoTokenizer

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
-SHARD_BYTES = 256 * 10**6
+SHARD_BYTES = 128 * 10**6
 INDEX = "model.safetensors.index.json"
 _MIB = 2**20
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")

@@ -82,7 +82,7 @@ class Thread(Lane):
         self._thread.start()
 
     def _loop(self) -> None:
-        with torch.inference_mode():
+        with torch.no_grad():
             while (item := self._queue.get()) is not None:
                 work, after, done = item
                 try:

@@ -116,7 +116,8 @@ class Program:
         routes, loads, stores = self.routes, list[Task](), list[Task]()
         writes: list[Hashable] = [("run", k)]
         slot = self.used % self.slots if self.streamed[j] else -1
-        reads = tuple(("w", slot, home) for home in self.streamed[j])
+        # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
+        reads = tuple(("w", slot, home) for home in self.routes.load) if self.streamed[j] else ()
         cache = hidden = -1
         if j < self.layers and batch.cache_home != "device":
             cache = self._next("c")

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from flexengine.schedule.place import place
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, pages_for, peak_pages, split_prompt
+from flexengine.schedule.place import place
 
 
 @dataclass

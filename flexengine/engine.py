@@ -1,0 +1,302 @@
+"""The engine: a model, a machine and a policy; prompts in, results out."""
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from flexengine import kernels
+from flexengine.config import Result, SamplingParams, parse_size
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.job.prompts import Request, Row, encode, row_of
+from flexengine.model.checkpoint import match, read_checkpoint
+from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
+from flexengine.model.source import resolve
+from flexengine.plan.layout import Layout, Workload, lay_out
+from flexengine.plan.rule import default_policy
+from flexengine.policy import Policy
+from flexengine.runtime.execute import Executor
+from flexengine.runtime.trace import Trace
+from flexengine.schedule.program import Program
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.tier.machine import Links, make_machine
+from flexengine.worker.cache import Cache
+from flexengine.worker.hidden import Hidden
+from flexengine.worker.weights import Weights, model_facts
+from flexengine.worker.worker import Text, Worker
+
+# In nobody's use once loaded: tied copies of the head, and buffers that old checkpoints carry along.
+_IGNORABLE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
+
+
+@dataclass
+class Progress:
+    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early."""
+
+    sweeps: int = 0
+    rows: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    most: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass
+class _Job:
+    """What one call of `stream` works with."""
+
+    layout: Layout
+    sweeps: Sweeps
+    worker: Worker
+    program: Program
+    executor: Executor
+    texts: dict[int, Text]
+    prompt_lengths: dict[int, int]
+
+
+class Engine:
+    """Generates text with a model whose weights, KV cache and activations may live on device, host and disk.
+
+    model: a directory, a .gguf file or a hub id; None is the demo model. policy: None lets `plan.rule` choose.
+    device: auto, cpu, cuda or sim. device_mem, host_mem: bytes or text such as "800M"; None takes what is free.
+    offload_dir: where KV and activations spill. dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA),
+    float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time.
+    trace: file for Chrome trace JSON. on_sweep: called with a Progress after every sweep.
+
+    Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
+    from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
+    """
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        policy: Policy | None = None,
+        device: str = "auto",
+        device_mem: str | int | None = None,
+        host_mem: str | int | None = None,
+        offload_dir: str | Path | None = None,
+        dtype: str | None = None,
+        links: Links | None = None,
+        overlap: bool = True,
+        trace: str | Path | None = None,
+        on_sweep: Callable[[Progress], None] | None = None,
+    ) -> None:
+        sizes = [parse_size(s) if s is not None else None for s in (device_mem, host_mem)]
+        offload = Path(offload_dir) if offload_dir else _default_offload()
+        self.machine = make_machine(device, *sizes, offload, links)
+        self.trace = Trace(trace) if trace else None
+        self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
+        self.source = resolve(str(model) if model is not None else None)
+        directory = self.source.directory
+        self.dtype = choose_dtype(dtype, load_config(directory), self.machine.kind)
+        with torch.no_grad():
+            self.skeleton: Skeleton = build(directory, self.dtype)
+        prefix = getattr(self.skeleton.model, "base_model_prefix", "")
+        self._stored = match(read_checkpoint(directory), self.skeleton.wanted, prefix, _IGNORABLE)
+        self.facts = model_facts(self.skeleton, self._stored, self.dtype)
+        self.tokenizer = _load_tokenizer(directory)
+        self.eos = _eos_tokens(directory, self.skeleton.config)
+        self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.ReferenceKernels()
+        self.summary: dict[str, Any] = {}
+        self._weights: Weights | None = None
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back memory and files."""
+        self._drop_weights()
+        self.machine.close()
+
+    def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> list[Result]:
+        """Results of all prompts, in their order. A prompt is a string or a row: {"prompt"}, {"messages"} or
+        {"prompt_token_ids"}, with optional max_tokens, temperature, seed and ignore_eos of its own."""
+        return sorted(self.stream(prompts, params), key=lambda result: result.index)
+
+    def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
+        """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`."""
+        rows = [p if isinstance(p, Row) else row_of(p, i) for i, p in enumerate(prompts)]
+        limit = self.skeleton.context_length or 1 << 40
+        vocabulary = self.skeleton.head[1][0]
+        encoded = [encode(row, self.tokenizer, limit, params or SamplingParams(), vocabulary) for row in rows]
+        requests = [r for r in encoded if isinstance(r, Request)]
+        progress = Progress(failed=len(encoded) - len(requests), most=sum(r.sampling.max_tokens for r in requests))
+        for row in encoded:
+            if isinstance(row, Row):
+                yield Result(row.index, error=row.error)
+        if not requests:
+            self.summary = self._summarise(progress, None, 0.0, {})
+            return
+        began = time.perf_counter()
+        job = self._prepare(requests)
+        loaded = time.perf_counter() - began
+        before = self.machine.traffic()
+        try:
+            with job.executor:
+                yield from self._run(job, progress)
+        finally:
+            if self.trace:
+                self.trace.write()
+            self.summary = self._summarise(progress, job, loaded, before)
+            job.worker.close()
+
+    def plan(self, requests: Iterable[Request]) -> Layout:
+        """The layout a job of these requests gets: the given policy, or the rule's. Raises OutOfMemory."""
+        workload = Workload(tuple((len(r.prompt_ids), r.sampling.max_tokens) for r in requests))
+        capacity = self.machine.capacity
+        if self.policy is not None:
+            return lay_out(self.facts, self.policy, workload, capacity)
+        if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
+            with contextlib.suppress(OutOfMemory):
+                return lay_out(self.facts, self._weights.layout.policy, workload, capacity)
+        return lay_out(self.facts, default_policy(self.facts, workload, capacity), workload, capacity)
+
+    @torch.no_grad()
+    def _prepare(self, requests: list[Request]) -> _Job:
+        layout = self.plan(requests)
+        weights = self._place_weights(layout)
+        cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
+        worker = Worker(self.skeleton, weights, cache, Hidden(self.facts, layout, self.machine, self.dtype))
+        streamed = weights.streamed
+        program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
+        away = any(streamed) or layout.cache_buffer or layout.hidden_buffer
+        executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
+        sweeps = Sweeps(layout.policy, layout.pools)
+        for r in requests:
+            sweeps.add(Sequence(r.index, len(r.prompt_ids), r.sampling.max_tokens))
+        texts = {r.index: Text(r.index, list(r.prompt_ids), r.sampling) for r in requests}
+        self.machine.settle()
+        return _Job(layout, sweeps, worker, program, executor, texts, {r.index: len(r.prompt_ids) for r in requests})
+
+    def _place_weights(self, layout: Layout) -> Weights:
+        old = self._weights
+        if old is not None:
+            same = ("homes", "slot", "stage", "head_rows")
+            if old.layout.policy.slots == layout.policy.slots and all(
+                getattr(old.layout, n) == getattr(layout, n) for n in same
+            ):
+                return old
+            self._drop_weights()
+        self._weights = Weights(self.skeleton, self._stored, layout, self.machine, self.dtype)
+        return self._weights
+
+    def _drop_weights(self) -> None:
+        if self._weights is not None:
+            self._weights.close()
+            self._weights = None
+
+    def _run(self, job: _Job, progress: Progress) -> Iterator[Result]:
+        while not job.sweeps.idle:
+            began = time.perf_counter()
+            with torch.no_grad():
+                gone, prefill = self._sweep(job, progress)
+            seconds = time.perf_counter() - began
+            progress.sweeps += 1
+            if prefill:
+                progress.prefill_seconds += seconds
+            else:
+                progress.decode_seconds += seconds
+            progress.rows += len(gone)
+            if self.on_sweep:
+                self.on_sweep(progress)
+            for sequence in gone:
+                yield self._finish(job, sequence, progress)
+
+    def _sweep(self, job: _Job, progress: Progress) -> tuple[list[Sequence], bool]:
+        """One token further for everyone alive; returns who left, and whether a prompt was computed."""
+        sweeps, worker = job.sweeps, job.worker
+        batches = sweeps.begin(worker.cache.claim)
+        if not batches:
+            raise RuntimeError("nobody can enter and nobody is alive: the KV pools are too small for the next sequence")
+        prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
+        worker.begin(batches, sweeps.live, job.texts)
+        self.machine.settle()
+        job.executor.run(job.program.sweep(sweeps.sweep, batches, sweeps.another))
+        ended = set()
+        for sequence, token in worker.sampled.items():
+            text = job.texts[sequence]
+            text.tokens.append(token)
+            if token in self.eos and not text.sampling.ignore_eos:
+                ended.add(sequence)
+        progress.tokens += len(worker.sampled)
+        gone = sweeps.advance(batches, ended)
+        for s in gone:
+            worker.cache.release(s)
+        return gone, prefill
+
+    def _finish(self, job: _Job, sequence: Sequence, progress: Progress) -> Result:
+        text, prompt = job.texts.pop(sequence.id), job.prompt_lengths[sequence.id]
+        tokens = text.tokens[prompt:]
+        progress.prompt_tokens += prompt
+        progress.most -= sequence.max_tokens - len(tokens)
+        stopped = tokens[-1] in self.eos and not text.sampling.ignore_eos
+        words = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer else None
+        return Result(text.index, words, tokens, "stop" if stopped else "length", prompt, len(tokens))
+
+    def _summarise(self, p: Progress, job: _Job | None, loaded: float, before: dict[str, int]) -> dict[str, Any]:
+        seconds = p.prefill_seconds + p.decode_seconds
+        tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
+        busy = job.executor.busy if job else {}
+        return {
+            "model": self.source.name,
+            "device": self.machine.kind,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rows": p.rows,
+            "failed": p.failed,
+            "prompt_tokens": p.prompt_tokens,
+            "generated_tokens": p.tokens,
+            "sweeps": p.sweeps,
+            "load_seconds": loaded,
+            "prefill_seconds": p.prefill_seconds,
+            "decode_seconds": p.decode_seconds,
+            "total_seconds": seconds,
+            "generated_tok_s": p.tokens / seconds if seconds else 0.0,
+            "bytes": {link: n - before.get(link, 0) for link, n in self.machine.traffic().items()},
+            "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
+            "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
+            "policy": job.layout.policy.to_json() if job else None,
+        }
+
+
+def _default_offload() -> Path:
+    root = os.environ.get("FLEXENGINE_CACHE") or Path.home() / ".cache" / "flexengine"
+    return Path(root) / "offload"
+
+
+def _load_tokenizer(directory: Path) -> Any:
+    """The tokenizer beside the weights, None if there is none. Raises InvalidInput if there is one that cannot load."""
+    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+    if not any((directory / name).exists() for name in names):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:
+        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+
+
+def _eos_tokens(directory: Path, config: Any) -> set[int]:
+    """End-of-sequence ids: those of generation_config.json, else the config's."""
+    value = getattr(config.get_text_config(), "eos_token_id", None)
+    path = directory / "generation_config.json"
+    if path.exists():
+        try:
+            value = json.loads(path.read_text()).get("eos_token_id", value)
+        except (OSError, ValueError) as error:
+            raise InvalidInput(f"{path}: {error}") from error
+    return set(value) if isinstance(value, list) else set() if value is None else {value}

@@ -1,0 +1,289 @@
+"""How many bytes of what lie where under a policy: pure arithmetic that the engine then allocates to the byte.
+
+All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from flexengine.errors import OutOfMemory
+from flexengine.policy import TIERS, Policy
+from flexengine.schedule.order import pages_for
+from flexengine.schedule.place import place
+from flexengine.schedule.sweeps import Pool
+
+ALIGN = 4096
+TENSOR_ALIGN = 64  # of tensors within a slot
+PAGE_TOKENS = 16  # of KV pages on the device
+EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
+HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
+
+
+def aligned(nbytes: int, to: int = ALIGN) -> int:
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """elements: how many; stored: bytes per element in the checkpoint."""
+
+    name: str
+    elements: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
+
+    itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    """
+
+    layers: tuple[tuple[TensorFact, ...], ...]
+    others: tuple[TensorFact, ...]
+    embedding: TensorFact
+    head: TensorFact | None
+    vocabulary: int
+    hidden: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes one token adds to one layer's KV cache."""
+        return 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    def weight_bytes(self, stored: bool = False) -> int:
+        """All weights, in the compute dtype or as stored."""
+        tensors = [t for layer in self.layers for t in layer] + [*self.others, self.embedding]
+        tensors += [self.head] if self.head else []
+        return sum(t.elements * (t.stored if stored else self.itemsize) for t in tensors)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """(prompt tokens, most tokens to generate) of every sequence."""
+
+    lengths: tuple[tuple[int, int], ...]
+
+    def longest(self, count: int) -> list[int]:
+        """Peak cached tokens of the `count` longest sequences."""
+        return sorted((p + n - 1 for p, n in self.lengths), reverse=True)[:count]
+
+    def prompt_tokens(self, count: int) -> int:
+        """Tokens of the `count` longest prompts together."""
+        return sum(sorted((p for p, _ in self.lengths), reverse=True)[:count])
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """Bytes of each tier, None for no limit. shared: host and device are one memory (a machine without a GPU).
+
+    staged: disk and device are not directly connected; what passes between them stops in host staging.
+    """
+
+    device: int | None
+    host: int | None
+    disk: int | None
+    shared: bool
+    staged: bool
+
+
+@dataclass
+class Layout:
+    """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
+
+    homes: tier of every tensor by name; head_rows: vocabulary rows per head chunk.
+    slot, stage: bytes of one weight slot and of its host staging.
+    pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
+    hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
+    """
+
+    policy: Policy
+    homes: dict[str, str] = field(default_factory=dict)
+    head_rows: int = 0
+    slot: int = 0
+    stage: int = 0
+    pools: dict[str, Pool] = field(default_factory=dict)
+    page_bytes: dict[str, int] = field(default_factory=dict)
+    cache_buffer: int = 0
+    hidden_buffer: int = 0
+    hidden_home: dict[str, int] = field(default_factory=dict)
+    account: dict[str, dict[str, int]] = field(default_factory=lambda: {t: {} for t in TIERS})
+
+    def book(self, tier: str, what: str, nbytes: int) -> None:
+        if nbytes:
+            self.account[tier][what] = self.account[tier].get(what, 0) + nbytes
+
+    def total(self, tier: str) -> int:
+        return sum(self.account[tier].values())
+
+    def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
+        """(first, last + 1) rows of each head chunk."""
+        return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
+
+
+def slot_offsets(tensors: Sequence[tuple[str, int]]) -> tuple[dict[str, int], int]:
+    """Where each (name, nbytes) starts in a slot, and the bytes of them all."""
+    offsets, at = {}, 0
+    for name, nbytes in tensors:
+        offsets[name] = at
+        at += aligned(nbytes, TENSOR_ALIGN)
+    return offsets, at
+
+
+def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
+    """Bytes that computing one gpu_batch may take at once: activations of its widest moments and two sets of logits.
+
+    A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
+    holds q, k, v with and without rotation.
+    """
+    tokens = min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
+    projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
+    moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
+    logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, len(workload.lengths) or 1)
+    return aligned(tokens * moment * model.itemsize + logits)
+
+
+def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
+    """The layout of a job. KV pools take what the workload needs or what memory is left, whichever is less.
+
+    Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached.
+    """
+    layout = Layout(policy)
+    _weights(layout, model, capacity)
+    _hidden(layout, model, workload, capacity)
+    layout.book("device", "workspace", workspace(model, policy, workload))
+    for tier in TIERS:
+        _check(layout, tier, capacity, "weights, buffers and workspace")
+    _cache(layout, model, workload, capacity)
+    return layout
+
+
+def _weights(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
+    policy, size = layout.policy, model.itemsize
+    for layer in model.layers:
+        homes = place([t.elements for t in layer], policy.weights)
+        layout.homes |= {t.name: home for t, home in zip(layer, homes, strict=True)}
+    layout.homes |= {t.name: "device" for t in model.others}
+    for whole in (model.embedding, *([model.head] if model.head else [])):
+        layout.homes[whole.name] = place([1], policy.weights)[0]
+    slots = [slot_offsets([(t.name, t.elements * size) for t in layer if layout.homes[t.name] != "device"])[1]
+             for layer in model.layers]  # fmt: skip
+    stages = [slot_offsets([(t.name, t.elements * t.stored) for t in layer if layout.homes[t.name] == "disk"])[1]
+              for layer in model.layers]  # fmt: skip
+    layout.slot, layout.stage = max(slots, default=0), max(stages, default=0)
+    _head(layout, model)
+    everything = [t for layer in model.layers for t in layer] + [*model.others, model.embedding]
+    for t in [*everything, *([model.head] if model.head else [])]:
+        home = layout.homes[t.name]
+        if home != "disk":  # the disk home of a weight is the user's own checkpoint
+            layout.book(home, "weights", aligned(t.elements * (size if home == "device" else t.stored)))
+    layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
+    if capacity.staged:
+        layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
+
+
+def _head(layout: Layout, model: ModelFacts) -> None:
+    """Cuts a streamed head into runs of rows that fit the slots the layers need anyway."""
+    head = model.head or model.embedding
+    home = layout.homes[head.name]
+    if home == "device":
+        layout.head_rows = model.vocabulary
+        return
+    row = head.elements // model.vocabulary
+    room = layout.slot or HEAD_CHUNK
+    layout.head_rows = min(model.vocabulary, max(1, room // (row * model.itemsize)))
+    layout.slot = max(layout.slot, aligned(layout.head_rows * row * model.itemsize, TENSOR_ALIGN))
+    if home == "disk":
+        layout.stage = max(layout.stage, aligned(layout.head_rows * row * head.stored, TENSOR_ALIGN))
+
+
+def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    policy = layout.policy
+    away = [t for t, share in zip(TIERS, policy.activations, strict=True) if share and t != "device"]
+    if not away:
+        return
+    row = model.hidden * model.itemsize
+    layout.hidden_buffer = aligned(policy.prefill_tokens * row)
+    layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
+    if "disk" in away and capacity.staged:
+        layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
+    tokens = workload.prompt_tokens(policy.block_size) + policy.block_size
+    batches = policy.block_size + tokens // policy.prefill_tokens + 1
+    for tier in away:
+        layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
+        layout.book(tier, "hidden states", layout.hidden_home[tier])
+
+
+def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
+    """Tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, and whole ALIGN blocks."""
+    if tier == "device":
+        return PAGE_TOKENS
+    wanted = min(-(-EXTENT // model.kv_token), longest)
+    tokens = aligned(wanted, PAGE_TOKENS)
+    while tokens * model.kv_token % ALIGN:
+        tokens += PAGE_TOKENS
+    return tokens
+
+
+def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    policy, layers = layout.policy, len(model.layers)
+    homes = place([1] * policy.block_size, policy.cache)
+    places = {tier: homes.count(tier) for tier in TIERS if tier in homes}
+    longest = max(workload.longest(1), default=1)
+    for tier in places:
+        tokens = page_tokens(model, tier, longest)
+        layout.page_bytes[tier] = tokens * model.kv_token
+        if tier != "device":
+            batch = sum(pages_for(n, tokens) for n in workload.longest(min(policy.gpu_batch_size, places[tier])))
+            layout.pools[tier] = Pool(0, tokens, batch)
+            layout.cache_buffer = max(layout.cache_buffer, batch * layout.page_bytes[tier])
+    layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
+    if "disk" in places and capacity.staged:
+        layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
+    for tier, count in places.items():
+        page = layout.page_bytes[tier] * layers
+        tokens = page // (model.kv_token * layers)
+        needed = sum(pages_for(n, tokens) for n in workload.longest(count))
+        room = _left(layout, tier, capacity)
+        pages = needed if room is None else min(needed, max(0, (room - ALIGN) // page))
+        if pages < pages_for(longest, tokens):
+            pages = 0 if len(places) > 1 else pages_for(longest, tokens)
+        old = layout.pools.get(tier)
+        layout.pools[tier] = Pool(pages, tokens, old.batch_pages if old else None)
+        layout.book(tier, "KV cache", aligned(pages * page))
+        _check(layout, tier, capacity, f"the KV cache of one sequence of {longest:,} tokens")
+    if not any(p.pages for p in layout.pools.values()):
+        tier = next(iter(places))
+        page = layout.page_bytes[tier] * layers
+        raise OutOfMemory(tier, f"the KV cache of one sequence of {longest:,} tokens", page * pages_for(longest, 1),
+                          layout.total(tier), getattr(capacity, tier) or 0)  # fmt: skip
+
+
+def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
+    if capacity.shared and tier != "disk":
+        return layout.total("device") + layout.total("host")
+    return layout.total(tier)
+
+
+def _limit(tier: str, capacity: Capacity) -> int | None:
+    limit: int | None = capacity.device if capacity.shared and tier != "disk" else getattr(capacity, tier)
+    return limit
+
+
+def _left(layout: Layout, tier: str, capacity: Capacity) -> int | None:
+    limit = _limit(tier, capacity)
+    return None if limit is None else limit - _used(layout, tier, capacity)
+
+
+def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
+    limit, used = _limit(tier, capacity), _used(layout, tier, capacity)
+    if limit is not None and used > limit:
+        last = list(layout.account[tier].values())[-1:] or [0]
+        remedy = "give more memory, move a share of the policy to another tier, or make the block smaller"
+        parts = ", ".join(f"{name} {n:,}" for name, n in layout.account[tier].items())
+        raise OutOfMemory(tier, f"{what} ({parts})", last[0], used - last[0], limit, remedy)

@@ -1,0 +1,82 @@
+"""The policy used when none is given: resident if it fits, else streamed; the largest block that fits."""
+
+from dataclasses import replace
+
+from flexengine.errors import OutOfMemory
+from flexengine.plan.layout import Capacity, ModelFacts, Workload, lay_out
+from flexengine.policy import Policy, Split
+
+GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
+BLOCK = 512  # most sequences alive
+TOKENS = 2048  # most tokens computed at once
+_DISK: Split = (0.0, 0.0, 1.0)
+
+
+def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
+    """A policy that fits the capacity and the workload.
+
+    Tried in this order: everything on the device; then weights streamed, with whatever memory the largest block's KV
+    leaves filled with weights: first as stored in RAM, then decoded on the device. Raises OutOfMemory when not even
+    one sequence with streamed weights fits.
+    """
+    count = max(1, min(BLOCK, len(workload.lengths)))
+    base = Policy(gpu_batch_size=min(GPU_BATCH, count), num_gpu_batches=-(-count // min(GPU_BATCH, count)),
+                  prefill_tokens=TOKENS)  # fmt: skip
+    if capacity.device is None:
+        return base
+    for policy in _narrower(base):
+        if _holds_block(model, policy, workload, capacity):
+            return policy
+    last: OutOfMemory | None = None
+    for policy in _narrower(replace(base, weights=_DISK)):
+        for slots in (2, 1):
+            candidate = replace(policy, slots=slots)
+            try:
+                lay_out(model, candidate, workload, capacity)
+            except OutOfMemory as error:
+                last = error
+                continue
+            return _fill(model, candidate, workload, capacity)
+    assert last is not None
+    raise last
+
+
+def _narrower(policy: Policy) -> list[Policy]:
+    """The policy with ever smaller micro-batches, and at the end a smaller block."""
+    tokens = [t for t in (2048, 1024, 512, 256, 128) if t <= policy.prefill_tokens]
+    few = replace(policy, gpu_batch_size=min(8, policy.gpu_batch_size), num_gpu_batches=1, prefill_tokens=128)
+    return [*(replace(policy, prefill_tokens=t) for t in tokens), few]
+
+
+def _holds_block(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> bool:
+    """Whether the policy fits with KV room for a quarter of its block at least: below that, streaming does better."""
+    try:
+        layout = lay_out(model, policy, workload, capacity)
+    except OutOfMemory:
+        return False
+    free = lay_out(model, policy, workload, replace(capacity, device=None, host=None))
+    return 4 * sum(p.pages for p in layout.pools.values()) >= sum(p.pages for p in free.pools.values())
+
+
+def _fill(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Policy:
+    """The largest shares of weights in host RAM, then on the device, that leave the block's KV as large as it is."""
+    pages = sum(p.pages for p in lay_out(model, policy, workload, capacity).pools.values())
+
+    def fits(candidate: Policy) -> bool:
+        try:
+            layout = lay_out(model, candidate, workload, capacity)
+        except OutOfMemory:
+            return False
+        return sum(p.pages for p in layout.pools.values()) >= pages
+
+    narrow = all(t.stored < model.itemsize for layer in model.layers for t in layer)
+    steps = [s / 20 for s in range(20, -1, -1)]
+    host = 0.0
+    if not capacity.shared or narrow:
+        host = next((s for s in steps if fits(replace(policy, weights=(0.0, s, 1 - s)))), 0.0)
+    device = next((s for s in steps if s + host <= 1 and fits(replace(policy, weights=_shares(s, host)))), 0.0)
+    return replace(policy, weights=_shares(device, host))
+
+
+def _shares(device: float, host: float) -> Split:
+    return (device, host, max(0.0, round(1 - device - host, 9)))

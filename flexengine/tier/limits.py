@@ -1,0 +1,56 @@
+"""What this process may really use: free RAM, cgroup limits of both versions, free disk."""
+
+import os
+import shutil
+from pathlib import Path
+
+import psutil
+
+_UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
+
+
+def usable_memory(root: Path = Path("/")) -> int:
+    """Bytes of RAM this process can still take: free RAM, cut by what its cgroups leave."""
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in cgroup_memory(root))])
+
+
+def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
+    """(limit, used) bytes of every memory cgroup around this process that has a limit; page cache is not counted."""
+    found: list[tuple[int, int]] = []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base = root / "sys/fs/cgroup/memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        here = base / path.lstrip("/")
+        for folder in (here, *here.parents):
+            if folder == base.parent:
+                break
+            if (entry := _read(folder, *names)) is not None:
+                found.append(entry)
+    return found
+
+
+def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[int, int] | None:
+    try:
+        limit = int((folder / limit_file).read_text())  # "max" is a ValueError: no limit
+        used = int((folder / used_file).read_text())
+        stats = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    return (limit, max(0, used - int(stats.get(cached, 0)))) if limit < _UNLIMITED else None
+
+
+def usable_disk(directory: Path) -> int:
+    """Free bytes where `directory` is or would be made."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(os.fspath(directory)).free

@@ -1,0 +1,112 @@
+"""A machine: its tiers, how they are connected, and which lanes suit it. Three kinds: cpu, sim and cuda.
+
+| kind | device tier | host tier | disk to device |
+|---|---|---|---|
+| cpu | RAM, in the compute dtype | the same RAM, as stored | direct |
+| sim | RAM with a capacity of its own | RAM behind throttled h2d and d2h links | through host staging |
+| cuda | GPU memory | pinned RAM | through host staging |
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexengine.errors import InvalidInput
+from flexengine.plan.layout import Capacity
+from flexengine.schedule.program import DIRECT, STAGED, Routes
+from flexengine.tier import cuda
+from flexengine.tier.base import Tier
+from flexengine.tier.disk import DiskTier
+from flexengine.tier.ledger import Ledger
+from flexengine.tier.limits import usable_disk, usable_memory
+from flexengine.tier.memory import MemoryTier
+from flexengine.tier.wrap import Throttled
+
+KINDS = ("auto", "cpu", "cuda", "sim")
+HEADROOM = 0.92  # share of the free memory taken when nobody says how much
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes per second of each link of a sim machine; None is as fast as it goes."""
+
+    h2d: float | None = None
+    d2h: float | None = None
+    disk_read: float | None = None
+    disk_write: float | None = None
+
+
+@dataclass
+class Machine:
+    """compute: where torch computes; lanes: kind of lane that overlaps here."""
+
+    kind: str
+    compute: torch.device
+    device: Tier
+    host: Tier
+    disk: Tier
+    capacity: Capacity
+    routes: Routes
+    lanes: str
+
+    def tier(self, name: str) -> Tier:
+        return {"device": self.device, "host": self.host, "disk": self.disk}[name]
+
+    def traffic(self) -> dict[str, int]:
+        """Bytes moved so far per link."""
+        return {"disk_read": self.disk.bytes_read, "disk_write": self.disk.bytes_written,
+                "h2d": self.host.bytes_read, "d2h": self.host.bytes_written}  # fmt: skip
+
+    def settle(self) -> None:
+        """Waits until what this thread queued on the device is done, so that lanes may use it."""
+        if self.kind == "cuda":
+            cuda.settle()
+
+    def close(self) -> None:
+        for tier in (self.device, self.host, self.disk):
+            tier.close()
+
+
+def make_machine(
+    kind: str, device_mem: int | None, host_mem: int | None, offload_dir: Path, links: Links | None = None
+) -> Machine:
+    """The machine to run on. Sizes in bytes; None takes what is free (sim: as much as is asked).
+
+    Raises InvalidInput for a kind that is not there or a size that means nothing on it.
+    """
+    if kind not in KINDS:
+        raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
+    if kind == "auto":
+        kind = "cuda" if cuda.available() else "cpu"
+    if kind == "cuda" and not cuda.available():
+        raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu")
+    if links is not None and kind != "sim":
+        raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
+    free_disk = usable_disk(offload_dir)
+    disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
+    if kind == "cpu":
+        return _cpu(device_mem, host_mem, disk, free_disk)
+    if kind == "sim":
+        links = links or Links()
+        host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h)
+        disk = Throttled(disk, links.disk_read, links.disk_write)
+        capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
+        device: Tier = MemoryTier("device", Ledger("device", device_mem))
+        return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread")
+    device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
+    host_mem = host_mem or int(usable_memory() * HEADROOM)
+    pinned = MemoryTier("host", Ledger("host", host_mem), pinned=True)
+    capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
+    gpu = cuda.CudaTier("device", Ledger("device", device_mem))
+    return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream")
+
+
+def _cpu(device_mem: int | None, host_mem: int | None, disk: Tier, free_disk: int) -> Machine:
+    if host_mem is not None:
+        raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
+    size = device_mem or int(usable_memory() * HEADROOM)
+    ram = Ledger("device", size)
+    capacity = Capacity(size, None, free_disk, shared=True, staged=False)
+    device, host = MemoryTier("device", ram), MemoryTier("host", ram)
+    return Machine("cpu", torch.device("cpu"), device, host, disk, capacity, DIRECT, "thread")

@@ -1,0 +1,224 @@
+"""The KV cache: page pools per tier, and for each gpu_batch the tables that every layer of a sweep shares."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.kernels.base import Kernels
+from flexengine.kv.pages import Pages
+from flexengine.model.forward import Attend
+from flexengine.plan.layout import Layout, ModelFacts
+from flexengine.schedule.order import Batch, Piece, pages_for
+from flexengine.schedule.sweeps import Sequence
+from flexengine.tier.base import Home
+from flexengine.tier.machine import Machine
+
+Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
+
+
+class Prompts(NamedTuple):
+    """Pieces of equal length, one after another in the batch: tokens first .. first + rows * count - 1."""
+
+    first: int
+    rows: int
+    count: int
+    past: int  # tokens cached before; only single pieces have any
+    table: Tensor | None
+
+
+@dataclass
+class View:
+    """One gpu_batch's share of the cache during a sweep. Page numbers count in the pool, or in a buffer off the device.
+
+    decode: how many of the first tokens are single ones; tables, lengths: theirs. pages, offsets: of every new token.
+    load, store: runs to bring before and write after compute.
+    """
+
+    decode: int
+    tables: Tensor
+    lengths: Tensor
+    pages: Tensor
+    offsets: Tensor
+    prompts: list[Prompts]
+    load: Runs
+    store: Runs
+
+
+def packed(batch: Batch) -> list[Piece]:
+    """The batch's pieces in the order their tokens are packed: single tokens first, then by length."""
+    return sorted(batch.pieces, key=lambda p: (p.count > 1, p.count, p.start > 0))
+
+
+class Cache:
+    """Pools, buffers, and the movement between them."""
+
+    def __init__(
+        self, model: ModelFacts, layout: Layout, machine: Machine, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
+        self.model, self.layout, self.machine, self.kernels, self.dtype = model, layout, machine, kernels, dtype
+        self.layers = len(model.layers)
+        self.pages = {tier: Pages(tier, pool.pages) for tier, pool in layout.pools.items()}
+        self._homes = {
+            tier: machine.tier(tier).allocate(self.layers * pool.pages * layout.page_bytes[tier], "KV cache", dtype)
+            for tier, pool in layout.pools.items()
+        }
+        count = layout.policy.slots if layout.cache_buffer else 0
+        self._buffers = [machine.device.allocate(layout.cache_buffer, "cache buffers", dtype) for _ in range(count)]
+        count = count if "disk" in layout.pools and machine.capacity.staged else 0
+        self._stages = [machine.host.allocate(layout.cache_buffer, "cache staging", dtype) for _ in range(count)]
+        self._device = machine.device.view(self._homes["device"]).view(self.layers, *self._shape("device")) \
+            if "device" in self._homes else None  # fmt: skip
+
+    def _shape(self, tier: str, pages: int = -1) -> tuple[int, ...]:
+        pool = self.layout.pools[tier]
+        return (pool.pages if pages < 0 else pages, 2, self.model.kv_heads, pool.page_tokens, self.model.head_dim)
+
+    def claim(self, sequence: Sequence, pages: int) -> None:
+        """Gives the sequence pages until it has `pages`."""
+        if (more := pages - len(sequence.pages)) > 0:
+            sequence.pages += self.pages[sequence.home].take(more)
+
+    def release(self, sequence: Sequence) -> None:
+        self.pages[sequence.home].give(sequence.pages)
+        sequence.pages = []
+
+    def view(self, batch: Batch, live: dict[int, Sequence]) -> View:
+        """The tables of one batch for one sweep."""
+        tokens = self.layout.pools[batch.cache_home].page_tokens
+        pieces = packed(batch)
+        owned = [live[p.sequence].pages[: pages_for(p.start + p.count, tokens)] for p in pieces]
+        tables, load, store = owned, Runs(), Runs()
+        if batch.cache_home != "device":
+            tables, at = [], 0
+            for piece, pages in zip(pieces, owned, strict=True):
+                tables.append(list(range(at, at + len(pages))))
+                past, first = pages_for(piece.start, tokens), piece.start // tokens
+                load += _join(pages[:past], at)
+                store += _join(pages[first:], at + first)
+                at += len(pages)
+        on = self.machine.compute
+        positions = [range(p.start, p.start + p.count) for p in pieces]
+        page_ids = [t[s // tokens] for t, span in zip(tables, positions, strict=True) for s in span]
+        offsets = [s % tokens for span in positions for s in span]
+        decode = sum(p.count == 1 for p in pieces)
+        width = max((len(t) for t in tables[:decode]), default=1)
+        return View(
+            decode,
+            _int32([t + [0] * (width - len(t)) for t in tables[:decode]], on).view(decode, width),
+            _int32([p.start + 1 for p in pieces[:decode]], on),
+            _int32(page_ids, on), _int32(offsets, on),
+            _prompts(pieces[decode:], tables[decode:], decode, on), load, store,
+        )  # fmt: skip
+
+    def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
+        if buffer < 0:
+            assert self._device is not None
+            return self._device[layer]
+        pages = self.layout.cache_buffer // self.layout.page_bytes[home]
+        base = self._buffers[buffer]
+        room = Home(base.place, base.start, pages * self.layout.page_bytes[home], self.dtype)
+        return self.machine.device.view(room).view(self._shape(home, pages))
+
+    def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
+        """Appends the new K and V and returns attention `[1, tokens, heads, head_dim]`."""
+        pool = self._pool(event.layer, home, buffer)
+        q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
+        self.kernels.append(k, v, pool, view.pages, view.offsets)
+        scale = self.model.head_dim**-0.5 if event.scale is None else event.scale
+        options = (scale, event.window, event.softcap, event.sinks)
+        n = view.decode
+        if n == q.shape[0]:
+            return self.kernels.decode(q, pool, view.tables, view.lengths, *options)[None]
+        out = q.new_empty(q.shape)
+        if n:
+            out[:n] = self.kernels.decode(q[:n], pool, view.tables, view.lengths, *options)
+        for p in view.prompts:
+            span = slice(p.first, p.first + p.rows * p.count)
+            rows = [x[span].unflatten(0, (p.rows, p.count)) for x in (q, k, v)]
+            if p.table is not None:
+                past_k, past_v = self.kernels.gather(pool, p.table, p.past + p.count)
+                rows[1:] = [past_k[None].to(q.dtype), past_v[None].to(q.dtype)]
+            out[span] = self.kernels.attend_prompt(*rows, *options).flatten(0, 1)
+        return out[None]
+
+    def _runs(self, layer: int, home: str, runs: Runs, where: list[Home], buffer: int) -> Iterator[tuple[Home, Home]]:
+        """(part of the pool, its place in a buffer or stage) of every run of pages."""
+        page = self.layout.page_bytes[home]
+        pool, base = self._homes[home], where[buffer]
+        start = layer * self.layout.pools[home].pages * page
+        for first, at, count in runs:
+            inside = Home(base.place, base.start + at * page, count * page, self.dtype)
+            yield pool.part(start + first * page, count * page), inside
+
+    def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
+        """Brings the batch's cached pages of one layer one leg further: to staging, or to its device buffer."""
+        staged, machine = home == "disk" and bool(self._stages), self.machine
+        if staged and hop == 1:
+            self._between(home, view.load, buffer, up=True)
+            return
+        where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
+        for far, inside in self._runs(layer, home, view.load, where, buffer):
+            machine.tier(home).load(far, near.view(inside))
+
+    def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
+        """Writes the pages this sweep touched one leg further: to staging, or to their home."""
+        staged, machine = home == "disk" and bool(self._stages), self.machine
+        if staged and hop == 0:
+            self._between(home, view.store, buffer, up=False)
+            return
+        where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
+        for far, inside in self._runs(layer, home, view.store, where, buffer):
+            machine.tier(home).store(near.view(inside), far)
+
+    def _between(self, home: str, runs: Runs, buffer: int, up: bool) -> None:
+        """Staging to buffer (up) or buffer to staging: both number pages alike."""
+        page, stage, base = self.layout.page_bytes[home], self._stages[buffer], self._buffers[buffer]
+        for _, at, count in runs:
+            near = Home(base.place, base.start + at * page, count * page, self.dtype)
+            far = Home(stage.place, stage.start + at * page, count * page, self.dtype)
+            if up:
+                self.machine.host.load(far, self.machine.device.view(near))
+            else:
+                self.machine.host.store(self.machine.device.view(near), far)
+
+    def close(self) -> None:
+        """Gives all memory back to the ledgers."""
+        for tier, home in self._homes.items():
+            self.machine.tier(tier).free(home, "KV cache")
+        for home in self._buffers:
+            self.machine.device.free(home, "cache buffers")
+        for home in self._stages:
+            self.machine.host.free(home, "cache staging")
+
+
+def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32).to(device)
+
+
+def _join(pages: list[int], at: int) -> Runs:
+    """Runs of neighbouring pool pages that go to buffer pages at, at + 1, ..."""
+    runs = Runs()
+    for i, page in enumerate(pages):
+        if runs and runs[-1][0] + runs[-1][2] == page:
+            runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+        else:
+            runs.append((page, at + i, 1))
+    return runs
+
+
+def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: torch.device) -> list[Prompts]:
+    """Groups neighbouring fresh pieces of equal length; a continued piece stands alone with its table."""
+    groups: list[Prompts] = []
+    for piece, table in zip(pieces, tables, strict=True):
+        last = groups[-1] if groups else None
+        if piece.start:
+            groups.append(Prompts(first, 1, piece.count, piece.start, _int32(table, device)))
+        elif last and last.table is None and last.count == piece.count:
+            groups[-1] = last._replace(rows=last.rows + 1)
+        else:
+            groups.append(Prompts(first, 1, piece.count, 0, None))
+        first += piece.count
+    return groups

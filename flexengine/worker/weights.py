@@ -1,0 +1,211 @@
+"""Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from flexengine.model.checkpoint import Stored
+from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.plan.layout import Layout, ModelFacts, TensorFact, slot_offsets
+from flexengine.tier.base import Home
+from flexengine.tier.disk import DiskTier, faster_read
+from flexengine.tier.machine import Machine
+from flexengine.tier.wrap import Throttled
+
+Parts = dict[str, tuple[Home, tuple[int, ...]]]  # name -> where its bytes are, its shape
+
+
+def model_facts(skeleton: Skeleton, stored: dict[str, Stored], dtype: torch.dtype) -> ModelFacts:
+    """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
+
+    def facts(names: Iterable[str]) -> tuple[TensorFact, ...]:
+        sizes = ((n, stored[n].nbytes, stored[n].dtype.itemsize) for n in names)
+        return tuple(TensorFact(n, nbytes // size, size) for n, nbytes, size in sizes)
+
+    head = None if skeleton.tied else facts([skeleton.head[0]])[0]
+    others = [*skeleton.others, *([skeleton.head_bias] if skeleton.head_bias else [])]
+    return ModelFacts(
+        tuple(facts(layer) for layer in skeleton.layers), facts(others), facts([skeleton.embedding[0]])[0], head,
+        vocabulary=skeleton.head[1][0], hidden=skeleton.config.get_text_config().hidden_size, width=skeleton.width,
+        heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
+        itemsize=dtype.itemsize,
+    )  # fmt: skip
+
+
+class Weights:
+    """Homes of all weights under a layout, the slots, and what is bound to the modules right now."""
+
+    def __init__(
+        self, skeleton: Skeleton, stored: dict[str, Stored], layout: Layout, machine: Machine, dtype: torch.dtype
+    ) -> None:
+        self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
+        self._stored = stored
+        if "disk" in layout.homes.values():
+            self._choose_read()
+        self._homes: dict[str, Home] = {}
+        self._resident: dict[str, Tensor] = {}
+        for name in layout.homes:
+            self._settle(name)
+        self._bind_resident()
+        self._embedding = skeleton.embedding[0]
+        self._head = skeleton.embedding[0] if skeleton.tied else skeleton.head[0]
+        self._chunks = layout.head_chunks(skeleton.head[1][0])
+        skeleton.head_module.chunks = len(self._chunks)
+        self.units: list[Parts] = [self._streamed(layer) for layer in skeleton.layers]
+        self.units += [self._head_unit(*rows) for rows in self._chunks]
+        slots = layout.policy.slots
+        self._slots = [machine.device.allocate(layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
+        staged = slots if machine.capacity.staged and layout.stage else 0
+        self._stages = [machine.host.allocate(layout.stage, "weight staging") for _ in range(staged)]
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._bound: dict[int, int] = {}
+
+    @property
+    def streamed(self) -> list[tuple[str, ...]]:
+        """Per unit the homes it is streamed from; () when resident."""
+        order = ("host", "disk")
+        return [tuple(h for h in order if any(self._tier(n) == h for n in unit)) for unit in self.units]
+
+    def _tier(self, name: str) -> str:
+        return self.layout.homes[name]
+
+    def _choose_read(self) -> None:
+        disk = self.machine.disk.inner if isinstance(self.machine.disk, Throttled) else self.machine.disk
+        assert isinstance(disk, DiskTier)
+        largest = max({s.path for s in self._stored.values()}, key=lambda path: path.stat().st_size)
+        disk.direct = faster_read(largest)
+
+    def _settle(self, name: str) -> None:
+        """Brings one tensor to its home; on disk that is where it lies already."""
+        stored, machine, tier = self._stored[name], self.machine, self._tier(name)
+        disk = machine.disk
+        source: Home = disk.checkpoint(stored.path, stored.start, stored.nbytes, stored.dtype)  # type: ignore[attr-defined]
+        if tier == "disk":
+            self._homes[name] = source
+            return
+        dtype = self.dtype if tier == "device" else stored.dtype
+        elements = stored.nbytes // stored.dtype.itemsize
+        home = machine.tier(tier).allocate(elements * dtype.itemsize, "weights", dtype)
+        target = machine.tier(tier).view(home)
+        if target.is_cuda:
+            passing = torch.empty(elements, dtype=stored.dtype)
+            disk.load(source, passing)
+            target.copy_(passing)
+        else:
+            disk.load(source, target)
+        self._homes[name] = home
+        if tier == "device":
+            self._resident[name] = _parameter(target.view(stored.shape))
+
+    def _bind_resident(self) -> None:
+        for layer in (*self.skeleton.layers, self.skeleton.others):
+            for name, slot in layer.items():
+                if name in self._resident:
+                    _bind(slot, self._resident[name])
+        if self.machine.compute.type != "cpu":
+            for module in self.skeleton.model.modules():
+                for key, buffer in module._buffers.items():
+                    if buffer is not None and not buffer.is_meta:
+                        module._buffers[key] = buffer.to(self.machine.compute)
+
+    def _streamed(self, layer: dict[str, Slot]) -> Parts:
+        return {n: (self._homes[n], slot.shape) for n, slot in layer.items() if self._tier(n) != "device"}
+
+    def _head_unit(self, low: int, high: int) -> Parts:
+        if self._tier(self._head) == "device":
+            return {}
+        home, width = self._homes[self._head], self.skeleton.head[1][1]
+        row = width * home.dtype.itemsize
+        return {self._head: (home.part(low * row, (high - low) * row), (high - low, width))}
+
+    def load(self, unit: int, slot: int, home: str, hop: int) -> None:
+        """Moves what unit streams from `home` one leg further: to staging, or into the slot in the compute dtype."""
+        names = [n for n in self.units[unit] if self._tier(n) == home]
+        views = self._slot_views(unit, slot)
+        staged = home == "disk" and self.machine.capacity.staged
+        stages = self._stage_homes(unit, slot) if staged else {}
+        for name in names:
+            source = self.units[unit][name][0]
+            if staged and hop == 0:
+                self.machine.disk.load(source, self.machine.host.view(stages[name]))
+            elif staged:
+                self.machine.host.load(stages[name], views[name])
+            else:
+                self.machine.tier(home).load(source, views[name])
+
+    def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
+        parts = {n: home for n, (home, _) in self.units[unit].items() if self._tier(n) == "disk"}
+        offsets, _ = slot_offsets([(n, home.nbytes) for n, home in parts.items()])
+        stage = self._stages[slot]
+        return {n: Home(stage.place, stage.start + offsets[n], h.nbytes, h.dtype) for n, h in parts.items()}
+
+    def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
+        """The streamed tensors of a unit as they lie in a slot, in the compute dtype."""
+        key = (unit, slot)
+        if key not in self._views:
+            size = self.dtype.itemsize
+            sizes = [(n, h.nbytes // h.dtype.itemsize * size) for n, (h, _) in self.units[unit].items()]
+            offsets, _ = slot_offsets(sizes)
+            base = self._slots[slot]
+            self._views[key] = {
+                n: _parameter(self.machine.device.view(Home(base.place, offsets[n], nbytes, self.dtype)).view(shape))
+                for (n, nbytes), (_, shape) in zip(sizes, self.units[unit].values(), strict=True)
+            }
+        return self._views[key]
+
+    def bind(self, layer: int, slot: int) -> None:
+        """Makes layer's modules use the weights that lie in `slot` (-1: all resident, nothing to do)."""
+        if slot < 0 or self._bound.get(layer) == slot:
+            return
+        views = self._slot_views(layer, slot)
+        for name, place in self.skeleton.layers[layer].items():
+            if name in views:
+                _bind(place, views[name])
+        self._bound[layer] = slot
+
+    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None]:
+        """Rows of the output projection and of its bias."""
+        low, high = self._chunks[chunk]
+        bias = self._resident[self.skeleton.head_bias][low:high] if self.skeleton.head_bias else None
+        if slot < 0:
+            return self._resident[self._head], bias
+        return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias
+
+    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Embedding rows that hold every id, and ids into those rows. Off the device only the rows needed are read."""
+        if self._embedding in self._resident:
+            return self._resident[self._embedding], ids
+        unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
+        home, width = self._homes[self._embedding], self.skeleton.embedding[1][1]
+        row = width * home.dtype.itemsize
+        tier = self.machine.tier(self._tier(self._embedding))
+        rows = torch.empty(len(unique), width, dtype=self.dtype)
+        wanted: list[int] = unique.tolist()
+        at = 0
+        while at < len(wanted):  # neighbours in the table are one read
+            end = at + 1
+            while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
+                end += 1
+            tier.load(home.part(wanted[at] * row, (end - at) * row), rows[at:end])
+            at = end
+        return _parameter(rows.to(ids.device)), inverse.to(ids.device)
+
+    def close(self) -> None:
+        """Gives all memory back to the ledgers."""
+        for name, home in self._homes.items():
+            if self._tier(name) != "disk":
+                self.machine.tier(self._tier(name)).free(home, "weights")
+        for home in self._slots:
+            self.machine.device.free(home, "weight slots")
+        for home in self._stages:
+            self.machine.host.free(home, "weight staging")
+
+
+def _parameter(tensor: Tensor) -> Tensor:
+    return torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _bind(slot: Slot, tensor: Tensor) -> None:
+    kind = slot.module._parameters if slot.name in slot.module._parameters else slot.module._buffers
+    kind[slot.name] = tensor

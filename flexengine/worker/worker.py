@@ -1,0 +1,132 @@
+"""Does what tasks say: the one place where models, tiers and kernels meet."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flexengine.config import SamplingParams
+from flexengine.model.forward import Attend, Embed, Forward, Head, Inputs, Layer, Logits, Pause
+from flexengine.model.sample import Draw, sample
+from flexengine.model.skeleton import Skeleton
+from flexengine.schedule.order import Batch
+from flexengine.schedule.program import Op, Task
+from flexengine.schedule.sweeps import Sequence
+from flexengine.worker.cache import Cache, View, packed
+from flexengine.worker.hidden import Hidden
+from flexengine.worker.weights import Weights
+
+
+@dataclass
+class Text:
+    """What is known of a sequence beyond its numbers: all its token ids so far and how to sample more."""
+
+    index: int
+    tokens: list[int]
+    sampling: SamplingParams
+
+
+@dataclass
+class Run:
+    """One gpu_batch during one sweep: its forward pass, where that paused, and its view of the cache."""
+
+    batch: Batch
+    forward: Forward
+    view: View
+    event: Pause | None = None
+
+
+class Worker:
+    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to new token."""
+
+    def __init__(self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden) -> None:
+        self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
+        self.layers = len(skeleton.layers)
+        self.sampled: dict[int, int] = {}
+        self._runs: list[Run] = []
+        self._texts: Mapping[int, Text] = {}
+
+    def begin(self, batches: list[Batch], live: dict[int, Sequence], texts: Mapping[int, Text]) -> None:
+        """Prepares the forward passes of one sweep."""
+        self._texts, self.sampled = texts, {}
+        self.hidden.begin(batches)
+        self._runs = [Run(b, Forward(self.skeleton.model, self._inputs(b)), self.cache.view(b, live)) for b in batches]
+
+    def _inputs(self, batch: Batch) -> Inputs:
+        ids: list[int] = []
+        positions: list[int] = []
+        keep: list[int] = []
+        for piece in packed(batch):
+            end = piece.start + piece.count
+            ids += self._texts[piece.sequence].tokens[piece.start : end]
+            positions += range(piece.start, end)
+            if piece.final:
+                keep.append(len(ids) - 1)
+        on = self.weights.machine.compute
+        return Inputs(torch.tensor([ids]).to(on), torch.tensor([positions]).to(on),
+                      torch.tensor(keep, dtype=torch.int64).to(on))  # fmt: skip
+
+    def perform(self, task: Task) -> None:
+        """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
+        cell = task.cell
+        if task.op is Op.LOAD_WEIGHT:
+            self.weights.load(cell.layer, task.slot, task.home, task.hop)
+        elif task.op is Op.LOAD_CACHE:
+            self.cache.load(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
+        elif task.op is Op.STORE_CACHE:
+            self.cache.store(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
+        elif task.op is Op.LOAD_HIDDEN:
+            self.hidden.load(cell.batch, task.home, task.hidden, task.hop)
+        elif task.op is Op.STORE_HIDDEN:
+            self.hidden.store(cell.batch, task.home, task.hidden, task.hop)
+        else:
+            self._compute(task)
+
+    def _compute(self, task: Task) -> None:
+        j, k, run = task.cell.layer, task.cell.batch, self._runs[task.cell.batch]
+        if j == 0:
+            run.event = self._start(run.forward)
+        if j < self.layers:
+            run.event = self._layer(task, run)
+            if isinstance(run.event, Layer) and task.hidden >= 0:
+                hidden = run.event.hidden
+                self.hidden.buffer(k, task.hidden).copy_(hidden)
+                hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
+        else:
+            assert isinstance(run.event, Head)
+            run.event = run.forward.resume(self.weights.head(run.event.chunk, task.slot))
+        if isinstance(run.event, Logits):
+            self._sample(run, run.event.values)
+            run.event = None
+
+    def _start(self, forward: Forward) -> Pause:
+        event = forward.resume()
+        assert isinstance(event, Embed)
+        return forward.resume(self.weights.embed(event.ids))
+
+    def _layer(self, task: Task, run: Run) -> Pause:
+        j, event = task.cell.layer, run.event
+        assert isinstance(event, Layer)
+        self.weights.bind(j, task.slot)
+        away = task.hidden >= 0 and j > 0
+        hidden = self.hidden.buffer(task.cell.batch, task.hidden) if away else event.hidden
+        run.event = event = None  # the layer's input must not outlive the layer
+        attend = run.forward.resume(hidden)
+        del hidden
+        assert isinstance(attend, Attend)
+        return run.forward.resume(self.cache.attend(attend, run.view, run.batch.cache_home, task.cache))
+
+    def _sample(self, run: Run, logits: Tensor) -> None:
+        final = [p.sequence for p in packed(run.batch) if p.final]
+        if not final:
+            return
+        texts = [self._texts[s] for s in final]
+        draws = [Draw(t.sampling.temperature, t.sampling.seed, t.index, len(t.tokens)) for t in texts]
+        self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
+
+    def close(self) -> None:
+        """Gives the job's memory back to the ledgers; the weights stay for the next job."""
+        self._runs = []
+        self.cache.close()
+        self.hidden.close()

@@ -1,0 +1,95 @@
+"""Tiny random checkpoints of every family, and what `transformers` generates with them."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import flexengine  # noqa: F401 - sets OpenMP's waiting before torch starts threads
+
+_COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
+_GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=64)),
+    "opt-350m": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=32, do_layer_norm_before=False)),
+    "llama": ("Llama", _GATED),
+    "llama-tied": ("Llama", dict(_GATED, tie_word_embeddings=True)),
+    "mistral": ("Mistral", dict(_GATED, sliding_window=9)),
+    "qwen2": ("Qwen2", _GATED),
+    "qwen3": ("Qwen3", dict(_GATED, head_dim=32)),
+}
+LENGTHS = (5, 17, 1, 40, 29, 8, 33, 17)  # ragged prompts
+NEW = 13  # tokens generated
+
+
+def make_checkpoint(family: str, directory: Path, **save: Any) -> Any:
+    """A random model of the family, saved; wide enough weights that the greedy tokens vary."""
+    import transformers
+
+    kind, values = FAMILIES[family]
+    config = getattr(transformers, f"{kind}Config")(**values, init_std=0.2, initializer_range=0.2, eos_token_id=2)
+    torch.manual_seed(sum(map(ord, family)))
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():  # norms and biases that are all ones and zeros would hide that they were dropped
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    model.save_pretrained(directory, **save)
+    return model
+
+
+def prompts_of(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(3, vocabulary, (n,), generator=generator).tolist() for n in lengths]
+
+
+@torch.no_grad()
+def reference(model: Any, prompts: list[list[int]], new: int = NEW) -> list[list[int]]:
+    """Greedy continuations by transformers.generate, one prompt at a time, end-of-sequence ignored."""
+    model.generation_config.eos_token_id = None
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+class Family:
+    """One tiny checkpoint with prompts and the reference's answers."""
+
+    def __init__(self, name: str, directory: Path) -> None:
+        self.name, self.directory = name, directory
+        self.model = make_checkpoint(name, directory)
+        self.prompts = prompts_of(601)
+        self.expected = reference(self.model, self.prompts)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [{"prompt_token_ids": p} for p in self.prompts]
+
+
+@pytest.fixture(scope="session")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Makes a family when first asked for it: families("llama")."""
+    made: dict[str, Family] = {}
+
+    def get(name: str) -> Family:
+        if name not in made:
+            made[name] = Family(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(autouse=True)
+def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
+    """Compiled kernels and prepared weights of a test run go to a directory of its own, shared within the run."""
+    cache = request.config.stash.get(_CACHE, None)
+    if cache is None:
+        cache = request.config.stash[_CACHE] = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(cache))
+
+
+_CACHE: pytest.StashKey[Path] = pytest.StashKey()

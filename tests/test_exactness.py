@@ -1,0 +1,62 @@
+"""Greedy tokens equal those of transformers.generate, whatever the policy, placement, schedule and lanes."""
+
+from typing import Any
+
+import pytest
+
+from conftest import FAMILIES, LENGTHS, NEW
+from flexengine import Engine, Policy, SamplingParams
+
+D, H, K = (1, 0, 0), (0, 1, 0), (0, 0, 1)
+MIX = (0.4, 0.3, 0.3)
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+# (policy fields, overlap)
+GRID: list[tuple[dict[str, Any], bool]] = [
+    (dict(gpu_batch_size=8, num_gpu_batches=1), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, weights=H, slots=1), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=3, weights=K, slots=2), True),
+    (dict(gpu_batch_size=4, num_gpu_batches=2, weights=MIX, slots=3), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=3, weights=MIX, cache=H, schedule="zigzag"), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=2, weights=K, cache=K, schedule="diagonal"), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=2, weights=H, cache=MIX, schedule="row", slots=1), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, activations=H), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, weights=MIX, cache=MIX, activations=MIX, slots=3), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, weights=K, cache=K, activations=K, slots=1), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=3, weights=MIX, cache=MIX, activations=K, schedule="diagonal"), False),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, weights=(0.5, 0, 0.5), activations=MIX, schedule="zigzag"), False),
+    (dict(gpu_batch_size=4, num_gpu_batches=2, weights=K, cache=H, prefill_tokens=16, slots=3), True),
+    (dict(gpu_batch_size=4, num_gpu_batches=1, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=11), True),
+    (dict(gpu_batch_size=8, num_gpu_batches=1, prefill_tokens=7, schedule="row"), False),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("case", range(len(GRID)))
+def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
+    known = families(family)
+    fields, overlap = GRID[case]
+    with Engine(known.directory, Policy(**fields), device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
+        results = engine.generate(known.rows, GREEDY)
+        assert [r.error for r in results] == [None] * len(LENGTHS)
+        assert [r.token_ids for r in results] == known.expected
+        for tier in ("device", "host", "disk"):  # everything booked as planned
+            assert engine.summary["peak_bytes"][tier] <= engine.machine.tier(tier).ledger.peak
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("weights", [D, H, K, (0.3, 0.3, 0.4)])
+def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
+    """RAM as the device tier, the disk connected directly."""
+    known = families(family)
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, weights=weights, cache=(0.5, 0, 0.5), activations=(0.5, 0, 0.5))
+    with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path) as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_default_policy(families: Any, family: str) -> None:
+    known = families(family)
+    with Engine(known.directory) as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        assert [r.token_ids for r in engine.generate(known.rows[2:4], GREEDY)] == known.expected[2:4]

