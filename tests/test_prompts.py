@@ -13,7 +13,8 @@ from flexengine.job import prompts
 from flexengine.job.prompts import Request, Row, encode, read_rows, row_of
 
 WORDS = ["<unk>", "<bos>", "hello", "world", "user", "assistant", "system", ":", "a", "b"]
-CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
+CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
+CHAT += "{% if add_generation_prompt %}assistant :{% endif %}"
 DEFAULTS = SamplingParams(max_tokens=4)
 
 

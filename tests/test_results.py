@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+from contextlib import ExitStack
 
 import pytest
 
@@ -87,7 +88,9 @@ def test_fields_that_are_no_json_cost_only_themselves():
 def test_an_exception_leaves_the_old_output_and_the_part(tmp_path):
     out = tmp_path / "out.jsonl"
     out.write_text("old")
-    with pytest.raises(KeyError), ResultWriter(out) as writer:
+    with ExitStack() as stack:
+        stack.enter_context(pytest.raises(KeyError))
+        writer = stack.enter_context(ResultWriter(out))
         writer.write(*pair(0))
         writer.write(*pair(2))
         raise KeyError

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _CHUNK_BYTES = 16 * 2**20  # of float32 dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_FREQS = "rope_freqs.weight"
+_SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 
@@ -188,8 +189,22 @@ def _config(header: Header) -> Any:
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers has no config for it: {error}") from error
     config.dtype = getattr(torch, _dtype_name(header.tensors))
+    _carry_shape(header, config)
     _carry_rope(header, config)
     return config
+
+
+def _carry_shape(header: Header, config: Any) -> None:
+    """Carries sizes that transformers knows for some families only; raises UnsupportedModel for a dropped window."""
+    for key, name in _SIZES.items():
+        value = header.values.get(f"{header.architecture}.{key}")
+        if isinstance(value, int) and hasattr(config, name):
+            setattr(config, name, value)
+    window = header.values.get(f"{header.architecture}.attention.sliding_window") or 0
+    if 0 < window < config.max_position_embeddings and getattr(config, "sliding_window", None) != window:
+        if not hasattr(config, "sliding_window") or hasattr(config, "layer_types"):
+            raise UnsupportedModel(f"{header.path} has a window of {window}, which transformers' GGUF reader drops")
+        config.sliding_window = window
 
 
 def _dtype_name(tensors: Iterable[Stored]) -> str:

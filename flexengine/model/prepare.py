@@ -88,7 +88,7 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None])
         _private_directory(root)
         with _lock(final):
             if not final.is_dir():
-                _sweep(root)
+                _sweep(final)
                 _build(source, final, build)
     except OSError as error:
         if isinstance(error, OutOfMemory):
@@ -102,7 +102,6 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None])
 
 def _build(source: Path, final: Path, build: Callable[[Path], None]) -> None:
     temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(mode=0o700)
     try:
         log.info("converting %s once into %s", source, final)
@@ -127,16 +126,19 @@ def _lock(final: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _sweep(root: Path) -> None:
-    """Removes temporary directories whose writer is gone. The caller holds one of the locks: its own are garbage."""
-    for temporary in root.glob("*.tmp-*"):
-        lock = root / f"{temporary.name.partition('.')[0]}.lock"
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def _sweep(final: Path) -> None:
+    """Removes temporary directories whose writer is gone: those of `final`, whose lock the caller holds, and others."""
+    for temporary in final.parent.glob("*.tmp-*"):
+        key = temporary.name.partition(".")[0]
+        if key == final.name:
+            shutil.rmtree(temporary, ignore_errors=True)
+            continue
+        descriptor = os.open(final.with_name(f"{key}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(temporary, ignore_errors=True)
         except BlockingIOError:
-            pass  # somebody writes there now, or it is ours and _build removes it
+            pass  # somebody writes there now
         finally:
             os.close(descriptor)
 
