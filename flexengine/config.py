@@ -1,4 +1,4 @@
-"""Plain values that everything else reads: sizes, sampling parameters, and a model's shape in numbers. No torch here."""
+"""Plain values that everything else reads: sizes, sampling parameters, results. No torch here."""
 
 import re
 from dataclasses import dataclass, field, fields

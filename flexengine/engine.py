@@ -90,9 +90,9 @@ class Engine:
         trace: str | Path | None = None,
         on_sweep: Callable[[Progress], None] | None = None,
     ) -> None:
-        sizes = [parse_size(s) if s is not None else None for s in (device_mem, host_mem)]
+        device_bytes, host_bytes = (parse_size(s) if s is not None else None for s in (device_mem, host_mem))
         offload = Path(offload_dir) if offload_dir else _default_offload()
-        self.machine = make_machine(device, *sizes, offload, links)
+        self.machine = make_machine(device, device_bytes, host_bytes, offload, links)
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
         self.source = resolve(str(model) if model is not None else None)
@@ -170,7 +170,8 @@ class Engine:
         layout = self.plan(requests)
         weights = self._place_weights(layout)
         cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
-        worker = Worker(self.skeleton, weights, cache, Hidden(self.facts, layout, self.machine, self.dtype))
+        hidden = Hidden(self.facts, layout, self.machine, self.dtype)
+        worker = Worker(self.skeleton, weights, cache, hidden, layout.account["device"]["workspace"])
         streamed = weights.streamed
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
         away = any(streamed) or layout.cache_buffer or layout.hidden_buffer

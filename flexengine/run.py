@@ -120,8 +120,9 @@ def summary_line(s: dict[str, Any]) -> str:
     peak = ", ".join(f"{tier} {n / 1e9:.2f} GB" for tier, n in s["peak_bytes"].items() if n)
     busy = ", ".join(f"{lane} {share:.0%}" for lane, share in s["busy"].items())
     return (
-        f"{s['rows']} rows done, {s['failed']} failed; {s['prompt_tokens']} prompt and {s['generated_tokens']} generated"
-        f" tokens; prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
+        f"{s['rows']} rows done, {s['failed']} failed; {s['prompt_tokens']} prompt and"
+        f" {s['generated_tokens']} generated tokens;"
+        f" prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
         f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}"
     )
 

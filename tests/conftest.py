@@ -8,7 +8,9 @@ import torch
 
 import flexengine  # noqa: F401 - sets OpenMP's waiting before torch starts threads
 
-_COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
+_COMMON = dict(
+    vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256
+)
 _GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=64)),
@@ -51,7 +53,8 @@ def reference(model: Any, prompts: list[list[int]], new: int = NEW) -> list[list
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, pad_token_id=0)
+        options = dict(max_new_tokens=new, do_sample=False, pad_token_id=0)
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         found.append(out[0, len(prompt) :].tolist())
     return found
 

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-
 from conftest import FAMILIES, LENGTHS, NEW
+
 from flexengine import Engine, Policy, SamplingParams
 
 D, H, K = (1, 0, 0), (0, 1, 0), (0, 0, 1)
@@ -49,7 +49,8 @@ def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
 def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
     """RAM as the device tier, the disk connected directly."""
     known = families(family)
-    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, weights=weights, cache=(0.5, 0, 0.5), activations=(0.5, 0, 0.5))
+    half = (0.5, 0, 0.5)
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, weights=weights, cache=half, activations=half)
     with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 

@@ -83,7 +83,7 @@ class Kernels(ABC):
         q: [B, T, heads, head_dim]; k, v: [B, S, kv_heads, head_dim] with S >= T; any strides.
             Query t sits at position S - T + t.
         scale, window, softcap, sinks: as in `decode`. Returns [B, T, heads, head_dim], contiguous, in q's dtype.
-        Beside its result it holds at most about 64 MB of scores and, for half precision on a CPU, fp32 copies of q, k, v.
+        Beside its result it holds at most about 64 MB of scores, and on a CPU fp32 copies of half-precision q, k, v.
         """
 
     @abstractmethod

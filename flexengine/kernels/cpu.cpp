@@ -1,10 +1,10 @@
-// Attention over a paged KV cache and dtype conversion for CPUs: a plain C interface, see base.py for what each function means.
+// Attention over a paged KV cache and dtype conversion for CPUs: a plain C interface; base.py says what it means.
 //
-// Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of the cache,
-// d element of a head, c vector column (d = c * W). Pool: [page, 2 (K, V), j, offset, d], contiguous.
+// Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of the
+// cache, d element of a head, c vector column (d = c * W). Pool: [page, 2 (K, V), j, offset, d], contiguous.
 //
-// Everything below "kernels" is written once against a few vector wrappers (`vf` is W floats), which exist for AVX-512, AVX2
-// and, with the compiler's own vector type, for anything else. -DFLEX_PORTABLE chooses the last.
+// Everything below "kernels" is written once against a few vector wrappers (`vf` is W floats), which exist for AVX-512,
+// AVX2 and, with the compiler's own vector type, for anything else. -DFLEX_PORTABLE chooses the last.
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
@@ -34,9 +34,9 @@ inline float float_of(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
 inline float widen(float x) { return x; }
 inline float widen(bf16 x) { return float_of(uint32_t(x.bits) << 16); }
 inline float widen(fp16 x) {
-    uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
-    if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | ((rest & 0x3ff) << 13) | (rest > 0x7c00 ? 0x400000 : 0));
-    return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));  // 2^112 moves the exponent bias; subnormals come out right
+    uint32_t sign = uint32_t(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff, quiet = rest > 0x7c00 ? 0x400000 : 0;
+    if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | ((rest & 0x3ff) << 13) | quiet);
+    return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));  // moves the exponent bias, subnormals included
 }
 
 template <class T> inline T narrow(float x);
@@ -60,7 +60,7 @@ template <> inline fp16 narrow<fp16>(float x) {
 // ---------------------------------------------------------------- W numbers
 
 #if defined(FLEX_AVX512)
-constexpr int W = 16, HEADS = 4;  // HEADS: query heads that share one loaded K/V vector; bounded by the registers
+constexpr int W = 16, HEADS = 4;  // HEADS: query heads that share a loaded K/V vector; bounded by the registers
 typedef __m512 vf;
 inline vf vset(float x) { return _mm512_set1_ps(x); }
 inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
@@ -70,9 +70,15 @@ inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
 inline vf vshift23(vf a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
-inline vf vand(vf a, uint32_t m) { return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(int(m)))); }
-inline vf vor(vf a, vf b) { return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), _mm512_castps_si512(b))); }
-inline vf vbelow(vf a, vf b, vf yes, vf no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
+inline vf vand(vf a, uint32_t m) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(int(m))));
+}
+inline vf vor(vf a, vf b) {
+    return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+inline vf vbelow(vf a, vf b, vf yes, vf no) {
+    return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes);
+}
 inline float vsum(vf a) { return _mm512_reduce_add_ps(a); }
 inline float vtop(vf a) { return _mm512_reduce_max_ps(a); }
 inline vf vload(const float* p) { return _mm512_loadu_ps(p); }
@@ -186,7 +192,7 @@ inline vf vload_part(const bf16* p, int n) {
 }
 #endif
 
-// exp(x) for x <= 0, relative error below 1.2e-7 (Cephes' expf polynomial); below -87.3 it stays at 1.2e-38. NaN stays NaN.
+// exp(x) for x <= 0, relative error below 1.2e-7 (Cephes' expf polynomial); below -87.3 it stays at 1.2e-38. NaN stays.
 inline vf vexp(vf x) {
     x = vmax(vset(-87.3f), x);
     const vf magic = vset(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low mantissa bits
@@ -217,18 +223,27 @@ inline vf vtanh(vf x) {
 // ---------------------------------------------------------------- kernels: decode
 
 constexpr int TILE = 4;      // tokens scored together
-constexpr int CHUNK = 64;    // tokens between two updates of the running softmax; also the prefetch distance
-constexpr int PART = 1024;   // tokens of one work item. Fixed, so that a result never depends on threads or on the other sequences
+constexpr int CHUNK = 64;    // most tokens between two updates of the running softmax
+constexpr int PART = 1024;   // tokens of one work item; fixed, so results depend neither on threads nor on the batch
+
+// Tokens of one chunk. Its K and V rows, 16 KB each at head size 128, fit the first-level cache: while K is scored V is
+// prefetched, while V is weighed the next chunk's K. Without the prefetches bf16 runs at half the speed.
+template <class T> constexpr int chunk = CHUNK * 2 / int(sizeof(T));
 
 struct Decode {
-    const void* q; void* out; const void* pool; const int32_t* tables; const int32_t* lengths; const float* sinks;
+    const void* q;
+    void* out;
+    const void* pool;
+    const int32_t *tables, *lengths;
+    const float* sinks;
     int64_t n, heads, kv_heads, dim, pages, page_tokens, max_pages, q_row, q_head;
     int64_t window;              // 0: none
     float scale, softcap;        // softcap 0: none
     int32_t q_dtype, pool_dtype, threads;
 };
 
-struct Item { int32_t i, part, parts, slot; };  // slot: first partial result of the sequence, in units of kv_heads; -1 when parts == 1
+// slot: of the sequence's first partial result; -1 when it has one part only.
+struct Item { int32_t i, part, parts, slot; };
 
 inline int64_t first_token(const Decode& a, int64_t i) {
     int64_t length = a.lengths[i];
@@ -264,26 +279,31 @@ inline void score_tile(const float* q, int64_t width, const T* const* rows, int6
 }
 
 template <class T, int NV>
-inline void score_heads(int64_t group, const float* q, int64_t width, const T* const* rows, int64_t dim, float* scores) {
+inline void score_heads(int64_t group, const float* q, int64_t width, const T* const* rows, int64_t dim,
+                        float* scores) {
     int64_t g = 0;
-    for (; g + HEADS <= group; g += HEADS) score_tile<T, NV, HEADS>(q + g * width, width, rows, dim, scores + g * CHUNK);
+    for (; g + HEADS <= group; g += HEADS)
+        score_tile<T, NV, HEADS>(q + g * width, width, rows, dim, scores + g * CHUNK);
     q += g * width, scores += g * CHUNK;
     if (group - g == 1) score_tile<T, NV, 1>(q, width, rows, dim, scores);
     if (HEADS > 2 && group - g == 2) score_tile<T, NV, 2>(q, width, rows, dim, scores);
     if (HEADS > 3 && group - g == 3) score_tile<T, NV, 3>(q, width, rows, dim, scores);
 }
 
-// acc[g][C columns] = acc * keep[g] + sum over s of p[g][s] * rows[s], for H query heads. Prefetches one chunk ahead if told.
+// acc[g][C columns] = acc * keep[g] + sum over s of p[g][s] * (V of token s), for H query heads.
+// shift: elements from a K row to the V columns wanted; ahead: elements to prefetch of each K row one chunk on, or 0;
+// tail: how much of a last, partial column there is.
 template <class T, int H, int C>
-inline void weigh_columns(const float* p, const float* keep, const T* const* rows, int64_t shift, int n, float* acc, int64_t width,
-                          int64_t ahead, int tail) {
+inline void weigh_columns(const float* p, const float* keep, const T* const* rows, int64_t shift, int n, float* acc,
+                          int64_t width, int64_t ahead, int tail) {
     vf sum[H][C];
-    for (int g = 0; g < H; g++) for (int c = 0; c < C; c++) sum[g][c] = vmul(vload(acc + g * width + c * W), vset(keep[g]));
+    for (int g = 0; g < H; g++)
+        for (int c = 0; c < C; c++) sum[g][c] = vmul(vload(acc + g * width + c * W), vset(keep[g]));
     for (int s = 0; s < n; s++) {
         const T* row = rows[s] + shift;
         vf x[C];
         for (int c = 0; c < C; c++) x[c] = C == 1 && tail ? vload_part(row, tail) : vload(row + c * W);
-        if (ahead) prefetch(rows[s + CHUNK], ahead);
+        if (ahead) prefetch(rows[s + chunk<T>], ahead);
         for (int g = 0; g < H; g++) {
             vf weight = vset(p[g * CHUNK + s]);
             for (int c = 0; c < C; c++) sum[g][c] = vfma(weight, x[c], sum[g][c]);
@@ -293,8 +313,8 @@ inline void weigh_columns(const float* p, const float* keep, const T* const* row
 }
 
 template <class T, int H>
-inline void weigh(const float* p, const float* keep, const T* const* rows, int64_t value, int n, float* acc, int64_t width, int64_t dim,
-                  bool first) {
+inline void weigh(const float* p, const float* keep, const T* const* rows, int64_t value, int n, float* acc,
+                  int64_t width, int64_t dim, bool first) {
     constexpr int C = H <= HEADS / 2 ? 8 : 4;
     int64_t d = 0, ahead = first ? dim : 0;
     for (; d + C * W <= dim; d += C * W, ahead = 0)
@@ -307,15 +327,13 @@ inline void weigh(const float* p, const float* keep, const T* const* rows, int64
         weigh_columns<T, H, 1>(p, keep, rows, value + d, n, acc + d, width, ahead, dim - d < W ? int(dim - d) : 0);
 }
 
-// Scores of one head in place to exp(score - top); updates the running maximum and sum; returns the factor for what was summed before.
+// Scores of one head in place to exp(score - top); updates the running maximum and sum; returns the factor for what was
+// summed before.
 inline float soften(float* scores, int n, float softcap, float& top, float& sum) {
     int whole = (n + W - 1) / W * W;
+    for (int s = 0; softcap > 0 && s < whole; s += W)
+        vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
     for (int s = n; s < whole; s++) scores[s] = -FLT_MAX;
-    if (softcap > 0) {
-        for (int s = 0; s < n; s += W)
-            vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
-        for (int s = n; s < whole; s++) scores[s] = -FLT_MAX;
-    }
     vf most = vset(top);
     for (int s = 0; s < whole; s += W) most = vmax(vload(scores + s), most);
     float above = vtop(most), keep = above > top ? expf(top - above) : 1.f;
@@ -353,10 +371,12 @@ template <class Q> void read_query(const Decode& a, int64_t i, int64_t j, int64_
     }
 }
 
-// Leaves sum over s of exp(score - top) * V in acc, and top and sum, for the query heads of kv head j over one part of sequence i.
+// Leaves sum over s of exp(score - top) * V in acc, and top and sum, for the query heads of kv head j over one part of
+// sequence i.
 template <class T, int NV> void attend_part(const Decode& a, const Item& item, int64_t j, int64_t width, Scratch& my) {
-    const int64_t group = a.heads / a.kv_heads, P = a.page_tokens, begin = first_token(a, item.i) + int64_t(item.part) * PART;
-    const int64_t left = a.lengths[item.i] - begin, count = left < PART ? left : PART, dim = NV > 0 ? NV * W : a.dim;
+    const int64_t group = a.heads / a.kv_heads, P = a.page_tokens, dim = NV > 0 ? NV * W : a.dim;
+    const int64_t begin = first_token(a, item.i) + int64_t(item.part) * PART;
+    const int64_t left = a.lengths[item.i] - begin, count = left < PART ? left : PART;
     const int64_t value = a.kv_heads * P * dim;  // from a token's K to its V
     const T** rows = (const T**)my.rows;
     const int32_t* table = a.tables + item.i * a.max_pages;
@@ -370,16 +390,17 @@ template <class T, int NV> void attend_part(const Decode& a, const Item& item, i
     if (a.q_dtype == FP16) read_query<fp16>(a, item.i, j, width, my.q);
     memset(my.acc, 0, size_t(group * width) * 4);
     for (int64_t g = 0; g < group; g++) my.top[g] = -FLT_MAX, my.sum[g] = 0;
-    for (int64_t s = 0; s < count; s += CHUNK, rows += CHUNK) {
-        const int n = int(count - s < CHUNK ? count - s : CHUNK);
+    for (int64_t s = 0; s < count; s += chunk<T>, rows += chunk<T>) {
+        const int n = int(count - s < chunk<T> ? count - s : chunk<T>);
         for (int t = 0; t < n; t += TILE) {
             for (int u = 0; u < TILE; u++) prefetch(rows[t + u] + value, dim);
             score_heads<T, NV>(group, my.q, width, rows + t, dim, my.scores + t);
         }
-        for (int64_t g = 0; g < group; g++) my.keep[g] = soften(my.scores + g * CHUNK, n, a.softcap, my.top[g], my.sum[g]);
+        for (int64_t g = 0; g < group; g++)
+            my.keep[g] = soften(my.scores + g * CHUNK, n, a.softcap, my.top[g], my.sum[g]);
         int64_t g = 0;
         for (; g + HEADS <= group; g += HEADS)
-            weigh<T, HEADS>(my.scores + g * CHUNK, my.keep + g, rows, value, n, my.acc + g * width, width, dim, g == 0);
+            weigh<T, HEADS>(my.scores + g * CHUNK, my.keep + g, rows, value, n, my.acc + g * width, width, dim, !g);
         const float *p = my.scores + g * CHUNK, *keep = my.keep + g;
         float* acc = my.acc + g * width;
         if (group - g == 1) weigh<T, 1>(p, keep, rows, value, n, acc, width, dim, g == 0);
@@ -395,8 +416,9 @@ template <class T> void attend_part_of(const Decode& a, const Item& item, int64_
 }
 
 // One head's output from `parts` partial results, `step` floats apart; the sink joins the denominator only.
-template <class Q> void finish(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top, const float* sum,
-                               int64_t step) {
+template <class Q>
+void finish(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top, const float* sum,
+            int64_t step) {
     float most = a.sinks ? a.sinks[h] : -FLT_MAX;
     for (int p = 0; p < parts; p++) if (!(top[p * step] <= most)) most = top[p * step];
     float total = a.sinks ? expf(a.sinks[h] - most) : 0.f;
@@ -410,7 +432,8 @@ template <class Q> void finish(const Decode& a, int64_t i, int64_t h, int parts,
     }
 }
 
-void finish_head(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top, const float* sum, int64_t step) {
+void finish_head(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top,
+                 const float* sum, int64_t step) {
     if (a.q_dtype == FP32) finish<float>(a, i, h, parts, acc, top, sum, step);
     if (a.q_dtype == BF16) finish<bf16>(a, i, h, parts, acc, top, sum, step);
     if (a.q_dtype == FP16) finish<fp16>(a, i, h, parts, acc, top, sum, step);
@@ -425,9 +448,15 @@ template <class From, class To> inline void convert_row(const From* from, To* to
     for (; d + W <= n; d += W) vstore(to + d, vload(from + d));
     for (; d < n; d++) to[d] = narrow<To>(widen(from[d]));
 }
-template <> inline void convert_row<float, float>(const float* from, float* to, int64_t n) { memcpy(to, from, size_t(n) * 4); }
-template <> inline void convert_row<bf16, bf16>(const bf16* from, bf16* to, int64_t n) { memcpy(to, from, size_t(n) * 2); }
-template <> inline void convert_row<fp16, fp16>(const fp16* from, fp16* to, int64_t n) { memcpy(to, from, size_t(n) * 2); }
+template <> inline void convert_row<float, float>(const float* from, float* to, int64_t n) {
+    memcpy(to, from, size_t(n) * 4);
+}
+template <> inline void convert_row<bf16, bf16>(const bf16* from, bf16* to, int64_t n) {
+    memcpy(to, from, size_t(n) * 2);
+}
+template <> inline void convert_row<fp16, fp16>(const fp16* from, fp16* to, int64_t n) {
+    memcpy(to, from, size_t(n) * 2);
+}
 
 // Stores that bypass the cache: the target is not read first, and the compute threads keep their cache lines.
 template <class From, class To> void convert_streaming(const From* from, To* to, int64_t n) {
@@ -480,7 +509,8 @@ int64_t flex_decode(const Decode* args) {
     }
     const int64_t group = a.heads / a.kv_heads, width = (a.dim + W - 1) / W * W, step = group * (width + 2);
     Item* list = (Item*)malloc(size_t(items + 1) * sizeof(Item));
-    float* partial = (float*)malloc(size_t(slots * a.kv_heads * step + 1) * 4);  // [slot, j] of acc [group, width], top [group], sum [group]
+    // partial: [slot, j] of acc [group, width], top [group], sum [group]
+    float* partial = (float*)malloc(size_t(slots * a.kv_heads * step + 1) * 4);
     if (!list || !partial) abort();
     items = slots = 0;
     for (int64_t i = 0; i < a.n; i++) {
@@ -536,16 +566,19 @@ struct Append {
 int64_t flex_append(const Append* args) {
     const Append& a = *args;
     for (int64_t t = 0; t < a.tokens; t++)
-        if (uint32_t(a.pages[t]) >= uint64_t(a.pool_pages) || uint32_t(a.offsets[t]) >= uint64_t(a.page_tokens)) return t + 1;
+        if (uint32_t(a.pages[t]) >= uint64_t(a.pool_pages) || uint32_t(a.offsets[t]) >= uint64_t(a.page_tokens))
+            return t + 1;
     with_dtypes(a.from_dtype, a.pool_dtype, [&](auto from, auto to) {
         typedef decltype(from) From;
         typedef decltype(to) To;
 #pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 65536)
         for (int64_t t = 0; t < a.tokens; t++) {
             for (int64_t j = 0; j < a.kv_heads; j++) {
-                To* k = (To*)a.pool + ((int64_t(a.pages[t]) * 2 * a.kv_heads + j) * a.page_tokens + a.offsets[t]) * a.dim;
+                const int64_t head = int64_t(a.pages[t]) * 2 * a.kv_heads + j;
+                const int64_t value = a.kv_heads * a.page_tokens * a.dim;
+                To* k = (To*)a.pool + (head * a.page_tokens + a.offsets[t]) * a.dim;
                 convert_row((const From*)a.k + t * a.k_row + j * a.k_head, k, a.dim);
-                convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + a.kv_heads * a.page_tokens * a.dim, a.dim);
+                convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + value, a.dim);
             }
         }
     });
@@ -553,14 +586,15 @@ int64_t flex_append(const Append* args) {
 }
 
 // 0, or page index + 1 of the first table entry outside the pool.
-int64_t flex_gather(const void* pool, const int32_t* table, void* k, void* v, int64_t length, int64_t kv_heads, int64_t dim, int64_t pool_pages,
-                    int64_t page_tokens, int32_t dtype, int32_t threads) {
+int64_t flex_gather(const void* pool, const int32_t* table, void* k, void* v, int64_t length, int64_t kv_heads,
+                    int64_t dim, int64_t pool_pages, int64_t page_tokens, int32_t dtype, int32_t threads) {
     const int64_t row = dim * size_of(dtype), used = (length + page_tokens - 1) / page_tokens;
     for (int64_t p = 0; p < used; p++) if (uint32_t(table[p]) >= uint64_t(pool_pages)) return p + 1;
 #pragma omp parallel for num_threads(threads) schedule(static) if (length * kv_heads * row > 262144)
     for (int64_t s = 0; s < length; s++) {
         for (int64_t j = 0; j < kv_heads; j++) {
-            const char* from = (const char*)pool + ((int64_t(table[s / page_tokens]) * 2 * kv_heads + j) * page_tokens + s % page_tokens) * row;
+            const int64_t page = (int64_t(table[s / page_tokens]) * 2 * kv_heads + j) * page_tokens;
+            const char* from = (const char*)pool + (page + s % page_tokens) * row;
             memcpy((char*)k + (s * kv_heads + j) * row, from, size_t(row));
             memcpy((char*)v + (s * kv_heads + j) * row, from + kv_heads * page_tokens * row, size_t(row));
         }
@@ -573,8 +607,10 @@ void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtyp
     with_dtypes(from_dtype, to_dtype, [&](auto from, auto to) {
         typedef decltype(from) From;
         typedef decltype(to) To;
-        if (from_dtype != to_dtype && n * int64_t(sizeof(To)) >= stream) convert_streaming((const From*)source, (To*)target, n);
-        else convert_row((const From*)source, (To*)target, n);
+        if (from_dtype != to_dtype && n * int64_t(sizeof(To)) >= stream)
+            convert_streaming((const From*)source, (To*)target, n);
+        else
+            convert_row((const From*)source, (To*)target, n);
     });
 }
 

@@ -22,7 +22,7 @@ from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequen
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
-STREAM = 4 << 20  # bytes; a converted target from this size on bypasses the cache
+STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -46,12 +47,12 @@ def read_header(path: Path) -> dict[str, Stored]:
         raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
 
 
-def _stored(path: Path, name: str, entry: dict[str, object], base: int, size: int) -> Stored:
-    begin, end = entry["data_offsets"]  # type: ignore[misc]
-    shape = tuple(entry["shape"])  # type: ignore[arg-type]
+def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
+    begin, end = entry["data_offsets"]
+    shape: tuple[int, ...] = tuple(entry["shape"])
     if entry["dtype"] not in _DTYPES:
         raise BadCheckpoint(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
-    dtype = _DTYPES[str(entry["dtype"])]
+    dtype = _DTYPES[entry["dtype"]]
     if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)):
         raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape}")
     if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:

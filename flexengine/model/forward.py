@@ -28,7 +28,8 @@ class Embed(NamedTuple):
     ids: Tensor  # [1, tokens]
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Layer:
     index: int
     hidden: Tensor  # [1, tokens, hidden]
 

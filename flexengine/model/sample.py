@@ -24,12 +24,12 @@ def uniform(seed: int, row: int, token: int) -> float:
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
-    """Token ids of logits `[rows, vocabulary]`. Sampling inverts the distribution's running sum at one uniform number."""
+    """Token ids of logits `[rows, vocabulary]`. Sampling inverts the running sum of probabilities at one number."""
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for i, draw in enumerate(draws):
         if draw.temperature > 0:
             weights = torch.softmax(logits[i].double() / draw.temperature, dim=-1).cumsum(0)
-            point = uniform(draw.seed, draw.row, draw.token) * float(weights[-1])
-            at = int(torch.searchsorted(weights, torch.tensor(point, dtype=weights.dtype, device=weights.device), right=True))
+            point = weights[-1] * uniform(draw.seed, draw.row, draw.token)
+            at = int(torch.searchsorted(weights, point, right=True))
             tokens[i] = min(at, logits.shape[-1] - 1)
     return tokens

@@ -1,7 +1,8 @@
-"""A model without weights: its modules on the meta device, cut into units, and whether the engine can run it exactly."""
+"""A model without weights: its modules on the meta device, cut into units, and whether it can be run exactly."""
 
 import warnings
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,7 +51,7 @@ class Skeleton:
     width: elements of the widest activation of a layer per token. tied: head and embedding are one tensor.
     """
 
-    model: nn.Module
+    model: Any  # a transformers.PreTrainedModel
     config: Any
     name: str
     layers: list[dict[str, Slot]]
@@ -201,9 +202,8 @@ def _probe(skeleton: Skeleton) -> None:
             answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None
     expected = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if seen != expected:
-        at = next((i for i, (a, b) in enumerate(zip(seen, expected, strict=False)) if a != b), min(len(seen), len(expected)))
-        got = seen[at] if at < len(seen) else "the end"
-        wanted = expected[at] if at < len(expected) else "the end"
+        pairs = zip_longest(seen, expected, fillvalue="the end")
+        got, wanted = next((got, wanted) for got, wanted in pairs if got != wanted)
         raise UnsupportedModel(f"{skeleton.name}: expected {wanted} but the model went to {got}; it keeps other state")
     if len(shapes) != 1:
         raise UnsupportedModel(f"{skeleton.name}: layers differ in attention shape {sorted(shapes)}; not supported yet")

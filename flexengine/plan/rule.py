@@ -9,6 +9,7 @@ from flexengine.policy import Policy, Split
 GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
 TOKENS = 2048  # most tokens computed at once
+SLACK = 0.96  # share of the device planned for; the rest is for threads, I/O chunks and the allocator's gaps
 _DISK: Split = (0.0, 0.0, 1.0)
 
 
@@ -20,6 +21,8 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     one sequence with streamed weights fits.
     """
     count = max(1, min(BLOCK, len(workload.lengths)))
+    if capacity.device is not None:
+        capacity = replace(capacity, device=int(capacity.device * SLACK))
     base = Policy(gpu_batch_size=min(GPU_BATCH, count), num_gpu_batches=-(-count // min(GPU_BATCH, count)),
                   prefill_tokens=TOKENS)  # fmt: skip
     if capacity.device is None:
@@ -27,18 +30,23 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     for policy in _narrower(base):
         if _holds_block(model, policy, workload, capacity):
             return policy
-    last: OutOfMemory | None = None
-    for policy in _narrower(replace(base, weights=_DISK)):
-        for slots in (2, 1):
-            candidate = replace(policy, slots=slots)
-            try:
-                lay_out(model, candidate, workload, capacity)
-            except OutOfMemory as error:
-                last = error
-                continue
-            return _fill(model, candidate, workload, capacity)
-    assert last is not None
-    raise last
+    streamed = replace(base, weights=_DISK)
+    choices = [replace(p, slots=slots) for p in _narrower(streamed) for slots in (2, 1)]
+    scores = [_score(model, choice, workload, capacity) for choice in choices]
+    best = max(range(len(choices)), key=lambda i: scores[i])
+    if not scores[best]:
+        lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
+    return _fill(model, choices[best], workload, capacity)
+
+
+def _score(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> float:
+    """0 if the policy does not fit; else what a sweep over streamed weights yields: sequences alive, halved without
+    overlap. Of equals the first, with the larger micro-batches, wins."""
+    try:
+        layout = lay_out(model, policy, workload, capacity)
+    except OutOfMemory:
+        return 0.0
+    return sum(p.pages for p in layout.pools.values()) * (1.0 if policy.slots > 1 else 0.5)
 
 
 def _narrower(policy: Policy) -> list[Policy]:

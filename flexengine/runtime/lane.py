@@ -110,7 +110,7 @@ class Stream(Thread):
     """A Thread lane with its own CUDA stream; ordering between streams is left to the GPU."""
 
     def __init__(self, name: str) -> None:
-        self._stream = torch.cuda.Stream()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         super().__init__(name)
 
     def _run(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
@@ -118,7 +118,7 @@ class Stream(Thread):
             for earlier in after:
                 earlier.wait_on(self._stream)
             work()
-            done.event = torch.cuda.Event()
+            done.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.event.record(self._stream)
 
 

@@ -12,6 +12,7 @@ Schedules differ only in who is alive in a sweep, that is in admission (`entrant
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +26,9 @@ class Cell(NamedTuple):
     batch: int
 
 
-class Piece(NamedTuple):
-    """Tokens start .. start+count-1 of a sequence, computed in one gpu_batch; `final` when its last token is sampled."""
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Tokens start .. start+count-1 of a sequence in one gpu_batch; `final` when its last token is sampled from."""
 
     sequence: int
     start: int

@@ -1,6 +1,7 @@
 """What every tier can do. The bytes of a tensor lie in a Home; `load` brings them out, `store` puts them there."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ class Home:
 
 
 class Tier(ABC):
-    """One memory with its ledger. Six methods; wrappers (wrap.py) add throttling without the tier knowing.
+    """One memory with its ledger. A handful of methods; wrappers (wrap.py) add throttling without the tier knowing.
 
     bytes_read, bytes_written: bytes that crossed its link, counted in the home's own encoding.
     """
@@ -57,6 +58,11 @@ class Tier(ABC):
     @abstractmethod
     def load(self, home: Home, target: torch.Tensor) -> None:
         """Copies the home's elements into `target` (contiguous, same number of elements), converting dtype."""
+
+    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
+        """load() of several (home, target) pairs; a tier that gains from it reads them at the same time."""
+        for home, target in pairs:
+            self.load(home, target)
 
     @abstractmethod
     def store(self, source: torch.Tensor, home: Home) -> None:

@@ -12,6 +12,9 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -22,7 +25,8 @@ from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 
-CHUNK = 4 << 20  # bytes per read
+CHUNK = 2 << 20  # bytes per read
+READERS = 3  # threads that read and convert
 
 
 class File:
@@ -82,6 +86,7 @@ class DiskTier(Tier):
         self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._readers: ThreadPoolExecutor | None = None
         self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
@@ -112,7 +117,7 @@ class DiskTier(Tier):
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=self.directory)
         except OSError as error:
-            raise InvalidInput(f"offload directory {self.directory}: {error}; give --offload-dir a writable one") from error
+            raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
         os.close(handle)
         file = File(path, os.O_RDWR, direct=True)
         os.unlink(path)
@@ -134,40 +139,50 @@ class DiskTier(Tier):
 
     def _chunk(self) -> torch.Tensor:
         if not hasattr(self._local, "chunk"):
-            self._local.chunk = aligned_buffer(CHUNK + ALIGN)
+            self._local.chunk = aligned_buffer(CHUNK + 2 * ALIGN)
         buffer: torch.Tensor = self._local.chunk
         return buffer
 
     def load(self, home: Home, target: torch.Tensor) -> None:
-        file: File = home.place
-        flat = target.view(-1)
-        if file is self._spill and not flat.data_ptr() % ALIGN and not home.nbytes % ALIGN and flat.dtype == home.dtype:
-            self._expect(read_fully(file, memory(flat), home.start), home.nbytes, file)
-        else:
-            self._load_chunks(file, home, flat)
-        self.bytes_read += home.nbytes
+        self.load_all([(home, target)])
 
-    def _load_chunks(self, file: File, home: Home, flat: torch.Tensor) -> None:
-        """Reads aligned chunks into this thread's buffer and converts each into its part of the target."""
-        width = home.dtype.itemsize
-        chunk, end = self._chunk(), home.start + home.nbytes
-        at = home.start
-        while at < end:
-            low = at // ALIGN * ALIGN
-            high = min(low + CHUNK, aligned(end))
-            # A chunk ends on a whole element, counted from the tensor's own start.
-            stop = min(end, high)
-            stop -= (stop - home.start) % width
-            got = read_fully(file, memory(chunk[: high - low]), low)
-            self._expect(got, stop - low, file)
-            source = chunk[at - low : stop - low]
-            if source.data_ptr() % width:
-                source = source.clone()
-            done = (at - home.start) // width
-            self._convert(source.view(home.dtype), flat[done : done + (stop - at) // width])
-            if not file.direct and file is not self._spill:
-                os.posix_fadvise(file.fd, low, high - low, os.POSIX_FADV_DONTNEED)
-            at = stop
+    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
+        """Reads chunk by chunk on READERS threads, so that the disk is busy while another chunk is converted."""
+        jobs: list[Callable[[], None]] = []
+        for home, target in pairs:
+            flat: torch.Tensor = target.view(-1)
+            file: File = home.place
+            whole = flat.dtype == home.dtype and not (flat.data_ptr() % ALIGN or home.nbytes % ALIGN)
+            if file is self._spill and whole:
+                jobs.append(partial(self._read_whole, file, home, flat))
+            else:
+                jobs += [partial(self._read_chunk, file, home, flat, at) for at in _chunks(home)]
+        if len(jobs) == 1:
+            jobs[0]()
+        else:
+            with self._lock:
+                pool = self._readers = self._readers or ThreadPoolExecutor(READERS, "flexengine-reader")
+            for done in [pool.submit(job) for job in jobs]:
+                done.result()
+        with self._lock:
+            self.bytes_read += sum(home.nbytes for home, _ in pairs)
+
+    def _read_whole(self, file: File, home: Home, flat: torch.Tensor) -> None:
+        self._expect(read_fully(file, memory(flat), home.start), home.nbytes, file)
+
+    def _read_chunk(self, file: File, home: Home, flat: torch.Tensor, at: int) -> None:
+        """Reads the aligned blocks around bytes at .. at + CHUNK of the home, and converts those bytes into place."""
+        width, begin = home.dtype.itemsize, home.start + at
+        end = min(begin + CHUNK, home.start + home.nbytes)
+        low, high = begin // ALIGN * ALIGN, aligned(end)
+        chunk = self._chunk()
+        self._expect(read_fully(file, memory(chunk[: high - low]), low), end - low, file)
+        source = chunk[begin - low : end - low]
+        if source.data_ptr() % width:
+            source = source.clone()
+        self._convert(source.view(home.dtype), flat[at // width : (at + end - begin) // width])
+        if not file.direct and file is not self._spill:
+            os.posix_fadvise(file.fd, low, high - low, os.POSIX_FADV_DONTNEED)
 
     def _expect(self, got: int, needed: int, file: File) -> None:
         if got < needed:
@@ -187,10 +202,18 @@ class DiskTier(Tier):
         self.bytes_written += home.nbytes
 
     def close(self) -> None:
+        if self._readers:
+            self._readers.shutdown()
+            self._readers = None
         for file in (*self._files.values(), *([self._spill] if self._spill else [])):
             with contextlib.suppress(OSError):
                 file.close()
         self._files, self._spill = {}, None
+
+
+def _chunks(home: Home) -> range:
+    """Where the chunks of a home begin, in bytes from its start; CHUNK is a multiple of every element's size."""
+    return range(0, home.nbytes, CHUNK)
 
 
 def faster_read(path: Path, probe: int = 96 << 20) -> bool:

@@ -11,7 +11,8 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 def usable_memory(root: Path = Path("/")) -> int:
     """Bytes of RAM this process can still take: free RAM, cut by what its cgroups leave."""
-    return min([psutil.virtual_memory().available, *(limit - used for limit, used in cgroup_memory(root))])
+    free: int = psutil.virtual_memory().available
+    return min([free, *(limit - used for limit, used in cgroup_memory(root))])
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:

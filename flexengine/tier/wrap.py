@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -49,9 +50,12 @@ class Throttled(Tier):
         return self.inner.view(home)
 
     def load(self, home: Home, target: torch.Tensor) -> None:
+        self.load_all([(home, target)])
+
+    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
         began = time.perf_counter()
-        self.inner.load(home, target)
-        self._wait("read", home.nbytes, began)
+        self.inner.load_all(pairs)
+        self._wait("read", sum(home.nbytes for home, _ in pairs), began)
 
     def store(self, source: torch.Tensor, home: Home) -> None:
         began = time.perf_counter()

@@ -20,11 +20,11 @@ Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the 
 
 
 class Prompts(NamedTuple):
-    """Pieces of equal length, one after another in the batch: tokens first .. first + rows * count - 1."""
+    """Pieces of equal length, one after another in the batch: tokens first .. first + rows * length - 1."""
 
     first: int
     rows: int
-    count: int
+    length: int
     past: int  # tokens cached before; only single pieces have any
     table: Tensor | None
 
@@ -136,12 +136,12 @@ class Cache:
         if n:
             out[:n] = self.kernels.decode(q[:n], pool, view.tables, view.lengths, *options)
         for p in view.prompts:
-            span = slice(p.first, p.first + p.rows * p.count)
-            rows = [x[span].unflatten(0, (p.rows, p.count)) for x in (q, k, v)]
+            span = slice(p.first, p.first + p.rows * p.length)
+            qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
             if p.table is not None:
-                past_k, past_v = self.kernels.gather(pool, p.table, p.past + p.count)
-                rows[1:] = [past_k[None].to(q.dtype), past_v[None].to(q.dtype)]
-            out[span] = self.kernels.attend_prompt(*rows, *options).flatten(0, 1)
+                past_k, past_v = self.kernels.gather(pool, p.table, p.past + p.length)
+                ks, vs = past_k[None].to(q.dtype), past_v[None].to(q.dtype)
+            out[span] = self.kernels.attend_prompt(qs, ks, vs, *options).flatten(0, 1)
         return out[None]
 
     def _runs(self, layer: int, home: str, runs: Runs, where: list[Home], buffer: int) -> Iterator[tuple[Home, Home]]:
@@ -160,8 +160,8 @@ class Cache:
             self._between(home, view.load, buffer, up=True)
             return
         where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        for far, inside in self._runs(layer, home, view.load, where, buffer):
-            machine.tier(home).load(far, near.view(inside))
+        runs = self._runs(layer, home, view.load, where, buffer)
+        machine.tier(home).load_all([(far, near.view(inside)) for far, inside in runs])
 
     def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
         """Writes the pages this sweep touched one leg further: to staging, or to their home."""
@@ -216,7 +216,7 @@ def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: t
         last = groups[-1] if groups else None
         if piece.start:
             groups.append(Prompts(first, 1, piece.count, piece.start, _int32(table, device)))
-        elif last and last.table is None and last.count == piece.count:
+        elif last and last.table is None and last.length == piece.count:
             groups[-1] = last._replace(rows=last.rows + 1)
         else:
             groups.append(Prompts(first, 1, piece.count, 0, None))

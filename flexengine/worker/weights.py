@@ -1,6 +1,7 @@
 """Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,14 +126,13 @@ class Weights:
         views = self._slot_views(unit, slot)
         staged = home == "disk" and self.machine.capacity.staged
         stages = self._stage_homes(unit, slot) if staged else {}
-        for name in names:
-            source = self.units[unit][name][0]
-            if staged and hop == 0:
-                self.machine.disk.load(source, self.machine.host.view(stages[name]))
-            elif staged:
-                self.machine.host.load(stages[name], views[name])
-            else:
-                self.machine.tier(home).load(source, views[name])
+        sources = {n: self.units[unit][n][0] for n in names}
+        if staged and hop == 0:
+            self.machine.disk.load_all([(sources[n], self.machine.host.view(stages[n])) for n in names])
+        elif staged:
+            self.machine.host.load_all([(stages[n], views[n]) for n in names])
+        else:
+            self.machine.tier(home).load_all([(sources[n], views[n]) for n in names])
 
     def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
         parts = {n: home for n, (home, _) in self.units[unit].items() if self._tier(n) == "disk"}
@@ -182,13 +182,14 @@ class Weights:
         tier = self.machine.tier(self._tier(self._embedding))
         rows = torch.empty(len(unique), width, dtype=self.dtype)
         wanted: list[int] = unique.tolist()
-        at = 0
+        pairs, at = [], 0
         while at < len(wanted):  # neighbours in the table are one read
             end = at + 1
             while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
                 end += 1
-            tier.load(home.part(wanted[at] * row, (end - at) * row), rows[at:end])
+            pairs.append((home.part(wanted[at] * row, (end - at) * row), rows[at:end]))
             at = end
+        tier.load_all(pairs)
         return _parameter(rows.to(ids.device)), inverse.to(ids.device)
 
     def close(self) -> None:
@@ -202,10 +203,12 @@ class Weights:
             self.machine.host.free(home, "weight staging")
 
 
-def _parameter(tensor: Tensor) -> Tensor:
+def _parameter(tensor: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def _bind(slot: Slot, tensor: Tensor) -> None:
-    kind = slot.module._parameters if slot.name in slot.module._parameters else slot.module._buffers
+    kind: dict[str, Any] = slot.module._parameters  # type: ignore[assignment]
+    if slot.name not in kind:
+        kind = slot.module._buffers
     kind[slot.name] = tensor

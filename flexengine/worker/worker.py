@@ -38,11 +38,17 @@ class Run:
 
 
 class Worker:
-    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to new token."""
+    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to new token.
 
-    def __init__(self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden) -> None:
+    workspace: bytes kept free for what one gpu_batch needs while it is computed.
+    """
+
+    def __init__(self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, workspace: int) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.layers = len(skeleton.layers)
+        # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
+        weights.machine.device.ledger.reserve(workspace, "workspace")
+        self._workspace = workspace
         self.sampled: dict[int, int] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
@@ -130,3 +136,4 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
+        self.weights.machine.device.ledger.release(self._workspace, "workspace")
