@@ -20,7 +20,7 @@ from flexengine.model.checkpoint import match, read_checkpoint
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
 from flexengine.model.source import resolve
 from flexengine.plan.layout import Layout, Workload, lay_out
-from flexengine.plan.rule import default_policy
+from flexengine.plan.rule import default_policy, planned
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
@@ -157,9 +157,9 @@ class Engine:
     def plan(self, requests: Iterable[Request]) -> Layout:
         """The layout a job of these requests gets: the given policy, or the rule's. Raises OutOfMemory."""
         workload = Workload(tuple((len(r.prompt_ids), r.sampling.max_tokens) for r in requests))
-        capacity = self.machine.capacity
         if self.policy is not None:
-            return lay_out(self.facts, self.policy, workload, capacity)
+            return lay_out(self.facts, self.policy, workload, self.machine.capacity)
+        capacity = planned(self.machine.capacity)
         if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
             with contextlib.suppress(OutOfMemory):
                 return lay_out(self.facts, self._weights.layout.policy, workload, capacity)

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -311,7 +312,8 @@ def test_each_streamed_unit_is_loaded_once_per_sweep(count: int, slots: int, rou
     done = tasks_of(Program(streamed, 5, slots, ROUTES[routes]), uniform(count), 4)
     loads = Counter((t.cell.layer, t.home, t.hop) for tasks in done for t in tasks if t.op is Op.LOAD_WEIGHT)
     legs = {home: range(len(lanes)) for home, lanes in ROUTES[routes].load.items()}
-    assert loads == {(unit, home, hop): 4 for unit, homes in enumerate(streamed) for home in homes for hop in legs[home]}
+    parts = [(unit, home) for unit, homes in enumerate(streamed) for home in homes]
+    assert loads == {(unit, home, hop): 4 for unit, home in parts for hop in legs[home]}
     for n, tasks in enumerate(done):
         assert [t.cell for t in tasks if t.op is Op.COMPUTE] == [Cell(n, j, k) for j in range(6) for k in range(count)]
 
@@ -385,7 +387,8 @@ def costs(rng: random.Random) -> Callable[[Task], float]:
 
 
 def program_of(streamed: Homes, slots: int, routes: Routes, batches: list[Batch], sweeps: int) -> list[Task]:
-    return [t for tasks in tasks_of(Program(streamed, len(streamed) - 1, slots, routes), batches, sweeps) for t in tasks]
+    program = Program(streamed, len(streamed) - 1, slots, routes)
+    return [t for tasks in tasks_of(program, batches, sweeps) for t in tasks]
 
 
 @pytest.mark.parametrize("routes", ROUTES)
@@ -400,22 +403,31 @@ def test_overlap_reaches_the_busiest_lane(slots: int, routes: str) -> None:
 
 
 @pytest.mark.parametrize("routes", ROUTES)
-def test_clock_against_the_sum_and_the_slots(routes: str) -> None:
+def test_without_overlap_the_clock_adds_up(routes: str) -> None:
     rng = random.Random(12)
     for _ in range(20):
         streamed: Homes = [rng.choice([(), ("host",), ("disk",), ("host", "disk")]) for _ in range(7)]
-        batches = uniform(3, rng.choice(TIERS), rng.choice(TIERS))
-        cost = costs(rng)
-        ends = []
-        for slots in (1, 2, 3, 4):
-            tasks = program_of(streamed, slots, ROUTES[routes], batches, 6)
-            total = sum(map(cost, tasks))
-            assert simulate(tasks, cost, overlap=False).seconds == pytest.approx(total)
-            forecast = simulate(tasks, cost)
-            assert sum(forecast.busy.values()) == pytest.approx(total)
-            assert max(forecast.busy.values()) <= forecast.seconds + 1e-9 <= total + 2e-9
-            ends.append(forecast.seconds)
-        assert all(more <= fewer * 1.0001 for fewer, more in zip(ends, ends[1:], strict=False)), ends
+        cost, batches = costs(rng), uniform(3, rng.choice(TIERS), rng.choice(TIERS))
+        tasks = program_of(streamed, rng.randint(1, 3), ROUTES[routes], batches, 6)
+        total = sum(map(cost, tasks))
+        assert simulate(tasks, cost, overlap=False).seconds == pytest.approx(total)
+        forecast = simulate(tasks, cost)
+        assert sum(forecast.busy.values()) == pytest.approx(total)
+        assert max(forecast.busy.values()) <= forecast.seconds + 1e-9 <= total + 2e-9
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+def test_more_slots_are_never_slower(routes: str) -> None:
+    """For weights from one home. With two, a lane that is first come first served may lose a few per cent."""
+    rng = random.Random(14)
+    for _ in range(30):
+        streamed: Homes = [rng.choice([("host",), ("disk",)])] * 7
+        cost, batches = costs(rng), uniform(rng.randint(1, 4))
+        one, two, three = (
+            simulate(program_of(streamed, slots, ROUTES[routes], batches, 6), cost).seconds for slots in (1, 2, 3)
+        )
+        assert two < 0.999 * one
+        assert three <= two + 1e-9
 
 
 def test_no_span_overlaps_what_it_waits_for() -> None:
@@ -434,7 +446,7 @@ def test_no_span_overlaps_what_it_waits_for() -> None:
 
 
 def test_cells_are_layer_major() -> None:
-    assert list(cells(3, 2, 3)) == [Cell(3, 0, 0), Cell(3, 0, 1), Cell(3, 0, 2), Cell(3, 1, 0), Cell(3, 1, 1), Cell(3, 1, 2)]
+    assert [tuple(c) for c in cells(3, 2, 3)] == [(3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 1, 0), (3, 1, 1), (3, 1, 2)]
 
 
 @pytest.mark.parametrize(
@@ -475,14 +487,17 @@ def test_form_batches_bounds_and_order() -> None:
         formed = form_batches(pieces, size, budget, page, room)
         assert [p for batch in formed for p in batch] == pieces
 
-        def fits(batch: tuple[Piece, ...], size: int = size, budget: int = budget, page: int = page, room: Any = room) -> bool:
-            pages = sum(pages_for(p.start + p.count, page) for p in batch)
+        bounds = size, budget, page, room or 10**9
+
+        def fits(batch: tuple[Piece, ...], bounds: tuple[int, int, int, int] = bounds) -> bool:
+            size, budget, page, room = bounds
+            pages = sum(-(-(p.start + p.count) // page) for p in batch)
             alone = len({p.sequence for p in batch}) == len(batch)
-            return alone and len(batch) <= size and sum(p.count for p in batch) <= budget and (not room or pages <= room)
+            return alone and len(batch) <= size and sum(p.count for p in batch) <= budget and pages <= room
 
         assert all(fits(batch) for batch in formed)
         # Greedy: no batch could have taken the first piece of the next.
-        assert not any(fits((*batch, after[0])) for batch, after in zip(formed, formed[1:], strict=False))
+        assert not any(fits((*batch, after[0])) for batch, after in pairwise(formed))
 
 
 # Sweeps.
@@ -490,15 +505,17 @@ def test_form_batches_bounds_and_order() -> None:
 
 def random_job(rng: random.Random, schedule: str) -> tuple[Policy, dict[str, Pool], Rows]:
     cache = rng.choice([(1, 0, 0), (0.5, 0.5, 0), (0.4, 0.3, 0.3), (0, 0, 1)])
-    policy = Policy(rng.randint(1, 4), rng.randint(1, 4), cache=cache, schedule=schedule,
-                    activations=rng.choice([(1, 0, 0), (0.5, 0.25, 0.25)]), prefill_tokens=rng.choice([3, 8, 64]))  # fmt: skip
+    hidden, budget = rng.choice([(1, 0, 0), (0.5, 0.25, 0.25)]), rng.choice([3, 8, 64])
+    policy = Policy(rng.randint(1, 4), rng.randint(1, 4), cache=cache, schedule=schedule, activations=hidden,
+                    prefill_tokens=budget)  # fmt: skip
     rows = [(rng.randint(1, 30), rng.randint(1, 15)) for _ in range(rng.randint(1, 30))]
     pools = {}
     for tier, share in zip(TIERS, cache, strict=True):
         if share:
             page = rng.choice([2, 4, 16])
             longest = max(pages_for(p + n - 1, page) for p, n in rows)
-            pools[tier] = Pool(longest + rng.randint(0, 3 * longest), page, rng.choice([None, longest + rng.randint(0, 9)]))
+            pages, most = longest + rng.randint(0, 3 * longest), rng.choice([None, longest + rng.randint(0, 9)])
+            pools[tier] = Pool(pages, page, most)
     return policy, pools, rows
 
 

@@ -9,8 +9,16 @@ from flexengine.policy import Policy, Split
 GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
 TOKENS = 2048  # most tokens computed at once
-SLACK = 0.96  # share of the device planned for; the rest is for threads, I/O chunks and the allocator's gaps
+OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
 _DISK: Split = (0.0, 0.0, 1.0)
+
+
+def planned(capacity: Capacity) -> Capacity:
+    """The capacity to plan for where the device is this process's own RAM, which holds more than tensors."""
+    if not capacity.shared or capacity.device is None:
+        return capacity
+    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 10)
+    return replace(capacity, device=capacity.device - kept)
 
 
 def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
@@ -21,8 +29,6 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     one sequence with streamed weights fits.
     """
     count = max(1, min(BLOCK, len(workload.lengths)))
-    if capacity.device is not None:
-        capacity = replace(capacity, device=int(capacity.device * SLACK))
     base = Policy(gpu_batch_size=min(GPU_BATCH, count), num_gpu_batches=-(-count // min(GPU_BATCH, count)),
                   prefill_tokens=TOKENS)  # fmt: skip
     if capacity.device is None:

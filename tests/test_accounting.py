@@ -1,0 +1,199 @@
+"""Bytes moved and peak bytes equal the formula; time obeys the law of the busiest lane; memory stays in bounds."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import LENGTHS, NEW
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.tier.machine import Links
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+# The tiny LLaMA of conftest: elements per layer of q, k, v, o, gate, up, down and two norms; head and embedding.
+HIDDEN, FFN, KV, VOCAB, LAYERS = 64, 112, 32, 601, 4
+LAYER = 2 * HIDDEN * HIDDEN + 2 * HIDDEN * KV + 3 * HIDDEN * FFN + 2 * HIDDEN
+HEAD = VOCAB * HIDDEN
+FP32 = 4
+
+
+def run(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> tuple[Engine, dict[str, Any]]:
+    with Engine(family.directory, policy, device="sim", offload_dir=tmp_path, **options) as engine:
+        assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
+        return engine, engine.summary
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_weights_from_host_cross_the_link_once_per_sweep(families: Any, tmp_path: Path, slots: int) -> None:
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0), slots=slots)
+    _, summary = run(families("llama"), policy, tmp_path)
+    rows = sum(len(set(ids)) for ids in _sweep_ids(families("llama")))
+    assert summary["sweeps"] == NEW
+    assert summary["bytes"] == {
+        "h2d": FP32 * (NEW * (LAYERS * LAYER + HEAD) + rows * HIDDEN), "d2h": 0, "disk_read": 0, "disk_write": 0
+    }  # fmt: skip
+
+
+def test_weights_from_disk_cross_both_links(families: Any, tmp_path: Path) -> None:
+    """The embedding rows are gathered from disk straight away, so they do not pass through staging."""
+    _, summary = run(families("llama"), Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 0, 1)), tmp_path)
+    rows = sum(len(set(ids)) for ids in _sweep_ids(families("llama")))
+    layers = FP32 * NEW * (LAYERS * LAYER + HEAD)
+    assert summary["bytes"]["h2d"] == layers
+    assert summary["bytes"]["disk_read"] == layers + FP32 * rows * HIDDEN
+
+
+def _sweep_ids(family: Any) -> list[list[int]]:
+    """Token ids of every sweep of one gpu_batch of all prompts: the prompts, then one token each."""
+    first = [t for prompt in family.prompts for t in prompt]
+    return [first, *([answer[i] for answer in family.expected] for i in range(NEW - 1))]
+
+
+@pytest.mark.parametrize("home", ["host", "disk"])
+def test_cache_traffic(families: Any, tmp_path: Path, home: str) -> None:
+    """Every sweep reads each sequence's cached pages and writes the pages it touched, once per layer."""
+    split = (0, 1, 0) if home == "host" else (0, 0, 1)
+    engine, summary = run(families("llama"), Policy(gpu_batch_size=4, num_gpu_batches=2, cache=split), tmp_path)
+    token = 2 * KV * FP32
+    longest = max(LENGTHS) + NEW - 1
+    page = -(-longest // 16) * 16  # one extent would be longer than any sequence, so a page holds the longest
+    while page * token % 4096:
+        page += 16
+    reads = LAYERS * len(LENGTHS) * (NEW - 1) * page * token
+    writes = LAYERS * len(LENGTHS) * NEW * page * token
+    moved = summary["bytes"]
+    assert (moved["h2d"], moved["d2h"]) == (reads, writes)
+    assert (moved["disk_read"], moved["disk_write"]) == ((reads, writes) if home == "disk" else (0, 0))
+
+
+def test_hidden_traffic(families: Any, tmp_path: Path) -> None:
+    """Between layers each token's hidden state goes out and comes back; not before the first or after the last."""
+    policy = Policy(gpu_batch_size=4, num_gpu_batches=2, activations=(0, 1, 0))
+    _, summary = run(families("llama"), policy, tmp_path)
+    tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+    moved = (LAYERS - 1) * tokens * HIDDEN * FP32
+    assert (summary["bytes"]["h2d"], summary["bytes"]["d2h"]) == (moved, moved)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3), activations=(0.4, 0.3, 0.3), slots=3),
+        dict(weights=(0, 0, 1), cache=(0, 0, 1), activations=(0, 1, 0), slots=1),
+        dict(weights=(1, 0, 0)),
+    ],
+)
+def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+    known = families("llama")
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields)
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        engine.generate(known.rows, GREEDY)
+        layout = engine.plan([r for r in _requests(known)])
+        assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
+        assert layout.total("device") > 0
+        for tier in ("device", "host", "disk"):  # after the job only weights are left, after close nothing
+            assert set(engine.machine.tier(tier).ledger.entries) <= {"weights", "weight slots", "weight staging"}
+        engine.close()
+        assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
+
+
+def _requests(family: Any) -> list[Any]:
+    from flexengine.job.prompts import Request
+
+    return [Request(i, tuple(p), GREEDY) for i, p in enumerate(family.prompts)]
+
+
+def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(families: Any, tmp_path: Path) -> None:
+    from flexengine.errors import OutOfMemory
+
+    known = families("llama")
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0))
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        need = engine.plan(_requests(known)).total("device")
+    _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
+    assert summary["peak_bytes"]["device"] == need
+    weights_and_buffers = need - engine.plan(_requests(known)).account["device"]["KV cache"]
+    with (
+        Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=weights_and_buffers - 1) as small,
+        pytest.raises(OutOfMemory, match="device memory"),
+    ):
+        small.generate(known.rows, GREEDY)
+
+
+def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, tmp_path: Path) -> None:
+    """The KV pool shrinks to what is left; admission by forecast keeps within it and nothing is lost."""
+    known = families("llama")
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        layout = engine.plan(_requests(known))
+    half = layout.total("device") - layout.account["device"]["KV cache"] // 2
+    _, summary = run(known, policy, tmp_path, device_mem=half)
+    assert summary["sweeps"] > NEW
+
+
+def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
+    """With throttled links wall time is at most 1.15 x the busiest lane; with overlap off it nears the sum.
+
+    Ratios inside one run; the first sweep is warm-up and is left out by making it short.
+    """
+    from conftest import Family
+
+    family = Family("llama", tmp_path / "model")
+    rows, params = family.rows, SamplingParams(max_tokens=40, ignore_eos=True)
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0), slots=3)
+    links = Links(h2d=LAYER * FP32 / 0.010)  # 10 ms per layer: well above what a tiny layer computes in
+    seconds = {}
+    for overlap in (True, False):
+        with Engine(tmp_path / "model", policy, device="sim", links=links, overlap=overlap, offload_dir=tmp_path) as e:
+            e.generate(rows[:2], SamplingParams(max_tokens=3, ignore_eos=True))  # warm
+            e.generate(rows, params)
+            s = e.summary
+            busy = {lane: share * s["total_seconds"] for lane, share in s["busy"].items()}
+            seconds[overlap] = s["total_seconds"]
+            if overlap:
+                assert s["total_seconds"] <= 1.15 * max(busy.values()), busy
+            else:
+                assert s["total_seconds"] >= 0.9 * sum(busy.values()), busy
+                assert s["total_seconds"] <= 1.15 * sum(busy.values()), busy
+    assert seconds[False] > seconds[True]
+
+
+_STREAM = """
+import json, sys
+import torch, transformers, psutil, greenlet, tqdm, flexengine.engine, flexengine.run
+from transformers import AutoModelForCausalLM
+from transformers.models.opt import modeling_opt
+def rss(key): return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
+base = rss("VmRSS")
+from flexengine import Engine, SamplingParams
+with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
+    rows = [{"prompt_token_ids": list(range(10, 74))} for _ in range(8)]
+    results = engine.generate(rows, SamplingParams(max_tokens=3, ignore_eos=True))
+    print(json.dumps({"grew": rss("VmHWM") - base, "ledger": engine.summary["peak_bytes"]["device"],
+                      "disk_read": engine.summary["bytes"]["disk_read"], "sweeps": engine.summary["sweeps"],
+                      "tokens": [r.token_ids for r in results], "policy": engine.summary["policy"]}))
+"""
+
+
+def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
+    """A model of four times --device-mem is streamed; the process grows by no more than 1.1 x that."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    shape = dict(hidden_size=1024, ffn_dim=4096, word_embed_proj_dim=1024, num_attention_heads=16, vocab_size=50272)
+    model = OPTForCausalLM(OPTConfig(num_hidden_layers=36, max_position_embeddings=512, **shape)).to(torch.float16)
+    model.save_pretrained(tmp_path, max_shard_size="200MB")
+    size = sum(p.numel() * 2 for p in model.parameters())
+    del model
+    budget = size // 4
+    out = subprocess.run(
+        [sys.executable, "-c", _STREAM, str(tmp_path), str(budget)], capture_output=True, text=True, check=True
+    )
+    found = json.loads(out.stdout.splitlines()[-1])
+    assert found["ledger"] <= budget
+    assert found["grew"] <= 1.1 * budget, found
+    assert found["disk_read"] > 0.8 * size * found["sweeps"]
