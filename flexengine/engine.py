@@ -105,7 +105,7 @@ class Engine:
         self.facts = model_facts(self.skeleton, self._stored, self.dtype)
         self.tokenizer = _load_tokenizer(directory)
         self.eos = _eos_tokens(directory, self.skeleton.config)
-        self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.ReferenceKernels()
+        self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
         self._weights: Weights | None = None
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-
 from conftest import LENGTHS, NEW
+
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.tier.machine import Links
 
@@ -57,7 +57,7 @@ def _sweep_ids(family: Any) -> list[list[int]]:
 def test_cache_traffic(families: Any, tmp_path: Path, home: str) -> None:
     """Every sweep reads each sequence's cached pages and writes the pages it touched, once per layer."""
     split = (0, 1, 0) if home == "host" else (0, 0, 1)
-    engine, summary = run(families("llama"), Policy(gpu_batch_size=4, num_gpu_batches=2, cache=split), tmp_path)
+    _, summary = run(families("llama"), Policy(gpu_batch_size=4, num_gpu_batches=2, cache=split), tmp_path)
     token = 2 * KV * FP32
     longest = max(LENGTHS) + NEW - 1
     page = -(-longest // 16) * 16  # one extent would be longer than any sequence, so a page holds the longest
@@ -92,7 +92,7 @@ def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dic
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields)
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
-        layout = engine.plan([r for r in _requests(known)])
+        layout = engine.plan(_requests(known))
         assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
         assert layout.total("device") > 0
         for tier in ("device", "host", "disk"):  # after the job only weights are left, after close nothing
@@ -116,9 +116,9 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
         need = engine.plan(_requests(known)).total("device")
     _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
     assert summary["peak_bytes"]["device"] == need
-    weights_and_buffers = need - engine.plan(_requests(known)).account["device"]["KV cache"]
+    fixed = need - engine.plan(_requests(known)).account["device"]["KV cache"]
     with (
-        Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=weights_and_buffers - 1) as small,
+        Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
         pytest.raises(OutOfMemory, match="device memory"),
     ):
         small.generate(known.rows, GREEDY)

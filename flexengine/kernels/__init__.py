@@ -7,9 +7,10 @@ from functools import cache
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.cpu import BuildFailed, load_native
+from flexengine.kernels.cuda import CudaKernels
 from flexengine.kernels.reference import ReferenceKernels
 
-__all__ = ["Kernels", "ReferenceKernels", "load"]
+__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load"]
 
 
 @cache

@@ -115,7 +115,7 @@ class PausingEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         rows, ids = _pause(Embed(ids))
-        self.embedding._parameters["weight"] = rows
+        self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         return self.embedding(ids)
 
 

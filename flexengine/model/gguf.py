@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.prepare import ShardWriter, check_room
+from flexengine.model.shards import ShardWriter, check_room
 
 if TYPE_CHECKING:
     import numpy as np

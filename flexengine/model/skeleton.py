@@ -118,6 +118,11 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") in _COUPLED_ROPE:
         raise UnsupportedModel(f"{name} uses {rope['rope_type']} rotary scaling, which ties a batch's rows together")
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None:
+        raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -126,8 +131,6 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
             )
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error}") from error
-    if not getattr(model, "_supports_attention_backend", False):
-        raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
     result: nn.Module = model.eval().requires_grad_(False)
     return result
 

@@ -9,12 +9,13 @@ file system allows.
 import contextlib
 import ctypes
 import os
+import queue
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,8 +26,8 @@ from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 
-CHUNK = 2 << 20  # bytes per read
-READERS = 3  # threads that read and convert
+CHUNK = 4 << 20  # bytes per read
+HELPERS = 2  # threads that convert what was read, and read what is short
 
 
 class File:
@@ -86,7 +87,7 @@ class DiskTier(Tier):
         self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._readers: ThreadPoolExecutor | None = None
+        self._helpers: ThreadPoolExecutor | None = None
         self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
@@ -147,46 +148,86 @@ class DiskTier(Tier):
         self.load_all([(home, target)])
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
-        """Reads chunk by chunk on READERS threads, so that the disk is busy while another chunk is converted."""
-        jobs: list[Callable[[], None]] = []
-        for home, target in pairs:
-            flat: torch.Tensor = target.view(-1)
-            file: File = home.place
-            whole = flat.dtype == home.dtype and not (flat.data_ptr() % ALIGN or home.nbytes % ALIGN)
-            if file is self._spill and whole:
-                jobs.append(partial(self._read_whole, file, home, flat))
-            else:
-                jobs += [partial(self._read_chunk, file, home, flat, at) for at in _chunks(home)]
-        if len(jobs) == 1:
-            jobs[0]()
-        else:
-            with self._lock:
-                pool = self._readers = self._readers or ThreadPoolExecutor(READERS, "flexengine-reader")
-            for done in [pool.submit(job) for job in jobs]:
-                done.result()
+        """Reads neighbouring homes as one run, in file order, while helper threads convert what was read.
+
+        Long runs are read by the caller alone: one sequential reader is what the kernel's readahead serves best. Short
+        ones (single embedding rows) are spread over the helpers, since each of them waits for the disk.
+        """
+        runs = _runs([(home, target.view(-1)) for home, target in pairs])
+        short = [run for run in runs if run.nbytes < CHUNK // 4]
+        if len(runs) == 1 == len(short):
+            self._read_run(runs[0])
+            short = []
+        waiting = [self._pool().submit(self._read_run, run) for run in short]
+        buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        for buffer in self._ring() if len(runs) > len(short) else ():
+            buffers.put(buffer)
+        for run in runs:
+            if run.nbytes >= CHUNK // 4:
+                waiting += self._stream_run(run, buffers)
+        for done in waiting:
+            done.result()
         with self._lock:
             self.bytes_read += sum(home.nbytes for home, _ in pairs)
 
-    def _read_whole(self, file: File, home: Home, flat: torch.Tensor) -> None:
-        self._expect(read_fully(file, memory(flat), home.start), home.nbytes, file)
+    def _pool(self) -> ThreadPoolExecutor:
+        with self._lock:
+            self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
+            return self._helpers
 
-    def _read_chunk(self, file: File, home: Home, flat: torch.Tensor, at: int) -> None:
-        """Reads the aligned blocks around bytes at .. at + CHUNK of the home, and converts those bytes into place."""
-        width, begin = home.dtype.itemsize, home.start + at
-        end = min(begin + CHUNK, home.start + home.nbytes)
-        low, high = begin // ALIGN * ALIGN, aligned(end)
-        chunk = self._chunk()
-        self._expect(read_fully(file, memory(chunk[: high - low]), low), end - low, file)
-        source = chunk[begin - low : end - low]
-        if source.data_ptr() % width:
-            source = source.clone()
-        self._convert(source.view(home.dtype), flat[at // width : (at + end - begin) // width])
+    def _ring(self) -> list[torch.Tensor]:
+        """This thread's buffers: one being read while others are converted."""
+        if not hasattr(self._local, "ring"):
+            self._local.ring = [aligned_buffer(CHUNK) for _ in range(HELPERS + 1)]
+        ring: list[torch.Tensor] = self._local.ring
+        return ring
+
+    def _stream_run(self, run: "Run", buffers: "queue.SimpleQueue[torch.Tensor]") -> list["Future[None]"]:
+        """Reads a long run chunk by chunk; returns the conversions still under way."""
+        waiting = []
+        for low in range(run.start // ALIGN * ALIGN, run.end, CHUNK):
+            buffer = buffers.get()
+            high = min(low + CHUNK, aligned(run.end))
+            self._read(run.file, buffer[: high - low], low, min(high, run.end))
+            waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, buffers))
+        return waiting
+
+    def _convert_block(
+        self, run: "Run", buffer: torch.Tensor, low: int, high: int, buffers: "queue.SimpleQueue[torch.Tensor]"
+    ) -> None:
+        try:
+            self._deliver(run, buffer, low, high)
+        finally:
+            buffers.put(buffer)
+
+    def _read_run(self, run: "Run") -> None:
+        """Reads and converts a short run in this thread."""
+        low, high = run.start // ALIGN * ALIGN, aligned(run.end)
+        buffer = self._ring()[0][: high - low]
+        self._read(run.file, buffer, low, run.end)
+        self._deliver(run, buffer, low, high)
+
+    def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
+        """Fills `buffer` from byte `low`; the file must reach to `needed`. What was read does not stay cached."""
+        got = read_fully(file, memory(buffer), low)
+        if got < needed - low:
+            missing = needed - low - got
+            raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; was it changed meanwhile?")
         if not file.direct and file is not self._spill:
-            os.posix_fadvise(file.fd, low, high - low, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fd, low, len(buffer), os.POSIX_FADV_DONTNEED)
 
-    def _expect(self, got: int, needed: int, file: File) -> None:
-        if got < needed:
-            raise BadCheckpoint(f"{file.path}: the file ended {needed - got:,} bytes early; was it changed meanwhile?")
+    def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
+        """Converts those parts of the run's homes that lie in file bytes low .. high, which `buffer` holds."""
+        for home, flat in run.parts:
+            begin, end = max(home.start, low), min(home.start + home.nbytes, high)
+            if begin >= end:
+                continue
+            width = home.dtype.itemsize
+            source = buffer[begin - low : end - low]
+            if source.data_ptr() % width:
+                source = source.clone()
+            at = (begin - home.start) // width
+            self._convert(source.view(home.dtype), flat[at : at + len(source) // width])
 
     def store(self, source: torch.Tensor, home: Home) -> None:
         file: File = home.place
@@ -202,18 +243,47 @@ class DiskTier(Tier):
         self.bytes_written += home.nbytes
 
     def close(self) -> None:
-        if self._readers:
-            self._readers.shutdown()
-            self._readers = None
+        if self._helpers:
+            self._helpers.shutdown()
+            self._helpers = None
         for file in (*self._files.values(), *([self._spill] if self._spill else [])):
             with contextlib.suppress(OSError):
                 file.close()
         self._files, self._spill = {}, None
 
 
-def _chunks(home: Home) -> range:
-    """Where the chunks of a home begin, in bytes from its start; CHUNK is a multiple of every element's size."""
-    return range(0, home.nbytes, CHUNK)
+@dataclass
+class Run:
+    """Homes that lie next to each other in one file, with their flat targets; bytes start .. end."""
+
+    file: File
+    start: int
+    end: int
+    parts: list[tuple[Home, torch.Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
+    """Joins neighbours. A home whose elements straddle chunks (an odd start) is a run of its own, in short pieces."""
+    runs: list[Run] = []
+    for home, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
+        end = home.start + home.nbytes
+        if home.start % home.dtype.itemsize:
+            step = CHUNK // 8
+            for at in range(0, home.nbytes, step):
+                part = home.part(at, min(step, home.nbytes - at))
+                width = home.dtype.itemsize
+                target = flat[at // width : (at + part.nbytes) // width]
+                runs.append(Run(home.place, part.start, part.start + part.nbytes, [(part, target)]))
+        elif runs and runs[-1].file is home.place and runs[-1].end == home.start:
+            runs[-1].end = end
+            runs[-1].parts.append((home, flat))
+        else:
+            runs.append(Run(home.place, home.start, end, [(home, flat)]))
+    return runs
 
 
 def faster_read(path: Path, probe: int = 96 << 20) -> bool:

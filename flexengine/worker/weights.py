@@ -190,7 +190,7 @@ class Weights:
             pairs.append((home.part(wanted[at] * row, (end - at) * row), rows[at:end]))
             at = end
         tier.load_all(pairs)
-        return _parameter(rows.to(ids.device)), inverse.to(ids.device)
+        return rows.to(ids.device), inverse.to(ids.device)
 
     def close(self) -> None:
         """Gives all memory back to the ledgers."""

@@ -1,0 +1,88 @@
+"""Old checkpoints: pytorch_model*.bin, read with weights_only=True and turned into safetensors."""
+
+import ctypes
+import json
+import mmap
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.errors import BadCheckpoint
+from flexengine.model.shards import ShardWriter, check_room
+
+if TYPE_CHECKING:
+    import torch
+
+
+def bin_shards(path: Path) -> list[Path]:
+    """The pytorch_model*.bin files of a directory, by its index if it has one. Raises BadCheckpoint."""
+    index = path / "pytorch_model.bin.index.json"
+    if not index.is_file():
+        return sorted(path.glob("pytorch_model*.bin"))
+    try:
+        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise BadCheckpoint(f"{index} is not a shard index: {type(error).__name__}: {error}") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
+        if not (path / name).is_file():
+            raise BadCheckpoint(f"{index} names the shard {name!r}, which is missing")
+    return [path / name for name in names]
+
+
+def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
+    """Writes the tensors of .bin files as safetensors and copies the small files. One file is mapped at a time.
+
+    Pickles are read with weights_only=True: one that holds anything but tensors is refused, never executed.
+    Raises BadCheckpoint naming the file, OutOfMemory if the disk is too small.
+    """
+    check_room(directory, f"weights of {shards[0].parent}", sum(file.stat().st_size for file in shards))
+    writer = ShardWriter(directory)
+    for file in shards:
+        state = _load_bin(file)
+        while state:
+            name, tensor = state.popitem()
+            try:
+                writer.add(name, tensor.detach().clone().contiguous())
+            except BadCheckpoint as error:
+                raise BadCheckpoint(f"{file}: {error}") from error
+            _forget(tensor)
+    writer.close()
+    for file in copied:
+        shutil.copyfile(file, directory / file.name)
+
+
+def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
+    import zipfile
+
+    import torch
+
+    try:  # files of before torch 1.6 are no zip archives and cannot be mapped
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise BadCheckpoint(f"{file} is refused: {type(error).__name__}: {reason[0]}") from error
+    if not isinstance(state, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
+    ):
+        raise BadCheckpoint(f"{file} is refused: it does not hold a plain dictionary of tensors")
+    return dict(reversed(state.items()))
+
+
+def _forget(tensor: "torch.Tensor") -> None:
+    """Drops the resident pages of a mapped, unmodified tensor, which would else count as memory until the file ends.
+
+    Only for tensors of torch.load(mmap=True): a private file mapping is read again when touched. The mapping's
+    pages are whole pages inside the storage; memory of the heap is left alone.
+    """
+    storage = tensor.untyped_storage()
+    if storage.filename is None:
+        return
+    page = mmap.PAGESIZE
+    start = -(-storage.data_ptr() // page) * page
+    size = (storage.data_ptr() + storage.nbytes()) // page * page - start
+    if size > 0:
+        libc: Any = ctypes.CDLL(None, use_errno=True)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_DONTNEED)

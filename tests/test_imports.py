@@ -1,0 +1,182 @@
+"""Imports point one way (architecture 12): checked on syntax trees, and in a process that torch must stay out of."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "flexengine"
+PURE = ("errors", "config", "policy", "schedule", "plan")
+# What each part may import besides itself.
+ALLOWED = {
+    "errors": set[str](),
+    "config": {"errors"},
+    "policy": {"errors", "config"},
+    "schedule": {"errors", "config", "policy"},
+    "plan": {"errors", "config", "policy", "schedule"},
+    "kernels": {"errors"},
+    "tier": {"errors", "kernels"},
+    "kv": {"errors"},
+    "model": {"errors", "config", "kernels"},
+    "runtime": {"errors", "schedule"},
+    "worker": {"errors", "config", "policy", "schedule", "plan", "kernels", "tier", "kv", "model"},
+    "job": {"errors", "config"},
+    "engine": {"errors", "config", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime", "worker",
+               "job"},
+    "run": {"errors", "config", "policy", "job", "engine", "__version__"},
+    "__init__": {"config", "policy", "engine"},
+}  # fmt: skip
+# A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
+EXCEPTIONS = {("tier.machine", "plan"), ("tier.machine", "schedule")}
+CUDA = {"tier.cuda", "runtime.lane", "kernels.cuda", "plan.measure"}
+
+
+class Import(NamedTuple):
+    """`module` (without flexengine.) of this file imports `target`; `when`: import, call or types."""
+
+    module: str
+    target: str
+    when: str
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        found[name if name == "__init__" else name.removesuffix(".__init__")] = ast.parse(path.read_text())
+    return found
+
+
+def walk(node: ast.AST, when: str = "import") -> Iterator[tuple[ast.AST, str]]:
+    for child in ast.iter_child_nodes(node):
+        now = when
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            now = "call" if when == "import" else when
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            now = "types"
+        yield child, now
+        yield from walk(child, now)
+
+
+def imports(name: str, tree: ast.Module) -> Iterator[Import]:
+    for node, when in walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(name, alias.name, when) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name}: relative import"
+            base = node.module or ""
+            deeper = base in ("flexengine", "torch") or (ROOT / Path(*base.split(".")[1:])).is_dir()
+            yield from (Import(name, f"{base}.{alias.name}" if deeper else base, when) for alias in node.names)
+
+
+TREES = modules()
+ALL = [i for name, tree in TREES.items() for i in imports(name, tree)]
+OURS = [i for i in ALL if i.target.split(".")[0] == "flexengine"]
+
+
+def part(module: str) -> str:
+    return module.split(".")[0]
+
+
+def test_every_part_is_known() -> None:
+    assert {part(name) for name in TREES} <= set(ALLOWED)
+    assert len(OURS) > 60  # the walk sees something
+
+
+def test_direction() -> None:
+    wrong = []
+    for i in OURS:
+        target = i.target.split(".")[1]
+        fine = target == part(i.module) or target in ALLOWED[part(i.module)]
+        if not fine and (i.module, target) not in EXCEPTIONS:
+            wrong.append(f"{i.module} imports {i.target}")
+    assert wrong == []
+
+
+def test_exceptions_are_needed() -> None:
+    assert {(i.module, i.target.split(".")[1]) for i in OURS} >= EXCEPTIONS
+
+
+def test_the_parts_have_an_order() -> None:
+    """ALLOWED itself has no cycle, so there is an order in which each part stands on those before it."""
+    left, placed = dict(ALLOWED), {"__version__"}
+    while left:
+        free = [name for name, needs in left.items() if needs <= placed]
+        assert free, f"a cycle among {sorted(left)}"
+        placed |= set(free)
+        for name in free:
+            del left[name]
+
+
+def test_no_module_needs_itself_to_be_imported() -> None:
+    """No cycle among the modules by imports that run on import."""
+    known = set(TREES)
+    needs: dict[str, set[str]] = {name: set() for name in known}
+    for i in OURS:
+        if i.when == "import":
+            target = i.target.removeprefix("flexengine.")
+            while target and target not in known:
+                target = target.rpartition(".")[0]
+            needs[i.module] |= {target} - {"", i.module}
+    placed: set[str] = set()
+    while needs:
+        free = [name for name, wants in needs.items() if wants <= placed]
+        assert free, f"a cycle among {sorted(needs)}"
+        placed |= set(free)
+        for name in free:
+            del needs[name]
+
+
+@pytest.mark.parametrize("heavy", ["torch", "transformers", "psutil", "threading", "ctypes"])
+def test_pure_parts_stay_pure(heavy: str) -> None:
+    assert [i for i in ALL if part(i.module) in PURE and i.module != "plan.measure" and part(i.target) == heavy] == []
+
+
+def test_only_kernels_and_tiers_touch_foreign_memory() -> None:
+    assert {part(i.module) for i in ALL if part(i.target) == "ctypes"} <= {"kernels", "tier", "model"}
+
+
+def test_what_model_runtime_and_job_must_not_know() -> None:
+    knows: dict[str, set[str]] = {}
+    for i in OURS:
+        knows.setdefault(part(i.module), set()).add(i.target.split(".")[1])
+    assert not knows["model"] & {"tier", "runtime", "worker", "engine", "schedule", "plan"}
+    assert not knows["runtime"] & {"model", "tier", "kv", "worker", "engine", "plan"}
+    assert not knows["job"] & {"engine", "worker", "model", "runtime"}
+    assert [i for i in ALL if part(i.module) in ("runtime", "tier") and part(i.target) == "transformers"] == []
+
+
+def test_cuda_is_asked_about_in_few_places() -> None:
+    users = {i.module for i in ALL if i.target.startswith("torch.cuda")}
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
+                users.add(name)
+    assert {"tier.cuda", "runtime.lane"} <= users <= CUDA
+
+
+def test_threads_are_made_in_two_places() -> None:
+    """Lanes; and the disk's readers, which end with the tier."""
+    makers = set()
+    for name, tree in TREES.items():
+        calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
+        if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
+            makers.add(name)
+    assert makers <= {"runtime.lane", "tier.disk"}
+
+
+def test_torch_stays_out_until_it_is_needed() -> None:
+    """In a process of its own: the pure parts, the job files, and the command line up to its --help."""
+    pure = [name for name in TREES if part(name) in (*PURE, "job", "run") and name != "plan.measure"]
+    code = "import sys, importlib\n"
+    code += f"for name in {pure!r}: importlib.import_module('flexengine.' + name)\n"
+    code += "from flexengine import Policy, SamplingParams, Result\n"
+    code += "from flexengine.run import parser; parser().format_help()\n"
+    code += "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT.parent)
+    assert out.returncode == 0, out.stderr
+    assert out.stdout.strip() == "[]"

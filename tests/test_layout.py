@@ -1,0 +1,312 @@
+"""plan.layout against formulas written anew here, and plan.rule's policy at random capacities."""
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from flexengine.errors import OutOfMemory
+from flexengine.plan.layout import Capacity, Layout, ModelFacts, TensorFact, Workload, lay_out, slot_offsets, workspace
+from flexengine.plan.rule import default_policy
+from flexengine.policy import TIERS, Policy
+from flexengine.schedule.place import place
+
+FREE = Capacity(None, None, None, shared=False, staged=True)
+SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
+
+
+def up(n: int, to: int) -> int:
+    return n if n % to == 0 else n + to - n % to
+
+
+def model_of(rng: random.Random) -> ModelFacts:
+    hidden, kv_heads, group = rng.choice([64, 576]), rng.choice([1, 2, 3]), rng.choice([1, 3])
+    head_dim, width, vocabulary = rng.choice([32, 64]), 2 * hidden, rng.choice([601, 32000])
+    stored, itemsize = rng.choice([2, 4]), rng.choice([2, 4])
+    sizes = [hidden * hidden, hidden * kv_heads * head_dim, hidden, hidden * width, width * hidden, 7]
+    layers = tuple(
+        tuple(TensorFact(f"{j}.{i}", n, stored) for i, n in enumerate(sizes)) for j in range(rng.randint(1, 6))
+    )
+    head = TensorFact("head", vocabulary * hidden, stored) if rng.random() < 0.5 else None
+    embedding = TensorFact("embedding", vocabulary * hidden, stored)
+    return ModelFacts(layers, (TensorFact("norm", hidden, stored),), embedding,
+                      head, vocabulary, hidden, width, group * kv_heads, kv_heads, head_dim, itemsize)  # fmt: skip
+
+
+def policy_of(rng: random.Random) -> Policy:
+    return Policy(rng.randint(1, 8), rng.randint(1, 4), rng.choice(SPLITS), rng.choice(SPLITS), rng.choice(SPLITS),
+                  rng.randint(1, 3), rng.choice(["row", "zigzag", "diagonal", "continuous"]),
+                  rng.choice([16, 128, 2048]))  # fmt: skip
+
+
+def work_of(rng: random.Random) -> Workload:
+    return Workload(tuple((rng.randint(1, 300), rng.randint(1, 60)) for _ in range(rng.randint(1, 40))))
+
+
+def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) -> dict[str, dict[str, int]]:
+    """The whole account where memory has no end."""
+    account: dict[str, dict[str, int]] = {t: {} for t in TIERS}
+    slot, stage = streamed_unit(model, policy)
+    homes = [(t, home) for layer in model.layers
+             for t, home in zip(layer, place([t.elements for t in layer], policy.weights), strict=True)]  # fmt: skip
+    edge = place([1], policy.weights)[0]
+    homes += [(t, "device") for t in model.others]
+    homes += [(t, edge) for t in (model.embedding, model.head) if t is not None]
+    account["device"]["weights"] = sum(up(t.elements * model.itemsize, 4096) for t, home in homes if home == "device")
+    account["host"]["weights"] = sum(up(t.elements * t.stored, 4096) for t, home in homes if home == "host")
+    account["device"]["weight slots"] = policy.slots * up(slot, 4096)
+    account["host"]["weight staging"] = policy.slots * up(stage, 4096) if staged else 0
+    account["device"]["workspace"] = workspace(model, policy, work)
+    block = policy.gpu_batch_size * (1 if policy.schedule == "row" else policy.num_gpu_batches)
+    row = model.hidden * model.itemsize
+    prompts = sum(sorted(p for p, _ in work.lengths)[::-1][:block]) + block
+    away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
+    account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
+    account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0
+    for tier in away:
+        batches = block + prompts // policy.prefill_tokens + 1
+        account[tier]["hidden states"] = up(prompts * row, 4096) + 4096 * batches
+    cache_account(account, model, policy, work, staged)
+    return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
+
+
+def streamed_unit(model: ModelFacts, policy: Policy) -> tuple[int, int]:
+    """Bytes of the largest streamed unit in a slot, and of its disk part in staging."""
+    slot = stage = 0
+    for layer in model.layers:
+        homes = place([t.elements for t in layer], policy.weights)
+        pairs = list(zip(layer, homes, strict=True))
+        slot = max(slot, sum(up(t.elements * model.itemsize, 64) for t, home in pairs if home != "device"))
+        stage = max(stage, sum(up(t.elements * t.stored, 64) for t, home in pairs if home == "disk"))
+    home = place([1], policy.weights)[0]
+    if home != "device":
+        row = model.hidden * model.itemsize
+        rows = min(model.vocabulary, max(1, (slot or 64 << 20) // row))
+        slot = max(slot, up(rows * row, 64))
+        if home == "disk":
+            stage = max(stage, up(rows * model.hidden * model.embedding.stored, 64))
+    return slot, stage
+
+
+def cache_account(
+    account: dict[str, dict[str, int]], model: ModelFacts, policy: Policy, work: Workload, staged: bool
+) -> None:
+    token = 2 * model.kv_heads * model.head_dim * model.itemsize
+    lengths = sorted((p + n - 1 for p, n in work.lengths), reverse=True)
+    homes = place([1] * policy.block_size, policy.cache)
+    buffer = 0
+    for tier in set(homes):
+        tokens = 16
+        if tier != "device":  # an extent: 256 KiB or the longest sequence, in steps of 16 tokens, whole blocks
+            tokens = next(t for t in range(16, 1 << 20, 16) if t >= min(lengths[0], (256 << 10) / token)
+                          and t * token % 4096 == 0)  # fmt: skip
+            most = lengths[: min(policy.gpu_batch_size, homes.count(tier))]
+            buffer = max(buffer, sum(up(n, tokens) for n in most) * token)
+        cached = sum(up(n, tokens) for n in lengths[: homes.count(tier)])
+        account[tier]["KV cache"] = up(cached * token * len(model.layers), 4096)
+    account["device"]["cache buffers"] = policy.slots * up(buffer, 4096)
+    account["host"]["cache staging"] = policy.slots * up(buffer, 4096) if staged and "disk" in homes else 0
+
+
+def totals(layout: Layout) -> dict[str, int]:
+    return {tier: layout.total(tier) for tier in TIERS}
+
+
+def within(layout: Layout, capacity: Capacity) -> bool:
+    used = totals(layout)
+    if capacity.shared:
+        used["device"] += used.pop("host")
+    return all(getattr(capacity, t) is None or n <= getattr(capacity, t) for t, n in used.items())
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_account(staged: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(150):
+        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+        layout = lay_out(model, policy, work, replace(FREE, staged=staged))
+        assert layout.account == expected(model, policy, work, staged)
+        assert {p: layout.homes[p] for p in ("norm", "embedding")} == \
+            {"norm": "device", "embedding": place([1], policy.weights)[0]}  # fmt: skip
+
+
+def test_workspace_bounds_its_parts() -> None:
+    """At least what the widest moment and the logits need, at most a few times that; less budget, less workspace."""
+    rng = random.Random(2)
+    for _ in range(100):
+        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+        tokens = min(policy.prefill_tokens, sum(sorted(p for p, _ in work.lengths)[::-1][: policy.block_size]))
+        gated = tokens * (3 * model.width + model.hidden) * model.itemsize
+        attention = tokens * 2 * (model.heads + 2 * model.kv_heads) * model.head_dim * model.itemsize
+        logits = 4 * model.vocabulary * min(policy.gpu_batch_size, len(work.lengths))
+        least = max(gated, attention) + logits
+        found = workspace(model, policy, work)
+        assert found % 4096 == 0
+        assert least <= found
+        fewer = workspace(model, replace(policy, prefill_tokens=8), work)
+        assert fewer <= found
+
+
+def test_head_chunks_cover_the_vocabulary() -> None:
+    rng = random.Random(3)
+    for _ in range(100):
+        model, policy = model_of(rng), policy_of(rng)
+        layout = lay_out(model, policy, work_of(rng), FREE)
+        chunks = layout.head_chunks(model.vocabulary)
+        assert [row for low, high in chunks for row in range(low, high)] == list(range(model.vocabulary))
+        if layout.homes["embedding"] == "device":
+            assert len(chunks) == 1
+        else:
+            assert all((high - low) * model.hidden * model.itemsize <= layout.slot for low, high in chunks)
+
+
+def test_slot_offsets() -> None:
+    assert slot_offsets([("a", 1), ("b", 64), ("c", 65), ("d", 3)]) == ({"a": 0, "b": 64, "c": 128, "d": 256}, 320)
+    assert slot_offsets([]) == ({}, 0)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_limited_memory_is_never_overbooked_and_well_used(shared: bool) -> None:
+    rng = random.Random(4)
+    done = refused = 0
+    while done < 150 or refused < 50:
+        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+        free = totals(lay_out(model, policy, work, replace(FREE, staged=not shared)))
+        if shared:
+            free["device"] += free.pop("host")
+        sizes = {t: int(n * rng.uniform(0.3, 1.1)) + 8192 for t, n in free.items()}
+        tiers = set(place([1] * policy.block_size, policy.cache))
+        if shared and "host" in tiers:
+            tiers.add("device")
+        limits = {t: sizes.get(t) if t in tiers else None for t in TIERS}
+        capacity = Capacity(**limits, shared=shared, staged=not shared)
+        try:
+            layout = lay_out(model, policy, work, capacity)
+        except OutOfMemory:
+            refused += 1
+            continue
+        done += 1
+        assert within(layout, capacity)
+        needed = lay_out(model, policy, work, replace(FREE, staged=not shared)).pools
+        longest = max(p + n - 1 for p, n in work.lengths)
+        assert any(pool.pages for pool in layout.pools.values())
+        for tier, pool in layout.pools.items():
+            assert pool.pages == 0 or pool.pages * pool.page_tokens >= longest
+            assert pool.pages <= needed[tier].pages
+            if not shared and longest <= pool.pages * pool.page_tokens and pool.pages < needed[tier].pages:
+                page = layout.page_bytes[tier] * len(model.layers)
+                assert sizes[tier] - layout.total(tier) < page + 2 * 4096  # not one page more would have fitted
+
+
+def test_what_is_enough_is_enough() -> None:
+    """With the bytes of the unlimited layout (and one block for rounding) it comes out the same."""
+    rng = random.Random(5)
+    for _ in range(60):
+        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+        free = lay_out(model, policy, work, FREE)
+        sizes = {t: n + 4096 for t, n in totals(free).items()}
+        assert lay_out(model, policy, work, Capacity(**sizes, shared=False, staged=True)).account == free.account
+        if "device" in free.pools:
+            least = free.total("device") - free.account["device"]["KV cache"]
+            with pytest.raises(OutOfMemory):
+                lay_out(model, policy, work, Capacity(least - 1, None, None, shared=False, staged=True))
+
+
+@pytest.mark.parametrize(("tier", "split"), [("device", (1, 0, 0)), ("host", (0, 1, 0)), ("disk", (0, 0, 1))])
+def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, float]) -> None:
+    """One byte less than the weights and buffers, and one less than the cache of one sequence needs."""
+    rng = random.Random(6)
+    for _ in range(20):
+        model, work = model_of(rng), work_of(rng)
+        policy = Policy(4, 2, weights=split, cache=split, activations=split)
+        free = lay_out(model, policy, work, FREE)
+        rest = free.total(tier) - free.account[tier]["KV cache"]
+        longest = max(p + n - 1 for p, n in work.lengths)
+        pool = free.pools[tier]
+        one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier] * len(model.layers)
+        for limit in (rest - 1, rest + one - 1):
+            capacity = replace(FREE, **{tier: limit})
+            with pytest.raises(OutOfMemory, match=f"^{tier} memory: ") as caught:
+                lay_out(model, policy, work, capacity)
+            error = caught.value
+            assert (error.tier, error.capacity) == (tier, limit)
+            # What it needs and what is in use add up to what there would have to be, up to rounding.
+            booked = free.account[tier]
+            before_cache = rest - booked.get("cache buffers", 0) - booked.get("cache staging", 0)
+            assert limit < error.needed + error.used <= rest + up(one, 4096)
+            assert error.needed + error.used >= before_cache
+            for number in (error.needed, error.used, error.capacity, error.needed + error.used - limit):
+                assert f"{number:,}" in str(error)
+            assert "; give more memory" in str(error)
+            if limit >= rest:
+                assert error.needed == up(one, 4096)
+                assert f"one sequence of {longest:,} tokens" in str(error)
+
+
+# The rule.
+
+
+def capacity_of(rng: random.Random, model: ModelFacts) -> Capacity:
+    weights = model.weight_bytes()
+    device = int(weights * 10 ** rng.uniform(-1.3, 1)) + (1 << 16)
+    if rng.random() < 0.5:
+        return Capacity(device, None, 1 << 40, shared=True, staged=False)
+    host = rng.choice([None, int(weights * 10 ** rng.uniform(-1.3, 1))])
+    return Capacity(device, host, 1 << 40, shared=False, staged=True)
+
+
+def test_rule_fits_or_nothing_does() -> None:
+    rng = random.Random(7)
+    fitted = refused = 0
+    while fitted < 60 or refused < 10:
+        model, work = model_of(rng), work_of(rng)
+        capacity = capacity_of(rng, model)
+        try:
+            policy = default_policy(model, work, capacity)
+        except OutOfMemory:
+            refused += 1
+            few = min(8, len(work.lengths))
+            with pytest.raises(OutOfMemory):
+                lay_out(model, Policy(few, 1, weights=(0, 0, 1), slots=1, prefill_tokens=128), work, capacity)
+            continue
+        fitted += 1
+        layout = lay_out(model, policy, work, capacity)
+        assert within(layout, capacity)
+        assert any(pool.pages for pool in layout.pools.values())
+
+
+def test_rule_stays_resident_when_all_fits() -> None:
+    rng = random.Random(8)
+    for _ in range(60):
+        model, work = model_of(rng), work_of(rng)
+        count = len(work.lengths)
+        everything = Policy(min(64, count), -(-count // min(64, count)), prefill_tokens=rng.choice([2048, 256, 128]))
+        need = lay_out(model, everything, work, FREE).total("device") + 4096
+        for capacity in (replace(FREE, device=need), Capacity(need, None, 1 << 40, shared=True, staged=False)):
+            policy = default_policy(model, work, capacity)
+            assert (policy.weights, policy.cache, policy.activations) == ((1, 0, 0),) * 3
+            assert policy.block_size >= count
+
+
+def test_rule_streams_when_weights_do_not_fit() -> None:
+    rng = random.Random(9)
+    streamed = 0
+    while streamed < 30:
+        model, work = model_of(rng), work_of(rng)
+        room = int(model.weight_bytes() * rng.uniform(0.3, 0.99))
+        try:
+            policy = default_policy(model, work, Capacity(room, None, 1 << 40, shared=False, staged=True))
+        except OutOfMemory:
+            continue
+        streamed += 1
+        assert policy.weights[0] < 1
+        assert policy.weights[2] == 0  # host memory is boundless here, and nearer than the disk
+        assert sum(policy.weights) == pytest.approx(1)
+
+
+def test_rule_without_a_limit_is_resident() -> None:
+    rng = random.Random(10)
+    work = Workload(((10, 5),) * 700)
+    policy = default_policy(model_of(rng), work, FREE)
+    assert policy.weights == (1, 0, 0)
+    assert policy.block_size == 512

@@ -1,0 +1,215 @@
+"""Policies, sizes, sampling parameters, place(): what is accepted, what a refusal says, rounding to whole items."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.config import SamplingParams, from_fields, parse_size
+from flexengine.errors import InvalidInput
+from flexengine.policy import Policy
+from flexengine.schedule.place import place
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1", 1), (123456, 123456), ("800M", 800_000_000), ("800MB", 800_000_000), ("1.5GB", 1_500_000_000),
+     ("16GiB", 16 * 2**30), ("16gib", 16 * 2**30), (" 2 Ki ", 2048), ("0.5k", 500), ("3T", 3 * 10**12),
+     ("1TiB", 2**40), ("512B", 512), ("1.5MI", 3 * 2**19)],
+)  # fmt: skip
+def test_parse_size(text: str | int, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "M", "-5M", "1.M", "1e9", "10 X", "10GG", "1,000", "GiB16", "1.5.5G", "i", "nan", "infG", True, None]
+)
+def test_parse_size_refuses(text: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"800M, 1\.5GB or 16GiB") as caught:
+        parse_size(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["0", "0.0G", 0, -7])
+def test_parse_size_refuses_nothing_at_all(text: str | int) -> None:
+    with pytest.raises(InvalidInput, match="must be positive"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens is 0; it must be a whole number of at least 1"),
+        ({"max_tokens": True}, "max_tokens is True"),
+        ({"max_tokens": 2.0}, "max_tokens is 2.0"),
+        ({"temperature": -0.1}, r"temperature is -0.1; it must be 0 \(greedy\) or a positive number"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be a number"),
+        ({"temperature": False}, "temperature is False"),
+        ({"seed": 1.5}, "seed is 1.5; it must be a whole number"),
+        ({"seed": True}, "seed is True"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; it must be true or false"),
+    ],
+)
+def test_sampling_refusals(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        SamplingParams(**fields)
+
+
+def test_sampling_accepts() -> None:
+    assert SamplingParams(1, 0.7, -3, True) == SamplingParams(max_tokens=1, temperature=0.7, seed=-3, ignore_eos=True)
+    assert SamplingParams(temperature=0).temperature == 0
+
+
+# Policy.
+
+
+@pytest.mark.parametrize("name", ["gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "4", None])
+def test_whole_numbers(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Policy(**{name: value})
+    assert str(caught.value) == f"policy {name} is {value!r}; it must be a whole number of at least 1"
+
+
+@pytest.mark.parametrize("name", ["weights", "cache", "activations"])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([1, 0], r"\[1, 0\]; it must be three fractions \[device, host, disk\]"),
+        ("abc", "'abc'; it must be three fractions"),
+        (1.0, "1.0; it must be three fractions"),
+        ([1, 0, "0"], r"it must be three fractions"),
+        ([True, 0, 0], r"it must be three fractions"),
+        ([0.5, 0.6, 0], r"fractions must be at least 0 and sum to 1, not 1.1"),
+        ([1.5, -0.5, 0], "fractions must be at least 0 and sum to 1"),
+        ([100, 0, 0], "sum to 1, not 100"),
+    ],
+)
+def test_splits(name: str, value: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"policy {name} is .*{message}"):
+        Policy(**{name: value})
+
+
+def test_schedule_is_one_of_four() -> None:
+    with pytest.raises(InvalidInput, match="schedule is 'zag'; it must be one of row, zigzag, diagonal, continuous"):
+        Policy(schedule="zag")
+
+
+def test_block_size() -> None:
+    assert Policy(3, 5).block_size == 15
+    assert Policy(3, 5, schedule="row").block_size == 3
+
+
+def test_policy_is_a_value() -> None:
+    made = Policy(cache=[0, 1, 0])  # type: ignore[arg-type]  # as from JSON
+    assert made == Policy(cache=(0.0, 1.0, 0.0))
+    assert len({made, Policy(cache=(0, 1, 0))}) == 1
+    with pytest.raises(AttributeError):
+        made.slots = 3  # type: ignore[misc]
+
+
+def random_split(rng: random.Random) -> list[float]:
+    cuts = sorted(rng.randint(0, 20) for _ in range(2))
+    return [cuts[0] / 20, (cuts[1] - cuts[0]) / 20, (20 - cuts[1]) / 20]
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    path = tmp_path / "policy.json"
+    for _ in range(50):
+        fields = {
+            "gpu_batch_size": rng.randint(1, 99), "num_gpu_batches": rng.randint(1, 9), "weights": random_split(rng),
+            "cache": random_split(rng), "activations": random_split(rng), "slots": rng.randint(1, 4),
+            "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
+        }  # fmt: skip
+        path.write_text(json.dumps(fields))
+        policy = Policy.load(path)
+        assert policy == Policy(**fields)  # type: ignore[arg-type]
+        assert policy.to_json() == fields
+        path.write_text(json.dumps(policy.to_json()))
+        assert Policy.load(str(path)) == policy
+
+
+def test_missing_fields_are_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "policy.json"
+    path.write_text('{"slots": 3}')
+    assert Policy.load(path) == Policy(slots=3)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "policy.json: Expecting property name"),
+        ("[1]", "policy.json holds list, not an object of policy fields"),
+        ('{"slot": 3, "b": 1}', r"policy.json has unknown fields \['b', 'slot'\]; it takes \['activations', 'cache'"),
+        ('{"slots": 0}', "policy slots is 0"),
+        ('{"weights": {"device": 1}}', "policy weights is {'device': 1}; it must be three fractions"),
+        ('{"weights": null}', "policy weights is None; it must be three fractions"),
+        ("\xff", "policy.json: "),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "policy.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(InvalidInput, match=message):
+        Policy.load(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"policy file .*gone.json: .*No such file"):
+        Policy.load(tmp_path / "gone.json")
+
+
+def test_from_fields() -> None:
+    assert from_fields(SamplingParams, {"seed": 4}, "row") == SamplingParams(seed=4)
+    with pytest.raises(InvalidInput, match=r"row has unknown fields \['top_q'\]; it takes \['ignore_eos', 'max_to"):
+        from_fields(SamplingParams, {"top_q": 4}, "row")
+
+
+def test_shipped_policies_load() -> None:
+    for path in (Path(__file__).parents[1] / "policies").glob("*.json"):
+        values = json.loads(path.read_text())
+        if "gpu_batch_size" in values:
+            assert Policy.load(path).to_json() == Policy(**values).to_json()
+
+
+# Placement.
+
+
+@pytest.mark.parametrize(
+    ("sizes", "split", "homes"),
+    [
+        ([1] * 4, (1, 0, 0), ["device"] * 4),
+        ([1] * 4, (0, 1, 0), ["host"] * 4),
+        ([1] * 4, (0, 0, 1), ["disk"] * 4),
+        ([1] * 4, (0.25, 0.25, 0.5), ["disk", "disk", "host", "device"]),
+        ([1] * 4, (0.5, 0, 0.5), ["disk", "disk", "device", "device"]),
+        ([1], (0.4, 0.3, 0.3), ["host"]),  # one item goes where its middle lies
+        ([1], (0.4, 0.0, 0.6), ["disk"]),
+        ([8, 1, 1], (0.5, 0, 0.5), ["disk", "device", "device"]),
+        ([1, 1, 8], (0.5, 0, 0.5), ["disk", "disk", "device"]),
+        ([], (0.5, 0, 0.5), []),
+        ([0, 0], (0, 0, 1), ["disk", "disk"]),
+    ],
+)
+def test_place(sizes: list[int], split: tuple[float, float, float], homes: list[str]) -> None:
+    assert place(sizes, split) == homes
+
+
+def test_place_keeps_within_half_an_item_of_the_split() -> None:
+    """Cumulative midpoints: at each border at most half the item that straddles it lands on the wrong side."""
+    rng = random.Random(1)
+    for _ in range(500):
+        sizes = [rng.randint(1, 50) for _ in range(rng.randint(1, 30))]
+        device, host, disk = split = tuple(random_split(rng))
+        homes = place(sizes, split)  # type: ignore[arg-type]
+        assert homes == sorted(homes, key=["disk", "host", "device"].index)
+        assert all(dict(device=device, host=host, disk=disk)[home] > 0 for home in homes)
+        total = sum(sizes)
+        for border, names in ((disk, ("disk",)), (disk + host, ("disk", "host"))):
+            got = sum(s for s, home in zip(sizes, homes, strict=True) if home in names)
+            assert abs(got - border * total) <= max(sizes) / 2 + 1e-6

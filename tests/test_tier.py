@@ -1,0 +1,488 @@
+"""Tiers: one conformance class that each passes; ledger, limits, checkpoint homes, throttled links, machines."""
+
+import errno
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
+from flexengine.tier import limits, machine
+from flexengine.tier.base import ALIGN, Home, Tier
+from flexengine.tier.disk import CHUNK, DiskTier, faster_read
+from flexengine.tier.ledger import Ledger
+from flexengine.tier.machine import Links, make_machine
+from flexengine.tier.memory import MemoryTier, aligned_buffer
+from flexengine.tier.wrap import Throttled
+
+CAPACITY = 64 << 20
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]
+
+
+def some(count: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if dtype == torch.uint8:
+        return torch.randint(0, 256, (count,), generator=generator, dtype=dtype)
+    return torch.randn(count, generator=generator).to(dtype)
+
+
+def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without O_DIRECT, as tmpfs was for long."""
+    real = os.open
+
+    def opened(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", opened)
+
+
+class TierTests:
+    """What every tier must do; a subclass says which tier in `make`."""
+
+    def make(self, folder: Path, ledger: Ledger) -> Tier:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def tier(self, tmp_path: Path) -> Any:
+        tier = self.make(tmp_path / "off", Ledger("toy", CAPACITY))
+        yield tier
+        tier.close()
+        assert not list((tmp_path / "off").glob("*"))
+
+    def put(self, tier: Tier, values: torch.Tensor, what: str = "x") -> Home:
+        home = tier.allocate(values.nbytes, what, values.dtype)
+        tier.store(values, home)
+        return home
+
+    def get(self, tier: Tier, home: Home, dtype: torch.dtype | None = None) -> torch.Tensor:
+        target = torch.full((home.nbytes // home.dtype.itemsize,), 7, dtype=dtype or home.dtype)
+        tier.load(home, target)
+        return target
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("count", [1, 1000, 4096, 2_500_001])
+    def test_round_trip(self, tier: Tier, dtype: torch.dtype, count: int) -> None:
+        values = some(count, dtype)
+        home = self.put(tier, values)
+        assert home.nbytes == values.nbytes
+        assert torch.equal(self.get(tier, home), values)
+
+    def test_round_trip_through_aligned_and_shaped_buffers(self, tier: Tier) -> None:
+        buffer = aligned_buffer(5 * ALIGN).view(torch.float32).view(5, -1)
+        buffer.copy_(some(5 * ALIGN // 4).view(5, -1))
+        home = self.put(tier, buffer)
+        target = aligned_buffer(5 * ALIGN).view(torch.float32).view(5, -1)
+        tier.load(home, target)
+        assert torch.equal(target, buffer)
+
+    @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+    def test_load_converts(self, tier: Tier, stored: torch.dtype) -> None:
+        values = some(3001, stored)
+        assert torch.equal(self.get(tier, self.put(tier, values), torch.float32), values.float())
+
+    def test_homes_are_apart(self, tier: Tier) -> None:
+        values = [some(n, seed=n) for n in (1, 1024, 1025, 5000, 3)]
+        homes = [self.put(tier, v, f"t{i}") for i, v in enumerate(values)]
+        assert all(torch.equal(self.get(tier, h), v) for h, v in zip(homes, values, strict=True))
+        tier.free(homes[1], "t1")
+        tier.free(homes[3], "t3")
+        values[1], values[3] = some(4500, seed=8), some(900, seed=9)
+        homes[1], homes[3] = self.put(tier, values[1], "t1"), self.put(tier, values[3], "t3")
+        assert all(torch.equal(self.get(tier, h), v) for h, v in zip(homes, values, strict=True))
+
+    def test_account(self, tier: Tier) -> None:
+        one = tier.allocate(1, "one")
+        assert tier.ledger.used == 4096
+        two = tier.allocate(4097, "two")
+        more = tier.allocate(4096, "two")
+        assert tier.ledger.entries == {"one": 4096, "two": 8192 + 4096}
+        tier.free(two, "two")
+        tier.free(one, "one")
+        assert tier.ledger.entries == {"two": 4096}
+        tier.free(more, "two")
+        assert (tier.ledger.used, tier.ledger.peak, tier.ledger.entries) == (0, 16384, {})
+
+    def test_out_of_memory_says_how_much_and_books_nothing(self, tier: Tier) -> None:
+        tier.allocate(10 * ALIGN, "weights")
+        with pytest.raises(OutOfMemory, match=f"toy memory: cache needs {CAPACITY:,} bytes, but 40,960 of") as caught:
+            tier.allocate(CAPACITY, "cache")
+        error = caught.value
+        assert (error.tier, error.what, error.needed, error.used, error.capacity) == \
+            ("toy", "cache", CAPACITY, 40960, CAPACITY)  # fmt: skip
+        assert tier.ledger.entries == {"weights": 40960}
+        tier.allocate(CAPACITY - 40960, "cache")
+
+    def test_parts(self, tier: Tier) -> None:
+        """Any part can be loaded; a part of whole blocks can be stored, and its neighbours stay."""
+        values = some(5 * 1024)
+        home = self.put(tier, values)
+        assert torch.equal(self.get(tier, home.part(1000, 7204)), values[250:2051])
+        assert torch.equal(self.get(tier, home.part(2000, 9000).part(100, 8)), values[525:527])
+        fresh = some(2048, seed=2)
+        tier.store(fresh, home.part(4096, 8192))
+        values[1024:3072] = fresh
+        assert torch.equal(self.get(tier, home), values)
+
+    @pytest.mark.parametrize(("start", "nbytes"), [(-4, 8), (0, 101), (100, 4), (96, 8)])
+    def test_part_outside(self, tier: Tier, start: int, nbytes: int) -> None:
+        with pytest.raises(ValueError, match="outside a home of 100"):
+            tier.allocate(100, "x").part(start, nbytes)
+
+    def test_load_all(self, tier: Tier) -> None:
+        values = [some(n, torch.float16, n) for n in (700_000, 1, 2_500_000, 33, 1024)]
+        homes = [self.put(tier, v) for v in values]
+        before = tier.bytes_read
+        targets = [torch.zeros(len(v)) for v in values]
+        tier.load_all(list(zip(homes, targets, strict=True)))
+        assert all(torch.equal(t, v.float()) for t, v in zip(targets, values, strict=True))
+        assert tier.bytes_read - before == 2 * sum(map(len, values))
+        tier.load_all([])
+
+    def test_traffic_counts_the_home_s_own_bytes(self, tier: Tier) -> None:
+        home = self.put(tier, some(1001, torch.float16))
+        assert (tier.bytes_read, tier.bytes_written) == (0, 2002)
+        self.get(tier, home, torch.float32)
+        self.get(tier, home.part(0, 10))
+        assert (tier.bytes_read, tier.bytes_written) == (2012, 2002)
+
+    def test_many_threads(self, tier: Tier) -> None:
+        values = [some(30_000 + i, seed=i) for i in range(12)]
+        homes = [self.put(tier, v) for v in values]
+
+        def work(i: int) -> bool:
+            good = True
+            for _ in range(5):
+                good &= torch.equal(self.get(tier, homes[i]), values[i])
+                values[i] = values[i] + 1
+                tier.store(values[i], homes[i])
+            return good
+
+        before = tier.bytes_read
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(work, range(12)))
+        assert tier.bytes_read - before == 5 * sum(v.nbytes for v in values)
+
+    def test_view_shares_memory_or_is_refused(self, tier: Tier) -> None:
+        values = some(2000)
+        home = self.put(tier, values)
+        inner = tier.inner if isinstance(tier, Throttled) else tier
+        if isinstance(inner, DiskTier):
+            with pytest.raises(TypeError, match="cannot be addressed"):
+                tier.view(home)
+            return
+        assert torch.equal(tier.view(home), values)
+        assert tier.view(home).data_ptr() % ALIGN == 0
+        tier.view(home.part(40, 4)).fill_(3.5)
+        assert self.get(tier, home)[10] == 3.5
+
+
+class TestMemory(TierTests):
+    def make(self, folder: Path, ledger: Ledger) -> Tier:
+        return MemoryTier("toy", ledger)
+
+
+class TestDisk(TierTests):
+    def make(self, folder: Path, ledger: Ledger) -> Tier:
+        return DiskTier("toy", ledger, folder)
+
+    def test_nothing_is_ever_visible(self, tier: DiskTier) -> None:
+        self.put(tier, some(100_000))
+        assert list(tier.directory.iterdir()) == []
+
+
+class TestDiskWithoutDirect(TestDisk):
+    @pytest.fixture(autouse=True)
+    def plain(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        refuse_direct(monkeypatch)
+
+
+class TestThrottledMemory(TierTests):
+    def make(self, folder: Path, ledger: Ledger) -> Tier:
+        return Throttled(MemoryTier("toy", ledger), 5e9, 5e9)
+
+
+class TestThrottledDisk(TierTests):
+    def make(self, folder: Path, ledger: Ledger) -> Tier:
+        return Throttled(DiskTier("toy", ledger, folder), 5e9, None)
+
+
+# Disk beyond the conformance class.
+
+
+def test_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    tier = DiskTier("disk", Ledger("disk"), tmp_path / "file" / "off")
+    with pytest.raises(InvalidInput, match=r"file/off.*--offload-dir"):
+        tier.allocate(10, "KV cache")
+
+
+@pytest.fixture(scope="module")
+def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random bytes, a little over two chunks, of a length that is no multiple of anything."""
+    path = tmp_path_factory.mktemp("shard") / "model.bin"
+    path.write_bytes(np.random.default_rng(1).bytes(2 * CHUNK + 3 * ALIGN + 1237))
+    return path
+
+
+def pattern(data: bytes, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=dtype)
+
+
+@pytest.mark.parametrize("throttled", [False, True])
+@pytest.mark.parametrize("direct", [True, False])
+def test_checkpoint_homes_at_any_offset(shard: Path, tmp_path: Path, direct: bool, throttled: bool) -> None:
+    size = shard.stat().st_size
+    data = shard.read_bytes()
+    disk = DiskTier("disk", Ledger("disk"), tmp_path, direct)
+    tier = Throttled(disk, 1e10) if throttled else disk
+    ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    spans = [(0, 16), (1, 1), (8 + 11, 1000), (4095, 2), (4096, 4096), (4097, 8190), (3, 2 * CHUNK), (CHUNK - 2, 4),
+             (CHUNK - 5, CHUNK + 8), (size - 1236, 1236), (size - 5, 4), (size - 2 * CHUNK - 2, 2 * CHUNK)]  # fmt: skip
+    read = 0
+    for start, nbytes in spans:
+        for dtype in (torch.uint8, torch.float16, torch.bfloat16, torch.float32):
+            if nbytes % dtype.itemsize:
+                continue
+            home = tier.checkpoint(shard, start, nbytes, dtype)
+            target = torch.zeros(nbytes // dtype.itemsize, dtype=dtype)
+            tier.load(home, target)
+            whole = ints[dtype.itemsize]  # compared as bits: random floats hold NaNs
+            assert torch.equal(target.view(whole), pattern(data[start : start + nbytes], whole)), (start, nbytes, dtype)
+            read += nbytes
+    assert tier.bytes_read == read
+    assert tier.ledger.used == 0
+    tier.close()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_checkpoint_converts_across_chunks(tmp_path: Path, direct: bool) -> None:
+    values = some(CHUNK // 2 + 5001, torch.float16)  # over one chunk, and an odd start below
+    path = tmp_path / "x.bin"
+    path.write_bytes(b"\x01" * 37 + values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path / "off", direct)
+    home = tier.checkpoint(path, 37, values.nbytes, torch.float16)
+    target = torch.zeros(len(values))
+    tier.load(home, target)
+    assert torch.equal(target, values.float())
+    part = torch.zeros(4000, dtype=torch.float16)
+    tier.load(home.part(CHUNK - 4000, 8000), part)
+    assert torch.equal(part, values[CHUNK // 2 - 2000 :][:4000])
+    tier.close()
+    assert not (tmp_path / "off").exists()  # no spill file was needed
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_checkpoint_faults(shard: Path, tmp_path: Path, direct: bool) -> None:
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, direct)
+    size = shard.stat().st_size
+    with pytest.raises(BadCheckpoint, match=rf"truncated: bytes up to {size + 1:,} are needed, it has {size:,}"):
+        tier.checkpoint(shard, size - 3, 4, torch.float32)
+    with pytest.raises(BadCheckpoint, match="gone"):
+        tier.checkpoint(tmp_path / "gone", 0, 4, torch.float32)
+    before = shard.read_bytes()[:4096]
+    with pytest.raises(ValueError, match="never written"):
+        tier.store(torch.zeros(1024), tier.checkpoint(shard, 0, 4096, torch.float32))
+    assert shard.read_bytes()[:4096] == before
+    shrinking = tmp_path / "shrinking"
+    shrinking.write_bytes(b"x" * 20_000)
+    home = tier.checkpoint(shrinking, 10, 16_000, torch.uint8)
+    os.truncate(shrinking, 9_000)
+    with pytest.raises(BadCheckpoint, match=r"shrinking: the file ended 7,010 bytes early"):
+        tier.load(home, torch.zeros(16_000, dtype=torch.uint8))
+    tier.close()
+
+
+def test_throttled_memory_has_no_checkpoints(shard: Path) -> None:
+    with pytest.raises(TypeError, match="host is not a disk"):
+        Throttled(MemoryTier("host", Ledger("host"))).checkpoint(shard, 0, 4, torch.float32)
+
+
+@pytest.mark.parametrize("size", [0, 5, CHUNK, 10 * CHUNK + 3])
+def test_faster_read_answers_for_any_size(tmp_path: Path, size: int) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b"x" * size)
+    assert faster_read(path, 3 * CHUNK) in (True, False)
+
+
+def test_throttled_takes_the_time_of_the_link() -> None:
+    """Transfers of one direction queue; the other direction has a link of its own."""
+    tier = Throttled(MemoryTier("host", Ledger("host")), read_rate=2e6, write_rate=4e6)
+    home = tier.allocate(100_000, "x")
+    began = time.perf_counter()
+    buffers = [torch.zeros(100_000, dtype=torch.uint8) for _ in range(4)]
+    threads = [threading.Thread(target=tier.load, args=(home, buffer)) for buffer in buffers[:3]]
+    threads.append(threading.Thread(target=tier.store, args=(buffers[3], home)))
+    for thread in threads:
+        thread.start()
+    threads[-1].join()
+    written = time.perf_counter() - began
+    for thread in threads:
+        thread.join()
+    read = time.perf_counter() - began
+    assert 0.15 <= read < 0.4
+    assert 0.025 <= written < 0.14
+
+
+# Ledger.
+
+
+def test_ledger() -> None:
+    ledger = Ledger("host", 100)
+    ledger.reserve(60, "a")
+    ledger.reserve(40, "b")
+    with pytest.raises(OutOfMemory) as caught:
+        ledger.reserve(1, "c")
+    assert str(caught.value) == "host memory: c needs 1 bytes, but 100 of 100 bytes are in use (1 too many)"
+    ledger.release(20, "a")
+    assert (ledger.used, ledger.peak, ledger.entries) == (80, 100, {"a": 40, "b": 40})
+    for what, nbytes in (("a", 41), ("nobody", 1)):
+        with pytest.raises(ValueError, match=f"host: {what} releases {nbytes}"):
+            ledger.release(nbytes, what)
+    ledger.release(40, "a")
+    ledger.release(40, "b")
+    assert (ledger.used, ledger.peak, ledger.entries) == (0, 100, {})
+
+
+def test_ledger_from_many_threads() -> None:
+    ledger = Ledger("host", 10_000)
+    refused: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(500):
+            try:
+                ledger.reserve(1000 + i, f"t{i % 3}")
+            except OutOfMemory:
+                refused.append(i)
+                continue
+            assert ledger.used <= 10_000
+            ledger.release(1000 + i, f"t{i % 3}")
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(16)))
+    assert (ledger.used, ledger.entries) == (0, {})
+    assert ledger.peak <= 10_000
+
+
+# Limits.
+
+
+def group(folder: Path, version: int, limit: str, used: int, cache: int) -> None:
+    names = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+             2: ("memory.max", "memory.current", "inactive_file")}[version]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\nactive_file 9\n")
+
+
+def root_of(tmp_path: Path, lines: str) -> Path:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(lines)
+    return tmp_path
+
+
+def test_cgroup_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = root_of(tmp_path, "0::/user.slice/job\n")
+    base = root / "sys/fs/cgroup"
+    group(base / "user.slice/job", 2, "max", 500, 0)
+    group(base / "user.slice", 2, "4000", 1500, 300)
+    group(base / "other", 2, "10", 5, 0)
+    assert limits.cgroup_memory(root) == [(4000, 1200)]
+    group(base / "user.slice/job", 2, "3000", 900, 1000)  # more cache than use is no debt
+    assert limits.cgroup_memory(root) == [(3000, 0), (4000, 1200)]
+    for free, usable in ((10**6, 2800), (700, 700)):
+        monkeypatch.setattr(limits.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
+        assert limits.usable_memory(root) == usable
+
+
+def test_cgroup_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = root_of(tmp_path, "12:cpu,cpuacct:/job\n9:memory:/docker/job\n1:name=systemd:/init\n0::/docker/job\n")
+    base = root / "sys/fs/cgroup/memory"
+    group(base / "docker/job", 1, "9000", 2500, 500)
+    group(base / "docker", 1, str(2**63 - 4096), 1, 0)
+    group(base, 1, "8000", 100, 0)
+    group(base.parent, 1, "7", 7, 0)  # outside the hierarchy
+    assert limits.cgroup_memory(root) == [(9000, 2000), (8000, 100)]
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=10**9))
+    assert limits.usable_memory(root) == 7000
+
+
+def test_cgroup_seen_from_inside_a_container(tmp_path: Path) -> None:
+    """/proc names the path outside; what is mounted is the container's own group."""
+    root = root_of(tmp_path, "4:memory:/docker/0123abc\n")
+    group(root / "sys/fs/cgroup/memory", 1, "5000", 1000, 0)
+    assert limits.cgroup_memory(root) == [(5000, 1000)]
+
+
+def test_no_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limits.cgroup_memory(tmp_path) == []
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: SimpleNamespace(available=12345))
+    assert limits.usable_memory(tmp_path) == 12345
+    root = root_of(tmp_path, "0::/x\n")
+    (root / "sys/fs/cgroup/x").mkdir(parents=True)
+    (root / "sys/fs/cgroup/x/memory.max").write_text("100\n")  # no memory.current beside it
+    assert limits.cgroup_memory(root) == []
+
+
+def test_usable_disk_of_a_folder_to_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def usage(path: str) -> Any:
+        asked.append(path)
+        return SimpleNamespace(free=4321)
+
+    monkeypatch.setattr(limits.shutil, "disk_usage", usage)
+    assert limits.usable_disk(tmp_path / "a" / "b") == 4321
+    assert asked == [str(tmp_path)]
+    assert list(tmp_path.iterdir()) == []
+
+
+# Machines.
+
+
+@pytest.mark.parametrize(
+    ("kind", "host", "links", "message"),
+    [
+        ("tpu", None, None, "device is 'tpu'; it must be one of auto, cpu, cuda, sim"),
+        ("cpu", 1 << 20, None, "host memory cannot be set for device 'cpu'.*use --device-mem"),
+        ("cpu", None, Links(h2d=1.0), "link rates can be set for device 'sim' only, not 'cpu'"),
+        ("cuda", None, None, "torch sees no CUDA GPU; use --device cpu"),
+    ],
+)
+def test_machine_refusals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, host: int | None, links: Links | None, message: str
+) -> None:
+    monkeypatch.setattr(machine.cuda, "available", lambda: False)
+    with pytest.raises(InvalidInput, match=message):
+        make_machine(kind, None, host, tmp_path, links)
+
+
+def test_cpu_machine_is_one_memory(tmp_path: Path) -> None:
+    made = make_machine("cpu", 10 * ALIGN, None, tmp_path)
+    made.device.allocate(6 * ALIGN, "weights")
+    with pytest.raises(OutOfMemory):
+        made.host.allocate(5 * ALIGN, "cache")
+    assert made.capacity.shared
+    assert not made.capacity.staged
+    made.close()
+
+
+def test_sim_machine_is_three(tmp_path: Path) -> None:
+    made = make_machine("sim", 10 * ALIGN, 5 * ALIGN, tmp_path, Links(h2d=1e9, disk_write=1e9))
+    assert (made.capacity.device, made.capacity.host, made.capacity.staged) == (10 * ALIGN, 5 * ALIGN, True)
+    made.device.allocate(10 * ALIGN, "weights")
+    home = made.host.allocate(5 * ALIGN, "weights")
+    spilled = made.disk.allocate(300, "cache")
+    made.host.load(home, torch.zeros(5 * ALIGN, dtype=torch.uint8))
+    made.disk.store(torch.zeros(300, dtype=torch.uint8), spilled)
+    assert made.traffic() == {"disk_read": 0, "disk_write": 300, "h2d": 5 * ALIGN, "d2h": 0}
+    made.close()
