@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,7 @@ from flexengine.model.checkpoint import match, read_checkpoint
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
 from flexengine.model.source import resolve
 from flexengine.plan.layout import Layout, Workload, lay_out
-from flexengine.plan.rule import default_policy, planned
+from flexengine.plan.rule import default_policy, planned, reshaped
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
@@ -108,6 +108,7 @@ class Engine:
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
         self._weights: Weights | None = None
+        self._busy = False
 
     def __enter__(self) -> "Engine":
         return self
@@ -129,6 +130,10 @@ class Engine:
 
     def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
         """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`."""
+        if isinstance(prompts, str | Mapping):
+            raise InvalidInput("prompts is a single prompt; pass a list of prompts")
+        if self._busy:
+            raise InvalidInput("this engine is generating already; finish or close the other stream first")
         rows = [p if isinstance(p, Row) else row_of(p, i) for i, p in enumerate(prompts)]
         limit = self.skeleton.context_length or 1 << 40
         vocabulary = self.skeleton.head[1][0]
@@ -141,6 +146,13 @@ class Engine:
         if not requests:
             self.summary = self._summarise(progress, None, 0.0, {})
             return
+        self._busy = True
+        try:
+            yield from self._generate(requests, progress)
+        finally:
+            self._busy = False
+
+    def _generate(self, requests: list[Request], progress: Progress) -> Iterator[Result]:
         began = time.perf_counter()
         job = self._prepare(requests)
         loaded = time.perf_counter() - began
@@ -149,10 +161,10 @@ class Engine:
             with job.executor:
                 yield from self._run(job, progress)
         finally:
-            if self.trace:
-                self.trace.write()
             self.summary = self._summarise(progress, job, loaded, before)
             job.worker.close()
+            if self.trace:
+                self.trace.write()
 
     def plan(self, requests: Iterable[Request]) -> Layout:
         """The layout a job of these requests gets: the given policy, or the rule's. Raises OutOfMemory."""
@@ -162,7 +174,8 @@ class Engine:
         capacity = planned(self.machine.capacity)
         if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
             with contextlib.suppress(OutOfMemory):
-                return lay_out(self.facts, self._weights.layout.policy, workload, capacity)
+                kept = reshaped(self._weights.layout.policy, self.facts, workload, capacity)
+                return lay_out(self.facts, kept, workload, capacity)
         return lay_out(self.facts, default_policy(self.facts, workload, capacity), workload, capacity)
 
     @torch.no_grad()
@@ -171,7 +184,8 @@ class Engine:
         weights = self._place_weights(layout)
         cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
         hidden = Hidden(self.facts, layout, self.machine, self.dtype)
-        worker = Worker(self.skeleton, weights, cache, hidden, layout.account["device"]["workspace"])
+        room = {what: layout.account["device"].get(what, 0) for what in ("workspace", "paused forwards")}
+        worker = Worker(self.skeleton, weights, cache, hidden, room)
         streamed = weights.streamed
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
         away = any(streamed) or layout.cache_buffer or layout.hidden_buffer

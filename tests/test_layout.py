@@ -60,6 +60,9 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     block = policy.gpu_batch_size * (1 if policy.schedule == "row" else policy.num_gpu_batches)
     row = model.hidden * model.itemsize
     prompts = sum(sorted(p for p, _ in work.lengths)[::-1][:block]) + block
+    if block > policy.gpu_batch_size or prompts - block > policy.prefill_tokens:  # several passes open at a time
+        logits = 4 * model.vocabulary * min(block, len(work.lengths))
+        account["device"]["paused forwards"] = up(2 * prompts * row + logits, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
     account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0

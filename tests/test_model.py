@@ -47,18 +47,20 @@ def test_skeleton_names_every_parameter(families: Any, family: str) -> None:
 def test_narrow_checkpoints_are_computed_in_fp32(tmp_path: Path, dtype: torch.dtype, weights: Any) -> None:
     """Wherever they live, fp16 and bf16 weights are decoded to fp32: the reference is the upcast model."""
     from conftest import prompts_of, reference
+    from transformers import AutoModelForCausalLM
 
     from flexengine import Policy
 
-    model = make_checkpoint("llama", tmp_path).to(dtype)
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    narrow = tmp_path / "narrow"
+    make_checkpoint("llama", tmp_path / "wide").to(dtype).save_pretrained(narrow, max_shard_size="100KB")
+    assert len(list(narrow.glob("*.safetensors"))) > 1
     prompts = prompts_of(601)[:4]
-    expected = reference(model.float(), prompts)
+    # Read back, not model.float(): .to(dtype) has narrowed the rotary frequencies too.
+    expected = reference(AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32), prompts)
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=weights)
     rows = [{"prompt_token_ids": p} for p in prompts]
     for device in ("cpu", "sim"):
-        with Engine(tmp_path, policy, device=device) as engine:
+        with Engine(narrow, policy, device=device) as engine:
             assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels
 
-GATHERED = 2**28  # bytes of gathered K and V held at once
+GATHERED = 2**26  # bytes of gathered K and V held at once
 
 
 class CudaKernels(ReferenceKernels):
@@ -64,4 +64,5 @@ def _decode(
     else:
         weights = torch.softmax(scores, -1)
     # What lies beyond a sequence's end may be anything, NaN too, and 0 * NaN is NaN.
-    return (weights @ v.masked_fill(~seen[:, None, :, None], 0.0)).reshape(n, heads, dim).to(q.dtype)
+    out: Tensor = (weights @ v.masked_fill(~seen[:, None, :, None], 0.0)).reshape(n, heads, dim).to(q.dtype)
+    return out

@@ -75,11 +75,10 @@ def read_checkpoint(directory: Path) -> dict[str, Stored]:
 
 
 def _shards(directory: Path) -> list[Path]:
-    index = directory / "model.safetensors.index.json"
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():  # where there are both, transformers takes this one
+        return [single]
     if not index.exists():
-        single = directory / "model.safetensors"
-        if single.exists():
-            return [single]
         found = sorted(directory.glob("*.safetensors"))
         if not found:
             raise BadCheckpoint(f"{directory} holds no .safetensors file")

@@ -116,7 +116,9 @@ class PausingEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Any:
         rows, ids = _pause(Embed(ids))
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
-        return self.embedding(ids)
+        out = self.embedding(ids)
+        self.embedding._parameters["weight"] = None  # hold no rows between passes
+        return out
 
 
 class PausingHead(nn.Module):

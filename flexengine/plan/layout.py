@@ -17,6 +17,7 @@ TENSOR_ALIGN = 64  # of tensors within a slot
 PAGE_TOKENS = 16  # of KV pages on the device
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
+_REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
@@ -148,6 +149,20 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(tokens * moment * model.itemsize + logits)
 
 
+def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
+    """Bytes that the paused forward passes of a whole sweep hold on the device.
+
+    Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
+    there are any) to the end, and its hidden states where those are at home on the device.
+    """
+    prompts = workload.prompt_tokens(policy.block_size)
+    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
+        return 0  # a single batch, which the workspace covers
+    tokens = prompts + policy.block_size
+    logits = 4 * model.vocabulary * min(policy.block_size, len(workload.lengths) or 1)
+    return aligned(2 * tokens * model.hidden * model.itemsize + logits)
+
+
 def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
     """The layout of a job. KV pools take what the workload needs or what memory is left, whichever is less.
 
@@ -157,6 +172,7 @@ def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Cap
     _weights(layout, model, capacity)
     _hidden(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload))
+    layout.book("device", "paused forwards", paused(model, policy, workload))
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     _cache(layout, model, workload, capacity)
@@ -260,8 +276,9 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     if not any(p.pages for p in layout.pools.values()):
         tier = next(iter(places))
         page = layout.page_bytes[tier] * layers
-        raise OutOfMemory(tier, f"the KV cache of one sequence of {longest:,} tokens", page * pages_for(longest, 1),
-                          layout.total(tier), getattr(capacity, tier) or 0)  # fmt: skip
+        needed = page * pages_for(longest, layout.pools[tier].page_tokens)
+        raise OutOfMemory(tier, f"the KV cache of one sequence of {longest:,} tokens", needed,
+                          _used(layout, tier, capacity), _limit(tier, capacity) or 0, _REMEDY)  # fmt: skip
 
 
 def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
@@ -284,6 +301,5 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
     limit, used = _limit(tier, capacity), _used(layout, tier, capacity)
     if limit is not None and used > limit:
         last = list(layout.account[tier].values())[-1:] or [0]
-        remedy = "give more memory, move a share of the policy to another tier, or make the block smaller"
         parts = ", ".join(f"{name} {n:,}" for name, n in layout.account[tier].items())
-        raise OutOfMemory(tier, f"{what} ({parts})", last[0], used - last[0], limit, remedy)
+        raise OutOfMemory(tier, f"{what} ({parts})", last[0], used - last[0], limit, _REMEDY)

@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import Capacity, ModelFacts, Workload, lay_out
+from flexengine.plan.layout import PAGE_TOKENS, Capacity, ModelFacts, Workload, lay_out
 from flexengine.policy import Policy, Split
+from flexengine.schedule.order import pages_for
 
 GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
@@ -28,9 +29,7 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     leaves filled with weights: first as stored in RAM, then decoded on the device. Raises OutOfMemory when not even
     one sequence with streamed weights fits.
     """
-    count = max(1, min(BLOCK, len(workload.lengths)))
-    base = Policy(gpu_batch_size=min(GPU_BATCH, count), num_gpu_batches=-(-count // min(GPU_BATCH, count)),
-                  prefill_tokens=TOKENS)  # fmt: skip
+    base = _shape(workload)
     if capacity.device is None:
         return base
     for policy in _narrower(base):
@@ -39,20 +38,39 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     streamed = replace(base, weights=_DISK)
     choices = [replace(p, slots=slots) for p in _narrower(streamed) for slots in (2, 1)]
     scores = [_score(model, choice, workload, capacity) for choice in choices]
-    best = max(range(len(choices)), key=lambda i: scores[i])
+    best = next(i for i, score in enumerate(scores) if score >= 0.95 * max(scores))
     if not scores[best]:
         lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
     return _fill(model, choices[best], workload, capacity)
 
 
+def reshaped(policy: Policy, model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
+    """A policy for another workload with the weights where `policy` put them. Raises OutOfMemory if none fits."""
+    choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in _narrower(_shape(workload))]
+    scores = [_score(model, choice, workload, capacity) for choice in choices]
+    best = next(i for i, score in enumerate(scores) if score >= 0.95 * max(scores))
+    if not scores[best]:
+        lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
+    return choices[best]
+
+
+def _shape(workload: Workload) -> Policy:
+    """The largest block worth having for a workload."""
+    count = max(1, min(BLOCK, len(workload.lengths)))
+    batch = min(GPU_BATCH, count)
+    return Policy(gpu_batch_size=batch, num_gpu_batches=-(-count // batch), prefill_tokens=TOKENS)
+
+
 def _score(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> float:
     """0 if the policy does not fit; else what a sweep over streamed weights yields: sequences alive, halved without
-    overlap. Of equals the first, with the larger micro-batches, wins."""
+    overlap. Among near equals the first, with the larger micro-batches, is taken."""
     try:
         layout = lay_out(model, policy, workload, capacity)
     except OutOfMemory:
         return 0.0
-    return sum(p.pages for p in layout.pools.values()) * (1.0 if policy.slots > 1 else 0.5)
+    peaks = sum(pages_for(n, PAGE_TOKENS) for n in workload.longest(len(workload.lengths)))
+    alive = sum(p.pages for p in layout.pools.values()) * len(workload.lengths) / max(1, peaks)
+    return min(policy.block_size, alive) * (1.0 if policy.slots > 1 else 0.5)
 
 
 def _narrower(policy: Policy) -> list[Policy]:

@@ -66,6 +66,8 @@ class Inline(Lane):
             for earlier in after:
                 earlier.wait()
             work()
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # copies from pinned memory are still under way
+                torch.cuda.current_stream().synchronize()
         except BaseException as error:
             done.set(error)
             raise
@@ -120,6 +122,10 @@ class Stream(Thread):
             work()
             done.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.event.record(self._stream)
+
+    def close(self) -> None:
+        super().close()
+        self._stream.synchronize()  # a load for a sweep that never came may still be under way
 
 
 def new_lane(kind: str, name: str) -> Lane:

@@ -101,9 +101,14 @@ class Program:
         while self.issued < upto:
             unit = self.cycle[self.issued % len(self.cycle)]
             slot = self.issued % self.slots
+            # One of the loads speaks for the parts of the slot that this unit leaves empty.
+            empty = tuple(("w", slot, home) for home in self.routes.load if home not in self.streamed[unit])
             for home in self.streamed[unit]:
                 task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot)
-                yield from _route(task, self.routes.load, (), ("w", slot, home), ("wstage", slot))
+                *first, last = _route(task, self.routes.load, (), ("w", slot, home), ("wstage", slot))
+                yield from first
+                yield last._replace(writes=last.writes + empty)
+                empty = ()
             self.issued += 1
 
     def _next(self, kind: str) -> int:

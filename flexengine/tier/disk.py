@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -112,6 +112,8 @@ class DiskTier(Tier):
         self.ledger.release(aligned(home.nbytes), what)
         with self._lock:
             self._free.append((home.start, aligned(home.nbytes)))
+            if not self.ledger.used:
+                self._free, self._end = [], 0
 
     def _open_spill(self) -> File:
         try:
@@ -165,6 +167,7 @@ class DiskTier(Tier):
         for run in runs:
             if run.nbytes >= CHUNK // 4:
                 waiting += self._stream_run(run, buffers)
+        wait(waiting)  # all of them, before an error of one lets the target go
         for done in waiting:
             done.result()
         with self._lock:

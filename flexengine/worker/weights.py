@@ -193,7 +193,10 @@ class Weights:
         return rows.to(ids.device), inverse.to(ids.device)
 
     def close(self) -> None:
-        """Gives all memory back to the ledgers."""
+        """Gives all memory back: the modules forget their weights, the ledgers their entries."""
+        for group in (*self.skeleton.layers, self.skeleton.others):
+            for slot in group.values():
+                _bind(slot, _parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
         for name, home in self._homes.items():
             if self._tier(name) != "disk":
                 self.machine.tier(self._tier(name)).free(home, "weights")
@@ -201,6 +204,8 @@ class Weights:
             self.machine.device.free(home, "weight slots")
         for home in self._stages:
             self.machine.host.free(home, "weight staging")
+        for held in (self._homes, self._resident, self._views, self._slots, self._stages):
+            held.clear()
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

@@ -40,15 +40,18 @@ class Run:
 class Worker:
     """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to new token.
 
-    workspace: bytes kept free for what one gpu_batch needs while it is computed.
+    room: bytes kept free, by purpose, for what torch allocates while it computes.
     """
 
-    def __init__(self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, workspace: int) -> None:
+    def __init__(
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, room: dict[str, int]
+    ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.layers = len(skeleton.layers)
         # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
-        weights.machine.device.ledger.reserve(workspace, "workspace")
-        self._workspace = workspace
+        for what, nbytes in room.items():
+            weights.machine.device.ledger.reserve(nbytes, what)
+        self._room = room
         self.sampled: dict[int, int] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
@@ -136,4 +139,5 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
-        self.weights.machine.device.ledger.release(self._workspace, "workspace")
+        for what, nbytes in self._room.items():
+            self.weights.machine.device.ledger.release(nbytes, what)
