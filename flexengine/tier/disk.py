@@ -188,11 +188,14 @@ class DiskTier(Tier):
     def _stream_run(self, run: "Run", buffers: "queue.SimpleQueue[torch.Tensor]") -> list["Future[None]"]:
         """Reads a long run chunk by chunk; returns the conversions still under way."""
         waiting = []
-        for low in range(run.start // ALIGN * ALIGN, run.end, CHUNK):
+        low = run.start // ALIGN * ALIGN
+        while low < run.end:
             buffer = buffers.get()
-            high = min(low + CHUNK, aligned(run.end))
+            # On the file's own grid of chunks: what the kernel caches in large folios is then read and dropped whole.
+            high = min(low // CHUNK * CHUNK + CHUNK, aligned(run.end))
             self._read(run.file, buffer[: high - low], low, min(high, run.end))
             waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, buffers))
+            low = high
         return waiting
 
     def _convert_block(
@@ -217,7 +220,8 @@ class DiskTier(Tier):
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; was it changed meanwhile?")
         if not file.direct and file is not self._spill:
-            os.posix_fadvise(file.fd, low, len(buffer), os.POSIX_FADV_DONTNEED)
+            grid = low // CHUNK * CHUNK
+            os.posix_fadvise(file.fd, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
         """Converts those parts of the run's homes that lie in file bytes low .. high, which `buffer` holds."""
