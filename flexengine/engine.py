@@ -139,6 +139,8 @@ class Engine:
         vocabulary = self.skeleton.head[1][0]
         encoded = [encode(row, self.tokenizer, limit, params or SamplingParams(), vocabulary) for row in rows]
         requests = [r for r in encoded if isinstance(r, Request)]
+        requests, refused = self._fitting(requests)
+        encoded = [refused.get(r.index, r) for r in encoded]
         progress = Progress(failed=len(encoded) - len(requests), most=sum(r.sampling.max_tokens for r in requests))
         for row in encoded:
             if isinstance(row, Row):
@@ -151,6 +153,31 @@ class Engine:
             yield from self._generate(requests, progress)
         finally:
             self._busy = False
+
+    def _fitting(self, requests: list[Request]) -> tuple[list[Request], dict[int, Row]]:
+        """Sets aside requests too long for this machine even alone; raises OutOfMemory if that is not the trouble."""
+        try:
+            if requests:
+                self.plan(requests)
+            return requests, {}
+        except OutOfMemory as error:
+            whole = error
+        ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens)
+        low, high = 0, len(ordered)
+        while low < high:
+            middle = (low + high) // 2
+            try:
+                self.plan([ordered[middle]])
+                low = middle + 1
+            except OutOfMemory as error:
+                high, whole = middle, error
+        if low in (0, len(ordered)):
+            raise whole
+        refused = {}
+        for r in ordered[low:]:
+            size = f"prompt of {len(r.prompt_ids)} tokens + max_tokens {r.sampling.max_tokens}"
+            refused[r.index] = Row(r.index, 0, error=f"row {r.index}: {size} cannot be held: {whole}")
+        return [r for r in requests if r.index not in refused], refused
 
     def _generate(self, requests: list[Request], progress: Progress) -> Iterator[Result]:
         began = time.perf_counter()

@@ -19,7 +19,7 @@ def _split(name: str, value: Sequence[float]) -> Split:
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(numbers) != 3 or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
         raise InvalidInput(f"policy {name} is {value!r}; it must be three fractions [device, host, disk]")
-    if min(numbers) < 0 or abs(sum(numbers) - 1) > 1e-6:
+    if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
         raise InvalidInput(f"policy {name} is {numbers}; fractions must be at least 0 and sum to 1, not {sum(numbers)}")
     return (float(numbers[0]), float(numbers[1]), float(numbers[2]))
 

@@ -135,6 +135,32 @@ def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, t
     assert summary["sweeps"] > NEW
 
 
+def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path: Path) -> None:
+    known = families("llama")
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        layout = engine.plan(_requests(known))
+    rows = [*known.rows, {"prompt_token_ids": [5] * 100, "max_tokens": 150}]
+    size = layout.total("device") - layout.account["device"]["KV cache"] // 2
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=size) as engine:
+        *good, bad = engine.generate(rows, GREEDY)
+        assert [r.token_ids for r in good] == known.expected
+        assert bad.error is not None
+        assert "prompt of 100 tokens + max_tokens 150 cannot be held" in bad.error
+        assert (engine.summary["rows"], engine.summary["failed"]) == (8, 1)
+
+
+def test_a_later_job_gets_a_block_of_its_own(families: Any, tmp_path: Path) -> None:
+    """The weights stay where the first job put them; the block fits the second."""
+    known = families("llama")
+    with Engine(known.directory, device="sim", offload_dir=tmp_path, device_mem="3M") as engine:
+        engine.generate(known.rows[:1], GREEDY)
+        homes = engine.summary["policy"]["weights"]
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        assert engine.summary["policy"]["gpu_batch_size"] == 8
+        assert engine.summary["policy"]["weights"] == homes
+
+
 def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
     """With throttled links wall time is at most 1.15 x the busiest lane; with overlap off it nears the sum.
 

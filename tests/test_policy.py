@@ -194,6 +194,7 @@ def test_shipped_policies_load() -> None:
         ([1, 1, 8], (0.5, 0, 0.5), ["disk", "disk", "device"]),
         ([], (0.5, 0, 0.5), []),
         ([0, 0], (0, 0, 1), ["disk", "disk"]),
+        ([10**7, 1], (0, 1 - 5e-7, 0), ["host", "host"]),  # fractions may sum to a little less than 1
     ],
 )
 def test_place(sizes: list[int], split: tuple[float, float, float], homes: list[str]) -> None:

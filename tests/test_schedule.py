@@ -366,6 +366,17 @@ def test_lanes_and_staging_of_a_disk_cell() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_buffers_take_turns(slots: int) -> None:
+    """Each off-device cell takes the next buffer, so that `slots` of them are under way; no sweep starts anew."""
+    done = tasks_of(Program([()] * 3, 2, slots, STAGED), uniform(2, "host", "disk"), 3)
+    away = [t for tasks in done for t in tasks if t.op is Op.COMPUTE and t.cell.layer < 2]
+    for buffers in ([t.cache for t in away], [t.hidden for t in away]):
+        assert buffers == [(buffers[0] + i) % slots for i in range(12)]
+    ends = [t for tasks in done for t in tasks if t.op is Op.COMPUTE and t.cell.layer == 2]
+    assert {(t.cache, t.hidden) for t in ends} == {(-1, -1)}
+
+
 def test_nothing_moves_that_needs_not() -> None:
     """Resident everything is compute alone; a prompt's first piece loads no cache; the last layer stores no hidden."""
     assert {t.op for t in Program([(), ()], 1, 2, STAGED).sweep(0, uniform(3), True)} == {Op.COMPUTE}
@@ -500,6 +511,11 @@ def test_form_batches_bounds_and_order() -> None:
         assert not any(fits((*batch, after[0])) for batch, after in pairwise(formed))
 
 
+def test_pieces_of_one_sequence_are_never_together() -> None:
+    pieces = [Piece(0, 0, 2, False), Piece(0, 2, 2, True), Piece(1, 0, 1, True)]
+    assert form_batches(pieces, 9, 99, 4, None) == [(pieces[0],), (pieces[1], pieces[2])]
+
+
 # Sweeps.
 
 
@@ -544,7 +560,9 @@ class Watched:
         self.check_pieces([p for b in batches for p in b.pieces])
         ended = {s for s in sweeps.live if self.rng.random() < self.early}
         foreseen = sweeps.another
-        for sequence in sweeps.advance(batches, ended):
+        gone = sweeps.advance(batches, ended)
+        assert {s.id for s in gone} >= ended
+        for sequence in gone:
             self.left[sequence.id] += 1
             del self.held[sequence.id]
             assert sequence.id in ended or sequence.generated == self.rows[sequence.id][1]

@@ -98,6 +98,12 @@ class TierTests:
         values[1], values[3] = some(4500, seed=8), some(900, seed=9)
         homes[1], homes[3] = self.put(tier, values[1], "t1"), self.put(tier, values[3], "t3")
         assert all(torch.equal(self.get(tier, h), v) for h, v in zip(homes, values, strict=True))
+        tier.free(homes[1], "t1")
+        values[1] = some(1024, seed=10)  # room for four of these
+        homes[1] = self.put(tier, values[1], "t1")
+        values += [some(1024, seed=11), some(1024, seed=12)]
+        homes += [self.put(tier, v, "t1") for v in values[-2:]]
+        assert all(torch.equal(self.get(tier, h), v) for h, v in zip(homes, values, strict=True))
 
     def test_account(self, tier: Tier) -> None:
         one = tier.allocate(1, "one")
@@ -349,7 +355,8 @@ def test_ledger() -> None:
             ledger.release(nbytes, what)
     ledger.release(40, "a")
     ledger.release(40, "b")
-    assert (ledger.used, ledger.peak, ledger.entries) == (0, 100, {})
+    ledger.reserve(10, "c")
+    assert (ledger.used, ledger.peak, ledger.entries) == (10, 100, {"c": 10})
 
 
 def test_ledger_from_many_threads() -> None:

@@ -261,6 +261,8 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
     if "disk" in places and capacity.staged:
         layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
+    for tier in TIERS:
+        _check(layout, tier, capacity, "weights, buffers and workspace")
     for tier, count in places.items():
         page = layout.page_bytes[tier] * layers
         tokens = page // (model.kv_token * layers)

@@ -62,15 +62,19 @@ def _shape(workload: Workload) -> Policy:
 
 
 def _score(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> float:
-    """0 if the policy does not fit; else what a sweep over streamed weights yields: sequences alive, halved without
-    overlap. Among near equals the first, with the larger micro-batches, is taken."""
+    """0 if the policy does not fit; else the inverse of how often its block is filled to finish the workload.
+
+    Every filling streams all weights once per token; without overlap the score is halved. Among near equals the first
+    choice, with the larger micro-batches, is taken.
+    """
     try:
         layout = lay_out(model, policy, workload, capacity)
     except OutOfMemory:
         return 0.0
     peaks = sum(pages_for(n, PAGE_TOKENS) for n in workload.longest(len(workload.lengths)))
     alive = sum(p.pages for p in layout.pools.values()) * len(workload.lengths) / max(1, peaks)
-    return min(policy.block_size, alive) * (1.0 if policy.slots > 1 else 0.5)
+    rounds = -(-len(workload.lengths) // max(1, min(policy.block_size, int(alive))))
+    return (1.0 if policy.slots > 1 else 0.5) / rounds
 
 
 def _narrower(policy: Policy) -> list[Policy]:

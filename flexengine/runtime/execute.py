@@ -39,9 +39,10 @@ class Executor:
         pending: list[Done] = []
         for task in program:
             done = self._submit(task)
-            if task.op is not Op.LOAD_WEIGHT:
+            failed = done.error is not None
+            if failed or task.op is not Op.LOAD_WEIGHT:
                 pending.append(done)
-            if done.error is not None:
+            if failed:
                 break
         for done in pending:
             done.wait()

@@ -80,7 +80,7 @@ class Program:
         A weight load waits for its slot, and a lane is first come first served; so it is emitted behind the cache and
         hidden loads of the next unit's first cells, which need not wait.
         """
-        horizon = self.used + len(self.cycle) + (self.slots if more and self.cycle else 0)
+        horizon = self.used + len(self.cycle) + (min(self.slots, len(self.cycle)) if more else 0)
         yield from self._weights(number, min(self.used + self.slots, horizon))
         ahead = min(self.slots, len(batches)) - 1
         for j, homes in enumerate(self.streamed):
