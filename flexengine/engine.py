@@ -155,7 +155,7 @@ class Engine:
             self._busy = False
 
     def _fitting(self, requests: list[Request]) -> tuple[list[Request], dict[int, Row]]:
-        """Sets aside requests too long for this machine even alone; raises OutOfMemory if that is not the trouble."""
+        """Sets aside the longest requests where they are why a job cannot be held; raises if the shortest cannot."""
         try:
             if requests:
                 self.plan(requests)
@@ -167,11 +167,11 @@ class Engine:
         while low < high:
             middle = (low + high) // 2
             try:
-                self.plan([ordered[middle]])
+                self.plan(ordered[: middle + 1])
                 low = middle + 1
             except OutOfMemory as error:
                 high, whole = middle, error
-        if low in (0, len(ordered)):
+        if low == 0:
             raise whole
         refused = {}
         for r in ordered[low:]:

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 
     from flexengine.engine import Engine
 
-    with _bar() as bar:
+    with _Bar() as bar:
         engine = Engine(args.model, policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
                         trace=args.trace, on_sweep=bar.show)  # fmt: skip
         with engine, ResultWriter(args.output) as writer:
@@ -108,10 +108,6 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._bar.close()
-
-
-def _bar() -> _Bar:
-    return _Bar()
 
 
 def summary_line(s: dict[str, Any]) -> str:

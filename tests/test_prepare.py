@@ -30,7 +30,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, ModelNotFound, OutOfMemory, UnsupportedModel
-from flexengine.model import gguf, prepare, shards, source
+from flexengine.model import gguf, prepare, source
+from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared, prepared_bin, prepared_gguf
 from flexengine.model.source import resolve
 
@@ -288,7 +289,7 @@ def bin_model(path: Path, shards: int = 1) -> torch.nn.Module:
 
 @pytest.mark.parametrize("shards", [1, 3])
 def test_bin_to_safetensors(tmp_path, shards, monkeypatch):
-    monkeypatch.setattr(shards.ShardWriter.__init__, "__defaults__", (2000,))
+    monkeypatch.setattr(shard_files.ShardWriter.__init__, "__defaults__", (2000,))
     model = bin_model(tmp_path / "m", shards)
     found = resolve(str(tmp_path / "m"))
     assert found.name == "m"
@@ -380,7 +381,7 @@ def test_conversion_memory_is_bounded(tmp_path):
         [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out")], capture_output=True, check=True,
         cwd=Path(__file__).parents[1],
     )  # fmt: skip
-    assert int(done.stdout) < shards.SHARD_BYTES + 2 * 40e6 + 20e6
+    assert int(done.stdout) < shard_files.SHARD_BYTES + 2 * 40e6 + 20e6
 
 
 # --- the cache
@@ -486,7 +487,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, cache):
 
 def test_no_room_and_no_place(tmp_path, monkeypatch):
     with pytest.raises(OutOfMemory, match=r"disk memory: weights.*FLEXENGINE_CACHE"):
-        shards.check_room(tmp_path, "weights", 10**18)
+        shard_files.check_room(tmp_path, "weights", 10**18)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
     with pytest.raises(InvalidInput, match="FLEXENGINE_CACHE"):

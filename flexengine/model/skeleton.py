@@ -106,7 +106,7 @@ def build(directory: Path, dtype: torch.dtype) -> Skeleton:
         raise
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error or repr(error)}") from error
-    _restore_buffers(model, dtype)
+    _restore_buffers(model)
     return skeleton
 
 
@@ -222,7 +222,7 @@ def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor
     return event.q.new_empty(1, tokens, heads, head_dim)
 
 
-def _restore_buffers(model: Any, dtype: torch.dtype) -> None:
+def _restore_buffers(model: Any) -> None:
     """Computes the buffers no checkpoint holds (rotary frequencies): on meta they were never filled."""
     for module in model.modules():
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}

@@ -1,4 +1,4 @@
-"""Lanes: serial resources that run tasks. The only place with threads and CUDA streams."""
+"""Lanes: serial resources that run tasks. The only place with CUDA streams, and with threads that run tasks."""
 
 import queue
 import threading

@@ -8,7 +8,7 @@ from flexengine.schedule.program import Task
 
 
 class Trace:
-    """Collects task spans and writes them to `path` on close. Raises InvalidInput at once if that cannot be written."""
+    """Collects task spans and writes them to `path` when told. Raises InvalidInput at once if it cannot."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
