@@ -19,7 +19,7 @@ from flexengine.job.prompts import Request, Row, encode, row_of
 from flexengine.model.checkpoint import match, read_checkpoint
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
 from flexengine.model.source import resolve
-from flexengine.plan.layout import Layout, Workload, lay_out
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
 from flexengine.plan.rule import default_policy, planned, reshaped
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
@@ -161,6 +161,8 @@ class Engine:
                 self.plan(requests)
             return requests, {}
         except OutOfMemory as error:
+            if not error.what.startswith(ONE_SEQUENCE):
+                raise
             whole = error
         ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens)
         low, high = 0, len(ordered)

@@ -17,6 +17,7 @@ TENSOR_ALIGN = 64  # of tensors within a slot
 PAGE_TOKENS = 16  # of KV pages on the device
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
+ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
 
 
@@ -274,12 +275,12 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         old = layout.pools.get(tier)
         layout.pools[tier] = Pool(pages, tokens, old.batch_pages if old else None)
         layout.book(tier, "KV cache", aligned(pages * page))
-        _check(layout, tier, capacity, f"the KV cache of one sequence of {longest:,} tokens")
+        _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
     if not any(p.pages for p in layout.pools.values()):
         tier = next(iter(places))
         page = layout.page_bytes[tier] * layers
         needed = page * pages_for(longest, layout.pools[tier].page_tokens)
-        raise OutOfMemory(tier, f"the KV cache of one sequence of {longest:,} tokens", needed,
+        raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed,
                           _used(layout, tier, capacity), _limit(tier, capacity) or 0, _REMEDY)  # fmt: skip
 
 
