@@ -11,6 +11,7 @@ import torch
 from conftest import LENGTHS, NEW
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.job.prompts import Request
 from flexengine.tier.machine import Links
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -102,8 +103,6 @@ def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dic
 
 
 def _requests(family: Any) -> list[Any]:
-    from flexengine.job.prompts import Request
-
     return [Request(i, tuple(p), GREEDY) for i, p in enumerate(family.prompts)]
 
 
@@ -139,9 +138,11 @@ def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path:
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
-        layout = engine.plan(_requests(known))
+        half = engine.plan(_requests(known)).account["device"]["KV cache"] // 2
+        long = Request(8, (5,) * 100, SamplingParams(max_tokens=150))
+        layout = engine.plan([*_requests(known), long])
     rows = [*known.rows, {"prompt_token_ids": [5] * 100, "max_tokens": 150}]
-    size = layout.total("device") - layout.account["device"]["KV cache"] // 2
+    size = layout.total("device") - layout.account["device"]["KV cache"] + half
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=size) as engine:
         *good, bad = engine.generate(rows, GREEDY)
         assert [r.token_ids for r in good] == known.expected
