@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from flexengine.config import Result, SamplingParams, parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.prompts import Request, Row, encode, row_of
 from flexengine.model.checkpoint import match, read_checkpoint
+from flexengine.model.prepare import cache_root
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
 from flexengine.model.source import resolve
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
@@ -91,7 +91,7 @@ class Engine:
         on_sweep: Callable[[Progress], None] | None = None,
     ) -> None:
         device_bytes, host_bytes = (parse_size(s) if s is not None else None for s in (device_mem, host_mem))
-        offload = Path(offload_dir) if offload_dir else _default_offload()
+        offload = Path(offload_dir) if offload_dir else cache_root() / "offload"
         self.machine = make_machine(device, device_bytes, host_bytes, offload, links)
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
@@ -314,11 +314,6 @@ class Engine:
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
             "policy": job.layout.policy.to_json() if job else None,
         }
-
-
-def _default_offload() -> Path:
-    root = os.environ.get("FLEXENGINE_CACHE") or Path.home() / ".cache" / "flexengine"
-    return Path(root) / "offload"
 
 
 def _load_tokenizer(directory: Path) -> Any:

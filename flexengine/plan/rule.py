@@ -37,21 +37,13 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
             return policy
     streamed = replace(base, weights=_DISK)
     choices = [replace(p, slots=slots) for p in _narrower(streamed) for slots in (2, 1)]
-    scores = [_score(model, choice, workload, capacity) for choice in choices]
-    best = next(i for i, score in enumerate(scores) if score >= 0.95 * max(scores))
-    if not scores[best]:
-        lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
-    return _fill(model, choices[best], workload, capacity)
+    return _fill(model, _best(choices, model, workload, capacity), workload, capacity)
 
 
 def reshaped(policy: Policy, model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
     """A policy for another workload with the weights where `policy` put them. Raises OutOfMemory if none fits."""
     choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in _narrower(_shape(workload))]
-    scores = [_score(model, choice, workload, capacity) for choice in choices]
-    best = next(i for i, score in enumerate(scores) if score >= 0.95 * max(scores))
-    if not scores[best]:
-        lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
-    return choices[best]
+    return _best(choices, model, workload, capacity)
 
 
 def _shape(workload: Workload) -> Policy:
@@ -59,6 +51,15 @@ def _shape(workload: Workload) -> Policy:
     count = max(1, min(BLOCK, len(workload.lengths)))
     batch = min(GPU_BATCH, count)
     return Policy(gpu_batch_size=batch, num_gpu_batches=-(-count // batch), prefill_tokens=TOKENS)
+
+
+def _best(choices: list[Policy], model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
+    """The first choice that scores nearly as well as the best. Raises OutOfMemory if none fits."""
+    scores = [_score(model, choice, workload, capacity) for choice in choices]
+    best = next(i for i, score in enumerate(scores) if score >= 0.95 * max(scores))
+    if not scores[best]:
+        lay_out(model, choices[-1], workload, capacity)  # raises, with the numbers of the smallest there is
+    return choices[best]
 
 
 def _score(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> float:
