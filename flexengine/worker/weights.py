@@ -46,8 +46,7 @@ class Weights:
             self._choose_read()
         self._homes: dict[str, Home] = {}
         self._resident: dict[str, Tensor] = {}
-        for name in layout.homes:
-            self._settle(name)
+        self._settle()
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
         self._head = skeleton.embedding[0] if skeleton.tied else skeleton.head[0]
@@ -77,27 +76,29 @@ class Weights:
         largest = max({s.path for s in self._stored.values()}, key=lambda path: path.stat().st_size)
         disk.direct = faster_read(largest)
 
-    def _settle(self, name: str) -> None:
-        """Brings one tensor to its home; on disk that is where it lies already."""
-        stored, machine, tier = self._stored[name], self.machine, self._tier(name)
-        disk = machine.disk
-        source: Home = disk.checkpoint(stored.path, stored.start, stored.nbytes, stored.dtype)  # type: ignore[attr-defined]
-        if tier == "disk":
-            self._homes[name] = source
-            return
-        dtype = self.dtype if tier == "device" else stored.dtype
-        elements = stored.nbytes // stored.dtype.itemsize
-        home = machine.tier(tier).allocate(elements * dtype.itemsize, "weights", dtype)
-        target = machine.tier(tier).view(home)
-        if target.is_cuda:
-            passing = torch.empty(elements, dtype=stored.dtype)
-            disk.load(source, passing)
-            target.copy_(passing)
-        else:
-            disk.load(source, target)
-        self._homes[name] = home
-        if tier == "device":
-            self._resident[name] = _parameter(target.view(stored.shape))
+    def _settle(self) -> None:
+        """Brings every tensor to its home, all files in one go; on disk that is where it lies already."""
+        machine, disk = self.machine, self.machine.disk
+        arriving: list[tuple[Home, Tensor]] = []
+        for name, tier in self.layout.homes.items():
+            stored = self._stored[name]
+            source: Home = disk.checkpoint(stored.path, stored.start, stored.nbytes, stored.dtype)  # type: ignore[attr-defined]
+            if tier == "disk":
+                self._homes[name] = source
+                continue
+            dtype = self.dtype if tier == "device" else stored.dtype
+            elements = stored.nbytes // stored.dtype.itemsize
+            self._homes[name] = home = machine.tier(tier).allocate(elements * dtype.itemsize, "weights", dtype)
+            target = machine.tier(tier).view(home)
+            if tier == "device":
+                self._resident[name] = _parameter(target.view(stored.shape))
+            if target.is_cuda:
+                passing = torch.empty(elements, dtype=stored.dtype)
+                disk.load(source, passing)
+                target.copy_(passing)
+            else:
+                arriving.append((source, target))
+        disk.load_all(arriving)
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
