@@ -29,7 +29,7 @@ from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links, make_machine
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.weights import Weights, model_facts
+from flexengine.worker.weights import Weights, held_dtypes, model_facts
 from flexengine.worker.worker import Text, Worker
 
 # In nobody's use once loaded: tied copies of the head, and buffers that old checkpoints carry along.
@@ -102,7 +102,8 @@ class Engine:
             self.skeleton: Skeleton = build(directory, self.dtype)
         prefix = getattr(self.skeleton.model, "base_model_prefix", "")
         self._stored = match(read_checkpoint(directory), self.skeleton.wanted, prefix, _IGNORABLE)
-        self.facts = model_facts(self.skeleton, self._stored, self.dtype)
+        self._held = held_dtypes(self.skeleton, self._stored, self.dtype, self.machine.compute)
+        self.facts = model_facts(self.skeleton, self._stored, self._held, self.dtype)
         self.tokenizer = _load_tokenizer(directory)
         self.eos = _eos_tokens(directory, self.skeleton.config)
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
@@ -235,7 +236,7 @@ class Engine:
             ):
                 return old
             self._drop_weights()
-        self._weights = Weights(self.skeleton, self._stored, layout, self.machine, self.dtype)
+        self._weights = Weights(self.skeleton, self._stored, self._held, layout, self.machine, self.dtype)
         return self._weights
 
     def _drop_weights(self) -> None:

@@ -70,8 +70,10 @@ def run(args: argparse.Namespace) -> int:
     rows = list(read_rows(args.input, args.limit))
 
     with _Bar() as bar:
-        engine = _engine_class()(args.model, policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
-                        trace=args.trace, on_sweep=bar.show)  # fmt: skip
+        engine = _engine_class()(
+            args.model, policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
+            trace=args.trace, on_sweep=bar.show,
+        )  # fmt: skip
         with engine, ResultWriter(args.output) as writer:
             for result in engine.stream(rows, params):
                 writer.write(rows[result.index], result)

@@ -62,9 +62,12 @@ def reference(model: Any, prompts: list[list[int]], new: int = NEW) -> list[list
 class Family:
     """One tiny checkpoint with prompts and the reference's answers."""
 
-    def __init__(self, name: str, directory: Path) -> None:
+    def __init__(self, name: str, directory: Path, dtype: torch.dtype = torch.float32) -> None:
         self.name, self.directory = name, directory
         self.model = make_checkpoint(name, directory)
+        if dtype != torch.float32:  # stored in 16 bits, computed in fp32
+            self.model.to(dtype).save_pretrained(directory)
+            self.model = type(self.model).from_pretrained(directory, dtype=torch.float32)
         self.prompts = prompts_of(601)
         self.expected = reference(self.model, self.prompts)
 
@@ -75,13 +78,13 @@ class Family:
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes a family when first asked for it: families("llama")."""
-    made: dict[str, Family] = {}
+    """Makes a family when first asked for it: families("llama"), or families("llama", torch.float16) as stored."""
+    made: dict[tuple[str, torch.dtype], Family] = {}
 
-    def get(name: str) -> Family:
-        if name not in made:
-            made[name] = Family(name, tmp_path_factory.mktemp(name))
-        return made[name]
+    def get(name: str, dtype: torch.dtype = torch.float32) -> Family:
+        if (name, dtype) not in made:
+            made[name, dtype] = Family(name, tmp_path_factory.mktemp(name), dtype)
+        return made[name, dtype]
 
     return get
 

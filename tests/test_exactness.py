@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import torch
 from conftest import FAMILIES, LENGTHS, NEW
 
 from flexengine import Engine, Policy, SamplingParams
@@ -53,6 +54,25 @@ def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, weights=weights, cache=half, activations=half)
     with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", [D, K, MIX])
+@pytest.mark.parametrize(("few", "wide"), [(1000, 1 << 20), (6, 1 << 20), (0, 8192)])
+def test_16_bit_checkpoints(
+    families: Any, monkeypatch: Any, family: str, dtype: torch.dtype, weights: Any, few: int, wide: int
+) -> None:
+    """Weights stay 16 bits wide on the device; products widen them in registers, as a whole, or in runs of rows."""
+    monkeypatch.setattr("flexengine.model.linear.FEW", few)
+    monkeypatch.setattr("flexengine.plan.layout.WIDE", wide)
+    known = families(family, dtype)
+    policy = Policy(gpu_batch_size=4, num_gpu_batches=2, weights=weights)
+    with Engine(known.directory, policy, device="sim") as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        matrices = [t for t in engine.facts.tensors if t.name in engine.skeleton.matrices]
+        assert {(t.stored, t.held) for t in matrices} == {(2, 2)}
+        assert len(matrices) > len(engine.skeleton.layers) * 6
 
 
 @pytest.mark.parametrize("family", FAMILIES)

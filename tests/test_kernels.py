@@ -177,6 +177,7 @@ class TestKernels:
         assert kernel.gather(pool, none, 0)[0].shape == (0, 2, 64)
         assert kernel.attend_prompt(*(torch.zeros(0, 5, 4, 64) for _ in range(3)), 1.0).shape == (0, 5, 4, 64)
         kernel.convert(torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16))
+        assert kernel.linear(torch.zeros(0, 64), torch.zeros(7, 64).half()).shape == (0, 7)
 
     @pytest.mark.parametrize("source", DTYPES)
     @pytest.mark.parametrize("target", DTYPES)
@@ -268,6 +269,12 @@ class TestKernels:
         lambda x, c: x.append(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.gather(c.pool, c.tables[0], 999),
         lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), 1.0),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 17).half()),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16)),
+        lambda x, c: x.linear(torch.zeros(2, 16).half(), torch.zeros(3, 16).half()),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(16, 3).half().T),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).half(), torch.zeros(2)),
+        lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16).half(), torch.zeros(3).half()),
         lambda x, c: x.convert(torch.zeros(3), torch.zeros(4)),
         lambda x, c: x.convert(torch.zeros(6)[::2], torch.zeros(3)),
     ])  # fmt: skip
@@ -312,6 +319,39 @@ class TestKernels:
         torch.testing.assert_close(chunk, whole[:, 30:45])
         last = kernel.decode(q[:, -1], cache.pool, cache.tables, cache.lengths, **options)
         torch.testing.assert_close(last, whole[:, -1])
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize(("n", "k"), [(1, 16), (20, 256), (43, 576), (100, 270), (7, 3), (60, 1300)])
+    def test_linear(self, kernel: Kernels, n: int, k: int, dtype: torch.dtype) -> None:
+        """Every number of rows up to several tiles: row tails, column tails, spans, odd k."""
+        weight, bias = torch.randn(n, k).to(dtype), torch.randn(n)
+        x = torch.randn(k + 5, 201).T[:, :k]  # strides that no kernel likes
+        for rows in (*range(1, 23), 79, 80, 81, 201):
+            found = kernel.linear(x[:rows], weight, bias if rows % 2 else None)
+            expected = x[:rows].double() @ weight.double().T + (bias.double() if rows % 2 else 0)
+            torch.testing.assert_close(found.double(), expected, atol=3e-5 * k**0.5, rtol=1e-5)
+        assert kernel.linear(x.reshape(3, 67, k), weight).shape == (3, 67, n)
+
+    def test_linear_of_a_row_does_not_depend_on_the_rest(self, kernel: Kernels) -> None:
+        if kernel.name != "native":
+            pytest.skip("promised by the native kernels only")
+        weight, x = torch.randn(53, 800).half(), torch.randn(97, 800)
+        whole, threads = kernel.linear(x, weight), torch.get_num_threads()
+        try:
+            torch.set_num_threads(1)
+            for low, high in ((0, 1), (5, 9), (60, 97), (96, 97)):
+                assert torch.equal(kernel.linear(x[low:high], weight), whole[low:high])
+        finally:
+            torch.set_num_threads(threads)
+
+    @pytest.mark.parametrize("threads", [2, 5])
+    def test_convert_in_threads(self, kernel: Kernels, threads: int) -> None:
+        for count in (1, 64, 1000, 2**20 + 7):
+            values, found = torch.randn(count).half(), torch.zeros(count + 2)
+            kernel.convert(values, found[1:-1], threads)
+            same_bits(found[1:-1], values.float())
+            assert not found[0]
+            assert not found[-1]
 
     @pytest.mark.parametrize("source", DTYPES)
     @pytest.mark.parametrize("target", [*DTYPES, torch.float64])

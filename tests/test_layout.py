@@ -9,7 +9,7 @@ from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, TensorFact, Workload, lay_out, slot_offsets, workspace
 from flexengine.plan.rule import default_policy
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.place import place
+from flexengine.schedule.place import place, place_groups
 
 FREE = Capacity(None, None, None, shared=False, staged=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
@@ -23,13 +23,14 @@ def model_of(rng: random.Random) -> ModelFacts:
     hidden, kv_heads, group = rng.choice([64, 576]), rng.choice([1, 2, 3]), rng.choice([1, 3])
     head_dim, width, vocabulary = rng.choice([32, 64]), 2 * hidden, rng.choice([601, 32000])
     stored, itemsize = rng.choice([2, 4]), rng.choice([2, 4])
+    held = rng.choice([itemsize, min(stored, itemsize)])
     sizes = [hidden * hidden, hidden * kv_heads * head_dim, hidden, hidden * width, width * hidden, 7]
     layers = tuple(
-        tuple(TensorFact(f"{j}.{i}", n, stored) for i, n in enumerate(sizes)) for j in range(rng.randint(1, 6))
+        tuple(TensorFact(f"{j}.{i}", n, stored, held) for i, n in enumerate(sizes)) for j in range(rng.randint(1, 6))
     )
-    head = TensorFact("head", vocabulary * hidden, stored) if rng.random() < 0.5 else None
-    embedding = TensorFact("embedding", vocabulary * hidden, stored)
-    return ModelFacts(layers, (TensorFact("norm", hidden, stored),), embedding,
+    head = TensorFact("head", vocabulary * hidden, stored, held) if rng.random() < 0.5 else None
+    embedding = TensorFact("embedding", vocabulary * hidden, stored, held)
+    return ModelFacts(layers, (TensorFact("norm", hidden, stored, itemsize),), embedding,
                       head, vocabulary, hidden, width, group * kv_heads, kv_heads, head_dim, itemsize)  # fmt: skip
 
 
@@ -47,12 +48,11 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     """The whole account where memory has no end."""
     account: dict[str, dict[str, int]] = {t: {} for t in TIERS}
     slot, stage = streamed_unit(model, policy)
-    homes = [(t, home) for layer in model.layers
-             for t, home in zip(layer, place([t.elements for t in layer], policy.weights), strict=True)]  # fmt: skip
-    edge = place([1], policy.weights)[0]
+    homes = [pair for unit in placed(model, policy) for pair in unit]
     homes += [(t, "device") for t in model.others]
-    homes += [(t, edge) for t in (model.embedding, model.head) if t is not None]
-    account["device"]["weights"] = sum(up(t.elements * model.itemsize, 4096) for t, home in homes if home == "device")
+    account["device"]["weights"] = sum(up(t.elements * t.held, 4096) for t, home in homes if home == "device")
+    narrow = [t.elements * model.itemsize for t, _ in homes if t.held < model.itemsize]
+    account["device"]["widened weights"] = up(min(64 << 20, max(narrow, default=0)), 4096)
     account["host"]["weights"] = sum(up(t.elements * t.stored, 4096) for t, home in homes if home == "host")
     account["device"]["weight slots"] = policy.slots * up(slot, 4096)
     account["host"]["weight staging"] = policy.slots * up(stage, 4096) if staged else 0
@@ -73,21 +73,27 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
 
+def placed(model: ModelFacts, policy: Policy) -> list[list[tuple[TensorFact, str]]]:
+    """Each unit's tensors with their homes: the layers, the head (or the tied embedding), the embedding."""
+    units = [*model.layers, *([(model.head,)] if model.head else []), (model.embedding,)]
+    homes = place_groups([[t.elements for t in unit] for unit in units], policy.weights)
+    return [list(zip(unit, at, strict=True)) for unit, at in zip(units, homes, strict=True)]
+
+
 def streamed_unit(model: ModelFacts, policy: Policy) -> tuple[int, int]:
     """Bytes of the largest streamed unit in a slot, and of its disk part in staging."""
     slot = stage = 0
-    for layer in model.layers:
-        homes = place([t.elements for t in layer], policy.weights)
-        pairs = list(zip(layer, homes, strict=True))
-        slot = max(slot, sum(up(t.elements * model.itemsize, 64) for t, home in pairs if home != "device"))
+    units = placed(model, policy)
+    for pairs in units[: len(model.layers)]:
+        slot = max(slot, sum(up(t.elements * t.held, 64) for t, home in pairs if home != "device"))
         stage = max(stage, sum(up(t.elements * t.stored, 64) for t, home in pairs if home == "disk"))
-    home = place([1], policy.weights)[0]
+    head, home = units[len(model.layers)][0]
     if home != "device":
-        row = model.hidden * model.itemsize
+        row = model.hidden * head.held
         rows = min(model.vocabulary, max(1, (slot or 64 << 20) // row))
         slot = max(slot, up(rows * row, 64))
         if home == "disk":
-            stage = max(stage, up(rows * model.hidden * model.embedding.stored, 64))
+            stage = max(stage, up(rows * model.hidden * head.stored, 64))
     return slot, stage
 
 
@@ -129,8 +135,9 @@ def test_account(staged: bool) -> None:
         model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
         layout = lay_out(model, policy, work, replace(FREE, staged=staged))
         assert layout.account == expected(model, policy, work, staged)
-        assert {p: layout.homes[p] for p in ("norm", "embedding")} == \
-            {"norm": "device", "embedding": place([1], policy.weights)[0]}  # fmt: skip
+        assert layout.homes["norm"] == "device"
+        for unit in placed(model, policy):
+            assert {t.name: home for t, home in unit}.items() <= layout.homes.items()
 
 
 def test_workspace_bounds_its_parts() -> None:
@@ -157,10 +164,11 @@ def test_head_chunks_cover_the_vocabulary() -> None:
         layout = lay_out(model, policy, work_of(rng), FREE)
         chunks = layout.head_chunks(model.vocabulary)
         assert [row for low, high in chunks for row in range(low, high)] == list(range(model.vocabulary))
-        if layout.homes["embedding"] == "device":
+        head = model.edges[0]
+        if layout.homes[head.name] == "device":
             assert len(chunks) == 1
         else:
-            assert all((high - low) * model.hidden * model.itemsize <= layout.slot for low, high in chunks)
+            assert all((high - low) * model.hidden * head.held <= layout.slot for low, high in chunks)
 
 
 def test_slot_offsets() -> None:
@@ -249,8 +257,12 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
 # The rule.
 
 
+def held_bytes(model: ModelFacts) -> int:
+    return sum(t.elements * t.held for t in model.tensors)
+
+
 def capacity_of(rng: random.Random, model: ModelFacts) -> Capacity:
-    weights = model.weight_bytes()
+    weights = held_bytes(model)
     device = int(weights * 10 ** rng.uniform(-1.3, 1)) + (1 << 16)
     if rng.random() < 0.5:
         return Capacity(device, None, 1 << 40, shared=True, staged=False)
@@ -296,7 +308,7 @@ def test_rule_streams_when_weights_do_not_fit() -> None:
     streamed = 0
     while streamed < 30:
         model, work = model_of(rng), work_of(rng)
-        room = int(model.weight_bytes() * rng.uniform(0.3, 0.99))
+        room = int(held_bytes(model) * rng.uniform(0.3, 0.99))
         try:
             policy = default_policy(model, work, Capacity(room, None, 1 << 40, shared=False, staged=True))
         except OutOfMemory:

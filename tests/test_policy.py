@@ -10,7 +10,7 @@ import pytest
 from flexengine.config import SamplingParams, from_fields, parse_size
 from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
-from flexengine.schedule.place import place
+from flexengine.schedule.place import place, place_groups
 
 
 @pytest.mark.parametrize(
@@ -214,3 +214,27 @@ def test_place_keeps_within_half_an_item_of_the_split() -> None:
         for border, names in ((disk, ("disk",)), (disk + host, ("disk", "host"))):
             got = sum(s for s, home in zip(sizes, homes, strict=True) if home in names)
             assert abs(got - border * total) <= max(sizes) / 2 + 1e-6
+
+
+def test_groups_make_up_for_each_others_rounding() -> None:
+    """However coarse a group's items are, the whole keeps within one item of the split."""
+    rng = random.Random(2)
+    for _ in range(500):
+        groups = [[rng.randint(1, 50) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 40))]
+        device, host, disk = split = tuple(random_split(rng))
+        homes = place_groups(groups, split)  # type: ignore[arg-type]
+        assert [len(at) for at in homes] == [len(sizes) for sizes in groups]
+        pairs = [pair for sizes, at in zip(groups, homes, strict=True) for pair in zip(sizes, at, strict=True)]
+        total, largest = sum(s for s, _ in pairs), max(s for s, _ in pairs)
+        for name, share in (("device", device), ("host", host), ("disk", disk)):
+            got = sum(s for s, home in pairs if home == name)
+            assert abs(got - share * total) <= largest
+            assert share or not got
+
+
+def test_opt_layers_at_27_percent() -> None:
+    """Its six matrices are 1/12 and 1/3 of a layer: alone every layer would put a third on the device."""
+    homes = place_groups([[1, 1, 1, 1, 4, 4]] * 24, (0.27, 0, 0.73))
+    on_device = [sum(s for s, home in zip([1, 1, 1, 1, 4, 4], at, strict=True) if home == "device") for at in homes]
+    assert set(on_device) == {0, 4}
+    assert abs(sum(on_device) - 0.27 * 12 * 24) <= 2

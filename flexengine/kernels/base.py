@@ -1,4 +1,4 @@
-"""What a set of kernels does: attention over a paged KV cache, and dtype conversion.
+"""What a set of kernels does: attention over a paged KV cache, products with narrow weights, dtype conversion.
 
 Shapes used throughout:
     pool      [n_pages, 2, kv_heads, page_tokens, head_dim], contiguous; one layer. Index 1 is 0 for K, 1 for V.
@@ -9,6 +9,7 @@ Shapes used throughout:
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from flexengine.errors import InvalidInput
@@ -87,8 +88,17 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def convert(self, source: Tensor, target: Tensor) -> None:
-        """Copies source to target, both 1-D, contiguous and of one size, on the calling thread alone.
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x @ weight.T + bias for few rows and a weight stored in fewer bits; it is widened on the way, exactly.
+
+        x: fp32 [..., k], any strides; weight: bf16 or fp16 [n, k], contiguous; bias: fp32 [n]. Returns fp32 [..., n].
+        From the native kernel a row's result is bit for bit the same whatever other rows there are, and for any
+        number of threads.
+        """
+
+    @abstractmethod
+    def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
+        """Copies source to target, both 1-D, contiguous and of one size. threads: 1 is the calling thread alone.
 
         Narrowing rounds to nearest even, as torch does; NaN stays NaN (its payload may differ).
         """
@@ -142,6 +152,18 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise InvalidInput(
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they are [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
+        )
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raises InvalidInput unless the shapes and dtypes fit together."""
+    fits = weight.dim() == 2 and weight.is_contiguous() and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    fits = fits and x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+    if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32)):
+        raise InvalidInput(
+            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
+            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they are fp32 [..., k], bf16 or fp16"
+            " [n, k] contiguous, and fp32 [n]"
         )
 
 

@@ -1,4 +1,5 @@
-// Attention over a paged KV cache and dtype conversion for CPUs: a plain C interface; base.py says what it means.
+// Attention over a paged KV cache, products with narrow weights and dtype conversion for CPUs: a plain C interface;
+// base.py says what it means.
 //
 // Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of the
 // cache, d element of a head, c vector column (d = c * W). Pool: [page, 2 (K, V), j, offset, d], contiguous.
@@ -469,6 +470,97 @@ template <class From, class To> void convert_streaming(const From* from, To* to,
 #endif
 }
 
+// ---------------------------------------------------------------- kernels: matrix product with narrow weights
+
+// ROWS rows of x times COLS rows of w are summed in registers at once; SPAN columns of BLOCK rows of w, widened, stay in
+// L1 while GROUP rows of x pass. Tried on Zen 5 at 32 and 256 rows: 5 x 5 tiles 290 and 350 GFLOP/s, 6 x 4 240 and 280.
+#if defined(FLEX_AVX512)
+constexpr int ROWS = 5;
+#else
+constexpr int ROWS = 2;
+#endif
+constexpr int COLS = 5, BLOCK = 4 * COLS, SPAN = 256, GROUP = 80;
+
+struct Linear {
+    const float *x; const void* w; const float* bias; float* out;
+    int64_t rows, n, k, x_row, out_row;
+    int32_t w_dtype, threads;
+};
+
+// Adds the products of k columns to the W partial sums of every output; each output's sums take the same steps in the
+// same order whatever M and N are.
+template <class T, int M, int N>
+inline void multiply(const float* x, int64_t x_row, const T* w, int64_t w_row, int64_t k, float* acc) {
+    vf sum[M][N];
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) sum[m][n] = vload(acc + (m * BLOCK + n) * W);
+    for (int64_t d = 0; d < k; d += W) {
+        vf v[M];
+        for (int m = 0; m < M; m++) v[m] = vload(x + m * x_row + d);
+        for (int n = 0; n < N; n++) {
+            const vf u = vload(w + n * w_row + d);
+            for (int m = 0; m < M; m++) sum[m][n] = vfma(v[m], u, sum[m][n]);
+        }
+    }
+    for (int m = 0; m < M; m++)
+        for (int n = 0; n < N; n++) vstore(acc + (m * BLOCK + n) * W, sum[m][n]);
+}
+
+template <class T, int M>
+inline void multiply_rows(const float* x, int64_t x_row, const T* w, int64_t w_row, int64_t k, int64_t n, float* acc) {
+    int64_t c = 0;
+    for (; c + COLS <= n; c += COLS) multiply<T, M, COLS>(x, x_row, w + c * w_row, w_row, k, acc + c * W);
+    for (; c < n; c++) multiply<T, M, 1>(x, x_row, w + c * w_row, w_row, k, acc + c * W);
+}
+
+// rows of x times n <= BLOCK rows of w, over k columns.
+template <class T>
+void multiply_block(const float* x, int64_t x_row, int64_t rows, const T* w, int64_t w_row, int64_t k, int64_t n,
+                    float* acc) {
+    int64_t m = 0;
+    for (; m + ROWS <= rows; m += ROWS)
+        multiply_rows<T, ROWS>(x + m * x_row, x_row, w, w_row, k, n, acc + m * BLOCK * W);
+    x += m * x_row, acc += m * BLOCK * W;
+    if (rows - m == 1) multiply_rows<T, 1>(x, x_row, w, w_row, k, n, acc);
+    if (ROWS > 2 && rows - m == 2) multiply_rows<T, 2>(x, x_row, w, w_row, k, n, acc);
+    if (ROWS > 3 && rows - m == 3) multiply_rows<T, 3>(x, x_row, w, w_row, k, n, acc);
+    if (ROWS > 4 && rows - m == 4) multiply_rows<T, 4>(x, x_row, w, w_row, k, n, acc);
+}
+
+template <class T> void linear(const Linear& a) {
+    const int64_t blocks = (a.n + BLOCK - 1) / BLOCK;
+#pragma omp parallel num_threads(a.threads)
+    {
+        void* memory = nullptr;
+        if (posix_memalign(&memory, 64, (GROUP * BLOCK * W + BLOCK * SPAN) * 4)) abort();
+        float *acc = (float*)memory, *wide = acc + GROUP * BLOCK * W;
+#pragma omp for schedule(dynamic)
+        for (int64_t b = 0; b < blocks; b++) {
+            const int64_t low = b * BLOCK, n = a.n - low < BLOCK ? a.n - low : BLOCK;
+            const T* w = (const T*)a.w + low * a.k;
+            for (int64_t m = 0; m < a.rows; m += GROUP) {
+                const int64_t rows = a.rows - m < GROUP ? a.rows - m : GROUP;
+                const float* x = a.x + m * a.x_row;
+                memset(acc, 0, size_t(rows * BLOCK * W) * 4);
+                for (int64_t d = 0; d < a.k; d += SPAN) {
+                    const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
+                    if (rows <= ROWS) {
+                        multiply_block(x + d, a.x_row, rows, w + d, a.k, span, n, acc);
+                        continue;
+                    }
+                    for (int64_t r = 0; r < n; r++) convert_row(w + r * a.k + d, wide + r * SPAN, span);
+                    multiply_block(x + d, a.x_row, rows, (const float*)wide, SPAN, span, n, acc);
+                }
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t c = 0; c < n; c++)
+                        a.out[(m + r) * a.out_row + low + c] =
+                            vsum(vload(acc + (r * BLOCK + c) * W)) + (a.bias ? a.bias[low + c] : 0.f);
+            }
+        }
+        free(memory);
+    }
+}
+
 // Calls f(From(), To()) for a pair of dtype codes.
 template <class F> inline void with_dtypes(int32_t from, int32_t to, F f) {
     auto second = [&](auto x) {
@@ -602,16 +694,32 @@ int64_t flex_gather(const void* pool, const int32_t* table, void* k, void* v, in
     return 0;
 }
 
-// On the calling thread alone. stream: targets of at least this many bytes bypass the cache.
-void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtype, int32_t to_dtype, int64_t stream) {
+// stream: targets of at least this many bytes bypass the cache.
+void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtype, int32_t to_dtype, int64_t stream,
+                  int32_t threads) {
+    if (n == 0) return;
+    const int64_t step = ((n + threads - 1) / threads + 63) / 64 * 64;
     with_dtypes(from_dtype, to_dtype, [&](auto from, auto to) {
         typedef decltype(from) From;
         typedef decltype(to) To;
-        if (from_dtype != to_dtype && n * int64_t(sizeof(To)) >= stream)
-            convert_streaming((const From*)source, (To*)target, n);
-        else
-            convert_row((const From*)source, (To*)target, n);
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t at = 0; at < n; at += step) {
+            const int64_t count = n - at < step ? n - at : step;
+            if (from_dtype != to_dtype && n * int64_t(sizeof(To)) >= stream)
+                convert_streaming((const From*)source + at, (To*)target + at, count);
+            else
+                convert_row((const From*)source + at, (To*)target + at, count);
+        }
     });
+}
+
+// out[m, :] = x[m, :] @ w.T + bias for few rows m. w: [n, k], bf16 or fp16, contiguous. k must be a multiple of
+// flex_simd() / 32 (4 in portable code); the result is false, and nothing is written, if it is not.
+int32_t flex_linear(const Linear* args) {
+    if (args->k % W) return 0;
+    if (args->w_dtype == BF16) linear<bf16>(*args);
+    if (args->w_dtype == FP16) linear<fp16>(*args);
+    return args->w_dtype != FP32;
 }
 
 }  // extern "C"

@@ -53,6 +53,16 @@ class _Append(ctypes.Structure):
     ]
 
 
+class _Linear(ctypes.Structure):
+    """struct Linear of cpu.cpp."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "w", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
+        *((name, c_int32) for name in ("w_dtype", "threads")),
+    ]
+
+
 class NativeKernels(ReferenceKernels):
     """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
 
@@ -68,7 +78,10 @@ class NativeKernels(ReferenceKernels):
         self._append.argtypes, self._append.restype = [c_void_p], c_int64
         self._gather.argtypes = [c_void_p] * 4 + [c_int64] * 5 + [c_int32] * 2
         self._gather.restype = c_int64
-        self._convert.argtypes, self._convert.restype = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64], None
+        self._convert.argtypes = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64, c_int32]
+        self._convert.restype = None
+        self._linear = library.flex_linear
+        self._linear.argtypes, self._linear.restype = [c_void_p], c_int32
         self.simd = int(library.flex_simd())
 
     def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
@@ -131,12 +144,28 @@ class NativeKernels(ReferenceKernels):
             raise bad_sequence(0, pool)
         return k, v
 
-    def convert(self, source: Tensor, target: Tensor) -> None:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if not _native(x, weight):
+            return super().linear(x, weight, bias)
+        base.check_linear(x, weight, bias)
+        rows = _rows(x.reshape(-1, x.shape[-1]))
+        out = torch.empty((rows.shape[0], weight.shape[0]))
+        bias = None if bias is None else bias.contiguous()
+        call = _Linear(
+            *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(rows.shape[0], *weight.shape, rows.stride(0), out.stride(0)),
+            *(CODES[weight.dtype], torch.get_num_threads()),
+        )
+        if not self._linear(ctypes.addressof(call)):  # k is no multiple of the vectors
+            return super().linear(x, weight, bias)
+        return out.view(*x.shape[:-1], -1)
+
+    def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
             return super().convert(source, target)
         base.check_convert(source, target)
         codes = CODES[source.dtype], CODES[target.dtype]
-        self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM)
+        self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM, threads)
 
 
 def load_native(*defines: str) -> NativeKernels:

@@ -100,7 +100,11 @@ class ReferenceKernels(base.Kernels):
             out[:, begin:end] = result.transpose(1, 2)
         return out
 
-    def convert(self, source: Tensor, target: Tensor) -> None:
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        base.check_linear(x, weight, bias)
+        return torch.nn.functional.linear(x, weight.float(), bias)
+
+    def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         base.check_convert(source, target)
         target.copy_(source)
 

@@ -23,7 +23,7 @@ from flexengine.model.forward import (
     PausingHead,
     PausingLayer,
 )
-from flexengine.model.linear import fast_linear, use_fast_linear
+from flexengine.model.linear import FastLinear, Product, use_fast_linear
 
 _COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
 
@@ -64,6 +64,7 @@ class Skeleton:
     heads: int
     width: int
     head_module: PausingHead
+    product: Product
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -75,6 +76,13 @@ class Skeleton:
         if self.head_bias:
             names[self.head_bias] = self.head[1][:1]
         return names
+
+    @property
+    def matrices(self) -> set[str]:
+        """The parameters that only a Product or an embedding reads, so that they may be held as they are stored."""
+        slots = [item for group in (*self.layers, self.others) for item in group.items()]
+        linear = {n for n, slot in slots if slot.name == "weight" and isinstance(slot.module, FastLinear)}
+        return linear | {self.embedding[0], self.head[0]}
 
     @property
     def context_length(self) -> int | None:
@@ -165,12 +173,13 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             inside = module_name.startswith(f"{path}.")
             group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
             group[full] = Slot(module, key, tuple(tensor.shape))
-    use_fast_linear(model)
+    product = Product()
+    use_fast_linear(model, product)
     modules = getattr(parent, attribute)
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)
     model.set_input_embeddings(PausingEmbedding(embedding))
-    pausing = PausingHead(head.out_features, 1, fast_linear())
+    pausing = PausingHead(head.out_features, 1, product)
     model.set_output_embeddings(pausing)
     wide = max((max(s.shape) for layer in layers for s in layer.values() if len(s.shape) == 2), default=1)
     return Skeleton(
@@ -179,7 +188,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         head=(f"{names[head]}.weight", tuple(head.weight.shape)),
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
         tied=bool(getattr(config.get_text_config(), "tie_word_embeddings", False)),
-        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing,
+        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product,
     )  # fmt: skip
 
 

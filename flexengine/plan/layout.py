@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from flexengine.errors import OutOfMemory
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import pages_for
-from flexengine.schedule.place import place
+from flexengine.schedule.place import place, place_groups
 from flexengine.schedule.sweeps import Pool
 
 ALIGN = 4096
 TENSOR_ALIGN = 64  # of tensors within a slot
 PAGE_TOKENS = 16  # of KV pages on the device
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
+WIDE = 64 << 20  # most bytes of a weight widened at a time
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
@@ -27,11 +28,12 @@ def aligned(nbytes: int, to: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class TensorFact:
-    """elements: how many; stored: bytes per element in the checkpoint."""
+    """elements: how many; stored, held: bytes per element in the checkpoint and on the device."""
 
     name: str
     elements: int
     stored: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -58,11 +60,15 @@ class ModelFacts:
         """Bytes one token adds to one layer's KV cache."""
         return 2 * self.kv_heads * self.head_dim * self.itemsize
 
-    def weight_bytes(self, stored: bool = False) -> int:
-        """All weights, in the compute dtype or as stored."""
-        tensors = [t for layer in self.layers for t in layer] + [*self.others, self.embedding]
-        tensors += [self.head] if self.head else []
-        return sum(t.elements * (t.stored if stored else self.itemsize) for t in tensors)
+    @property
+    def tensors(self) -> list[TensorFact]:
+        """Every weight."""
+        return [*(t for layer in self.layers for t in layer), *self.others, *self.edges]
+
+    @property
+    def edges(self) -> list[TensorFact]:
+        """The output projection (the embedding, where they are tied), then an embedding of its own."""
+        return [self.head, self.embedding] if self.head else [self.embedding]
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,8 @@ class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
     homes: tier of every tensor by name; head_rows: vocabulary rows per head chunk.
-    slot, stage: bytes of one weight slot and of its host staging.
+    slot, stage: bytes of one weight slot and of its host staging; wide: of the buffer that weights held in fewer bits
+    are widened in.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     """
@@ -109,6 +116,7 @@ class Layout:
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
+    wide: int = 0
     pools: dict[str, Pool] = field(default_factory=dict)
     page_bytes: dict[str, int] = field(default_factory=dict)
     cache_buffer: int = 0
@@ -181,40 +189,41 @@ def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Cap
 
 
 def _weights(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
-    policy, size = layout.policy, model.itemsize
-    for layer in model.layers:
-        homes = place([t.elements for t in layer], policy.weights)
-        layout.homes |= {t.name: home for t, home in zip(layer, homes, strict=True)}
+    policy = layout.policy
+    groups = [*model.layers, *((t,) for t in model.edges)]
+    homes = place_groups([[t.elements for t in group] for group in groups], policy.weights)
+    for group, at in zip(groups, homes, strict=True):
+        layout.homes |= {t.name: home for t, home in zip(group, at, strict=True)}
     layout.homes |= {t.name: "device" for t in model.others}
-    for whole in (model.embedding, *([model.head] if model.head else [])):
-        layout.homes[whole.name] = place([1], policy.weights)[0]
-    slots = [slot_offsets([(t.name, t.elements * size) for t in layer if layout.homes[t.name] != "device"])[1]
+    slots = [slot_offsets([(t.name, t.elements * t.held) for t in layer if layout.homes[t.name] != "device"])[1]
              for layer in model.layers]  # fmt: skip
     stages = [slot_offsets([(t.name, t.elements * t.stored) for t in layer if layout.homes[t.name] == "disk"])[1]
               for layer in model.layers]  # fmt: skip
     layout.slot, layout.stage = max(slots, default=0), max(stages, default=0)
     _head(layout, model)
-    everything = [t for layer in model.layers for t in layer] + [*model.others, model.embedding]
-    for t in [*everything, *([model.head] if model.head else [])]:
+    for t in model.tensors:
         home = layout.homes[t.name]
         if home != "disk":  # the disk home of a weight is the user's own checkpoint
-            layout.book(home, "weights", aligned(t.elements * (size if home == "device" else t.stored)))
+            layout.book(home, "weights", aligned(t.elements * (t.held if home == "device" else t.stored)))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
+    largest = max((t.elements for t in model.tensors if t.held < model.itemsize), default=0)
+    layout.wide = aligned(min(WIDE, largest * model.itemsize))
+    layout.book("device", "widened weights", layout.wide)
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:
     """Cuts a streamed head into runs of rows that fit the slots the layers need anyway."""
-    head = model.head or model.embedding
+    head = model.edges[0]
     home = layout.homes[head.name]
     if home == "device":
         layout.head_rows = model.vocabulary
         return
     row = head.elements // model.vocabulary
     room = layout.slot or HEAD_CHUNK
-    layout.head_rows = min(model.vocabulary, max(1, room // (row * model.itemsize)))
-    layout.slot = max(layout.slot, aligned(layout.head_rows * row * model.itemsize, TENSOR_ALIGN))
+    layout.head_rows = min(model.vocabulary, max(1, room // (row * head.held)))
+    layout.slot = max(layout.slot, aligned(layout.head_rows * row * head.held, TENSOR_ALIGN))
     if home == "disk":
         layout.stage = max(layout.stage, aligned(layout.head_rows * row * head.stored, TENSOR_ALIGN))
 

@@ -11,6 +11,7 @@ GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
 TOKENS = 2048  # most tokens computed at once
 OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
+STEPS = 40  # of the shares of weights tried
 _DISK: Split = (0.0, 0.0, 1.0)
 
 
@@ -26,7 +27,7 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     """A policy that fits the capacity and the workload.
 
     Tried in this order: everything on the device; then weights streamed, with whatever memory the largest block's KV
-    leaves filled with weights: first as stored in RAM, then decoded on the device. Raises OutOfMemory when not even
+    leaves filled with weights: in host RAM as stored, then on the device. Raises OutOfMemory when not even
     one sequence with streamed weights fits.
     """
     base = _shape(workload)
@@ -96,7 +97,10 @@ def _holds_block(model: ModelFacts, policy: Policy, workload: Workload, capacity
 
 
 def _fill(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Policy:
-    """The largest shares of weights in host RAM, then on the device, that leave the block's KV as large as it is."""
+    """The largest shares of weights in host RAM, then on the device, that leave the block's KV as large as it is.
+
+    Where both are one memory, host RAM is worth having only for what takes fewer bytes as stored.
+    """
     pages = sum(p.pages for p in lay_out(model, policy, workload, capacity).pools.values())
 
     def fits(candidate: Policy) -> bool:
@@ -106,10 +110,10 @@ def _fill(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capac
             return False
         return sum(p.pages for p in layout.pools.values()) >= pages
 
-    narrow = all(t.stored < model.itemsize for layer in model.layers for t in layer)
-    steps = [s / 20 for s in range(20, -1, -1)]
+    stored, held = (sum(t.elements * getattr(t, what) for t in model.tensors) for what in ("stored", "held"))
+    steps = [s / STEPS for s in range(STEPS, -1, -1)]
     host = 0.0
-    if not capacity.shared or narrow:
+    if not capacity.shared or stored < 0.9 * held:
         host = next((s for s in steps if fits(replace(policy, weights=(0.0, s, 1 - s)))), 0.0)
     device = next((s for s in steps if s + host <= 1 and fits(replace(policy, weights=_shares(s, host)))), 0.0)
     return replace(policy, weights=_shares(device, host))

@@ -17,12 +17,23 @@ from flexengine.tier.wrap import Throttled
 Parts = dict[str, tuple[Home, tuple[int, ...]]]  # name -> where its bytes are, its shape
 
 
-def model_facts(skeleton: Skeleton, stored: dict[str, Stored], dtype: torch.dtype) -> ModelFacts:
+def held_dtypes(
+    skeleton: Skeleton, stored: dict[str, Stored], dtype: torch.dtype, compute: torch.device
+) -> dict[str, torch.dtype]:
+    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored."""
+    keep = skeleton.matrices if compute.type == "cpu" and dtype == torch.float32 else set[str]()
+    narrow = (torch.bfloat16, torch.float16)
+    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
+
+
+def model_facts(
+    skeleton: Skeleton, stored: dict[str, Stored], held: dict[str, torch.dtype], dtype: torch.dtype
+) -> ModelFacts:
     """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
 
     def facts(names: Iterable[str]) -> tuple[TensorFact, ...]:
         sizes = ((n, stored[n].nbytes, stored[n].dtype.itemsize) for n in names)
-        return tuple(TensorFact(n, nbytes // size, size) for n, nbytes, size in sizes)
+        return tuple(TensorFact(n, nbytes // size, size, held[n].itemsize) for n, nbytes, size in sizes)
 
     head = None if skeleton.tied else facts([skeleton.head[0]])[0]
     others = [*skeleton.others, *([skeleton.head_bias] if skeleton.head_bias else [])]
@@ -38,10 +49,16 @@ class Weights:
     """Homes of all weights under a layout, the slots, and what is bound to the modules right now."""
 
     def __init__(
-        self, skeleton: Skeleton, stored: dict[str, Stored], layout: Layout, machine: Machine, dtype: torch.dtype
+        self,
+        skeleton: Skeleton,
+        stored: dict[str, Stored],
+        held: dict[str, torch.dtype],
+        layout: Layout,
+        machine: Machine,
+        dtype: torch.dtype,
     ) -> None:
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
-        self._stored = stored
+        self._stored, self._held = stored, held
         if "disk" in layout.homes.values():
             self._choose_read()
         self._homes: dict[str, Home] = {}
@@ -58,6 +75,8 @@ class Weights:
         self._slots = [machine.device.allocate(layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
         staged = slots if machine.capacity.staged and layout.stage else 0
         self._stages = [machine.host.allocate(layout.stage, "weight staging") for _ in range(staged)]
+        self._wide = machine.device.allocate(layout.wide, "widened weights") if layout.wide else None
+        skeleton.product.wide = machine.device.view(self._wide) if self._wide else None
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: dict[int, int] = {}
 
@@ -86,7 +105,7 @@ class Weights:
             if tier == "disk":
                 self._homes[name] = source
                 continue
-            dtype = self.dtype if tier == "device" else stored.dtype
+            dtype = self._held[name] if tier == "device" else stored.dtype
             elements = stored.nbytes // stored.dtype.itemsize
             self._homes[name] = home = machine.tier(tier).allocate(elements * dtype.itemsize, "weights", dtype)
             target = machine.tier(tier).view(home)
@@ -122,7 +141,7 @@ class Weights:
         return {self._head: (home.part(low * row, (high - low) * row), (high - low, width))}
 
     def load(self, unit: int, slot: int, home: str, hop: int) -> None:
-        """Moves what unit streams from `home` one leg further: to staging, or into the slot in the compute dtype."""
+        """Moves what unit streams from `home` one leg further: to staging, or into the slot."""
         names = [n for n in self.units[unit] if self._tier(n) == home]
         views = self._slot_views(unit, slot)
         staged = home == "disk" and self.machine.capacity.staged
@@ -142,16 +161,16 @@ class Weights:
         return {n: Home(stage.place, stage.start + offsets[n], h.nbytes, h.dtype) for n, h in parts.items()}
 
     def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
-        """The streamed tensors of a unit as they lie in a slot, in the compute dtype."""
+        """The streamed tensors of a unit as they lie in a slot, in the dtypes they are held in."""
         key = (unit, slot)
         if key not in self._views:
-            size = self.dtype.itemsize
-            sizes = [(n, h.nbytes // h.dtype.itemsize * size) for n, (h, _) in self.units[unit].items()]
-            offsets, _ = slot_offsets(sizes)
-            base = self._slots[slot]
+            parts, held = self.units[unit], self._held
+            sizes = {n: h.nbytes // h.dtype.itemsize * held[n].itemsize for n, (h, _) in parts.items()}
+            offsets, _ = slot_offsets(list(sizes.items()))
+            place, view = self._slots[slot].place, self.machine.device.view
             self._views[key] = {
-                n: _parameter(self.machine.device.view(Home(base.place, offsets[n], nbytes, self.dtype)).view(shape))
-                for (n, nbytes), (_, shape) in zip(sizes, self.units[unit].values(), strict=True)
+                n: _parameter(view(Home(place, offsets[n], sizes[n], held[n])).view(shape))
+                for n, (_, shape) in parts.items()
             }
         return self._views[key]
 
@@ -176,7 +195,11 @@ class Weights:
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding rows that hold every id, and ids into those rows. Off the device only the rows needed are read."""
         if self._embedding in self._resident:
-            return self._resident[self._embedding], ids
+            table = self._resident[self._embedding]
+            if table.dtype == self.dtype:
+                return table, ids
+            unique, inverse = torch.unique(ids, return_inverse=True)
+            return table[unique].to(self.dtype), inverse
         unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
         home, width = self._homes[self._embedding], self.skeleton.embedding[1][1]
         row = width * home.dtype.itemsize
@@ -205,6 +228,9 @@ class Weights:
             self.machine.device.free(home, "weight slots")
         for home in self._stages:
             self.machine.host.free(home, "weight staging")
+        if self._wide:
+            self.machine.device.free(self._wide, "widened weights")
+        self.skeleton.product.wide = self._wide = None
         for held in (self._homes, self._resident, self._views, self._slots, self._stages):
             held.clear()
 
