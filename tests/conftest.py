@@ -8,9 +8,7 @@ import torch
 
 import flexengine  # noqa: F401 - sets OpenMP's waiting before torch starts threads
 
-_COMMON = dict(
-    vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256
-)
+_COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
 _GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "opt": ("OPT", dict(_COMMON, ffn_dim=112, word_embed_proj_dim=64)),

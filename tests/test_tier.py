@@ -16,7 +16,8 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.tier import limits, machine
 from flexengine.tier.base import ALIGN, Home, Tier
-from flexengine.tier.disk import CHUNK, DiskTier, faster_read
+from flexengine.tier.disk import CHUNK, DiskTier
+from flexengine.tier.file import FasterWay, OneWay
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.machine import Links, make_machine
 from flexengine.tier.memory import MemoryTier, aligned_buffer
@@ -248,7 +249,7 @@ def pattern(data: bytes, dtype: torch.dtype) -> torch.Tensor:
 def test_checkpoint_homes_at_any_offset(shard: Path, tmp_path: Path, direct: bool, throttled: bool) -> None:
     size = shard.stat().st_size
     data = shard.read_bytes()
-    disk = DiskTier("disk", Ledger("disk"), tmp_path, direct)
+    disk = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
     tier = Throttled(disk, 1e10) if throttled else disk
     ints = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     spans = [(0, 16), (1, 1), (8 + 11, 1000), (4095, 2), (4096, 4096), (4097, 8190), (3, 2 * CHUNK), (CHUNK - 2, 4),
@@ -274,7 +275,7 @@ def test_checkpoint_converts_across_chunks(tmp_path: Path, direct: bool) -> None
     values = some(CHUNK // 2 + 5001, torch.float16)  # over one chunk, and an odd start below
     path = tmp_path / "x.bin"
     path.write_bytes(b"\x01" * 37 + values.numpy().tobytes())
-    tier = DiskTier("disk", Ledger("disk"), tmp_path / "off", direct)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path / "off", OneWay(direct))
     home = tier.checkpoint(path, 37, values.nbytes, torch.float16)
     target = torch.zeros(len(values))
     tier.load(home, target)
@@ -288,7 +289,7 @@ def test_checkpoint_converts_across_chunks(tmp_path: Path, direct: bool) -> None
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_checkpoint_faults(shard: Path, tmp_path: Path, direct: bool) -> None:
-    tier = DiskTier("disk", Ledger("disk"), tmp_path, direct)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(direct))
     size = shard.stat().st_size
     with pytest.raises(BadCheckpoint, match=rf"truncated: bytes up to {size + 1:,} are needed, it has {size:,}"):
         tier.checkpoint(shard, size - 3, 4, torch.float32)
@@ -312,11 +313,54 @@ def test_throttled_memory_has_no_checkpoints(shard: Path) -> None:
         Throttled(MemoryTier("host", Ledger("host"))).checkpoint(shard, 0, 4, torch.float32)
 
 
-@pytest.mark.parametrize("size", [0, 5, CHUNK, 10 * CHUNK + 3])
-def test_faster_read_answers_for_any_size(tmp_path: Path, size: int) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b"x" * size)
-    assert faster_read(path, 3 * CHUNK) in (True, False)
+def learned(rates: dict[bool, float], turns: int) -> list[bool]:
+    """The way of each turn when reads take the time of these rates (bytes/s, by direct)."""
+    way, used = FasterWay(), []
+    for _ in range(turns):
+        used.append(way.direct)
+        for _ in range(FasterWay.TURN // CHUNK):
+            assert way.direct is used[-1]
+            way.note(CHUNK, CHUNK / rates[way.direct])
+    return used
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
+    used = learned({best: 2e9, not best: 1e9}, 64)
+    assert used[:6].count(best) == 3
+    assert used[6:].count(not best) == 3  # the turns after the 16th, 32nd and 48th
+    assert used[-10:] == [best] * 10
+
+
+def test_the_way_changes_with_the_disk() -> None:
+    way = FasterWay()
+    rates = {True: 1e9, False: 2e9}
+    for step in range(200 * (FasterWay.TURN // CHUNK)):
+        if step == 40 * (FasterWay.TURN // CHUNK):
+            assert not way.direct
+            rates = {True: 2e9, False: 0.5e9}
+        way.note(CHUNK, CHUNK / rates[way.direct])
+    assert way.direct
+
+
+def test_both_ways_are_used_for_a_long_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FasterWay, "TURN", 2 * CHUNK)
+    path, values = tmp_path / "x", some(9 * CHUNK // 4)
+    path.write_bytes(values.numpy().tobytes())
+    tier, seen = DiskTier("disk", Ledger("disk"), tmp_path), set()
+    real = tier.way.note
+
+    def note(nbytes: int, seconds: float) -> None:
+        seen.add(tier.way.direct)
+        real(nbytes, seconds)
+
+    monkeypatch.setattr(tier.way, "note", note)
+    for _ in range(3):
+        target = torch.zeros(len(values))
+        tier.load(tier.checkpoint(path, 0, values.nbytes, torch.float32), target)
+        assert torch.equal(target, values)
+    assert seen == {True, False}
+    tier.close()
 
 
 def test_throttled_takes_the_time_of_the_link() -> None:

@@ -158,7 +158,7 @@ class NativeKernels(ReferenceKernels):
         )
         if not self._linear(ctypes.addressof(call)):  # k is no multiple of the vectors
             return super().linear(x, weight, bias)
-        return out.view(*x.shape[:-1], -1)
+        return out.view(*x.shape[:-1], weight.shape[0])
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:

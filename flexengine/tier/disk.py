@@ -1,13 +1,11 @@
 """Files: checkpoint shards read in place, and one spill file for what the policy sends to disk.
 
-Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read either directly (O_DIRECT) or
-through the page cache with every chunk dropped behind the reader, whichever `faster_read` measured: some virtual disks
-serve the kernel's 4 MiB readahead twice as fast as direct reads, others do not. The spill file is direct where the
+Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read either directly or through the
+page cache with every chunk dropped behind the reader, whichever turns out faster. The spill file is direct where the
 file system allows.
 """
 
 import contextlib
-import ctypes
 import os
 import queue
 import tempfile
@@ -23,6 +21,7 @@ import torch
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Home, Tier, aligned
+from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 
@@ -30,57 +29,14 @@ CHUNK = 4 << 20  # bytes per read
 HELPERS = 2  # threads that convert what was read, and read what is short
 
 
-class File:
-    """An open file. direct: reads and writes bypass the page cache."""
-
-    def __init__(self, path: str | Path, flags: int, direct: bool) -> None:
-        self.path = Path(path)
-        if direct:
-            try:
-                self.fd, self.direct = os.open(path, flags | os.O_DIRECT, 0o600), True
-                return
-            except OSError:  # tmpfs and some network file systems know no direct I/O
-                pass
-        self.fd, self.direct = os.open(path, flags, 0o600), False
-
-    def close(self) -> None:
-        os.close(self.fd)
-
-
-def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable."""
-    buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return memoryview(buffer).cast("B")
-
-
-def read_fully(file: File, target: memoryview, offset: int) -> int:
-    """Reads until `target` is full or the file ends; returns the bytes read."""
-    got = 0
-    while got < len(target):
-        n = os.preadv(file.fd, [target[got:]], offset + got)
-        if n == 0:
-            break
-        got += n
-        if file.direct and n % ALIGN:
-            break  # the tail of the file
-    return got
-
-
-def write_fully(file: File, source: memoryview, offset: int) -> None:
-    """Writes all of `source`; short writes are continued."""
-    done = 0
-    while done < len(source):
-        done += os.pwritev(file.fd, [source[done:]], offset + done)
-
-
 class DiskTier(Tier):
     """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
 
-    The spill file is unlinked as soon as it is open, so nothing is left behind however the process ends.
+    way: how long runs of checkpoint files are read. The spill file is unlinked as soon as it is open, so nothing is left behind however the process ends.
     """
 
-    def __init__(self, name: str, ledger: Ledger, directory: Path, direct: bool = True) -> None:
-        self.name, self.ledger, self.directory, self.direct = name, ledger, directory, direct
+    def __init__(self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None) -> None:
+        self.name, self.ledger, self.directory, self.way = name, ledger, directory, way or FasterWay()
         self._files: dict[Path, File] = {}
         self._spill: File | None = None
         self._end = 0
@@ -102,7 +58,7 @@ class DiskTier(Tier):
                     return Home(self._spill, start, nbytes, dtype)
             start, self._end = self._end, self._end + size
         try:
-            os.posix_fallocate(self._spill.fd, start, max(size, ALIGN))
+            os.posix_fallocate(self._spill.cached, start, max(size, ALIGN))
         except OSError as error:
             self.ledger.release(size, what)
             raise InvalidInput(f"{self.directory}: no room for {size:,} bytes of {what}: {error}") from error
@@ -122,7 +78,7 @@ class DiskTier(Tier):
         except OSError as error:
             raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
         os.close(handle)
-        file = File(path, os.O_RDWR, direct=True)
+        file = File(path, os.O_RDWR)
         os.unlink(path)
         return file
 
@@ -131,11 +87,11 @@ class DiskTier(Tier):
         with self._lock:
             if path not in self._files:
                 try:
-                    self._files[path] = File(path, os.O_RDONLY, self.direct)
+                    self._files[path] = File(path, os.O_RDONLY)
                 except OSError as error:
                     raise BadCheckpoint(f"{path}: {error}") from error
             file = self._files[path]
-        size = os.fstat(file.fd).st_size
+        size = os.fstat(file.cached).st_size
         if start + nbytes > size:
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
         return Home(file, start, nbytes, dtype)
@@ -193,7 +149,9 @@ class DiskTier(Tier):
             buffer = buffers.get()
             # On the file's own grid of chunks: what the kernel caches in large folios is then read and dropped whole.
             high = min(low // CHUNK * CHUNK + CHUNK, aligned(run.end))
+            began = time.perf_counter()
             self._read(run.file, buffer[: high - low], low, min(high, run.end))
+            self.way.note(high - low, time.perf_counter() - began)
             waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, buffers))
             low = high
         return waiting
@@ -215,13 +173,14 @@ class DiskTier(Tier):
 
     def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
         """Fills `buffer` from byte `low`; the file must reach to `needed`. What was read does not stay cached."""
-        got = read_fully(file, memory(buffer), low)
+        direct = file.direct is not None and (file is self._spill or self.way.direct)
+        got = read_fully(file, memory(buffer), low, direct)
         if got < needed - low:
             missing = needed - low - got
             raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; was it changed meanwhile?")
-        if not file.direct and file is not self._spill:
+        if not direct and file is not self._spill:
             grid = low // CHUNK * CHUNK
-            os.posix_fadvise(file.fd, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.cached, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
         """Converts those parts of the run's homes that lie in file bytes low .. high, which `buffer` holds."""
@@ -242,7 +201,7 @@ class DiskTier(Tier):
             raise ValueError(f"{file.path} belongs to the user and is never written")
         flat = source.view(-1).view(torch.uint8)
         size = aligned(home.nbytes)
-        if file.direct and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
+        if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
             padded = aligned_buffer(size)
             padded[: flat.numel()].copy_(flat)
             flat = padded
@@ -291,29 +250,3 @@ def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
         else:
             runs.append(Run(home.place, home.start, end, [(home, flat)]))
     return runs
-
-
-def faster_read(path: Path, probe: int = 96 << 20) -> bool:
-    """Whether direct reads of `path` beat cached ones, measured on two cold parts of at most `probe` bytes each.
-
-    Shorter probes flatter direct reads: readahead needs some tens of MB to get going, and overshoots at the end.
-    """
-    size = os.path.getsize(path)
-    part = min(probe, size // 2) // CHUNK * CHUNK
-    if part < 4 * CHUNK:
-        return True
-    chunk, seconds = aligned_buffer(CHUNK).zero_(), {}
-    for direct, start in ((False, 0), (True, part)):
-        file = File(path, os.O_RDONLY, direct)
-        try:
-            os.posix_fadvise(file.fd, start, part, os.POSIX_FADV_DONTNEED)
-            began = time.perf_counter()
-            for at in range(start, start + part, CHUNK):
-                read_fully(file, memory(chunk), at)
-                if not direct:
-                    os.posix_fadvise(file.fd, at, CHUNK, os.POSIX_FADV_DONTNEED)
-            seconds[direct] = time.perf_counter() - began
-            os.posix_fadvise(file.fd, start, part, os.POSIX_FADV_DONTNEED)
-        finally:
-            file.close()
-    return seconds[True] <= seconds[False]

@@ -20,10 +20,11 @@ from flexengine.tier.base import Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_disk, usable_memory
-from flexengine.tier.memory import MemoryTier
+from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
+KEPT = 1 << 30  # bytes of freed activations that stay mapped on a CPU, at most
 HEADROOM = 0.92  # share of the free memory taken when nobody says how much
 
 
@@ -66,6 +67,7 @@ class Machine:
     def close(self) -> None:
         for tier in (self.device, self.host, self.disk):
             tier.close()
+        give_back_freed()
 
 
 def make_machine(
@@ -83,6 +85,8 @@ def make_machine(
         raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu")
     if links is not None and kind != "sim":
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
+    if kind != "cuda":
+        keep_freed(KEPT)
     free_disk = usable_disk(offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":

@@ -10,9 +10,7 @@ from flexengine.model.checkpoint import Stored
 from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.plan.layout import Layout, ModelFacts, TensorFact, slot_offsets
 from flexengine.tier.base import Home
-from flexengine.tier.disk import DiskTier, faster_read
 from flexengine.tier.machine import Machine
-from flexengine.tier.wrap import Throttled
 
 Parts = dict[str, tuple[Home, tuple[int, ...]]]  # name -> where its bytes are, its shape
 
@@ -59,8 +57,6 @@ class Weights:
     ) -> None:
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
         self._stored, self._held = stored, held
-        if "disk" in layout.homes.values():
-            self._choose_read()
         self._homes: dict[str, Home] = {}
         self._resident: dict[str, Tensor] = {}
         self._settle()
@@ -88,12 +84,6 @@ class Weights:
 
     def _tier(self, name: str) -> str:
         return self.layout.homes[name]
-
-    def _choose_read(self) -> None:
-        disk = self.machine.disk.inner if isinstance(self.machine.disk, Throttled) else self.machine.disk
-        assert isinstance(disk, DiskTier)
-        largest = max({s.path for s in self._stored.values()}, key=lambda path: path.stat().st_size)
-        disk.direct = faster_read(largest)
 
     def _settle(self) -> None:
         """Brings every tensor to its home, all files in one go; on disk that is where it lies already."""
