@@ -21,7 +21,8 @@ from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
+         "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
 STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 

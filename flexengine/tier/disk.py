@@ -32,7 +32,8 @@ HELPERS = 2  # threads that convert what was read, and read what is short
 class DiskTier(Tier):
     """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
 
-    way: how long runs of checkpoint files are read. The spill file is unlinked as soon as it is open, so nothing is left behind however the process ends.
+    way: how long runs of checkpoint files are read. The spill file is unlinked as soon as it is open, so nothing is
+    left behind however the process ends.
     """
 
     def __init__(self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None) -> None:

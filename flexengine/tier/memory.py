@@ -16,15 +16,19 @@ from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
 HUGE = 2 << 20  # bytes of a huge page
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def keep_freed(most: int) -> None:
-    """Lets malloc keep up to `most` freed bytes for reuse instead of unmapping them. Without glibc, nothing happens."""
+    """Lets malloc keep up to `most` freed bytes for reuse instead of unmapping them. Without glibc, nothing happens.
+
+    Threads started from now on share the main heap: heaps of their own end at 64 MB.
+    """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
         for parameter in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             libc.mallopt(parameter, min(most, 2**31 - 1))
+        libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back_freed() -> None:
