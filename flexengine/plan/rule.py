@@ -9,7 +9,8 @@ from flexengine.schedule.order import pages_for
 
 GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
-TOKENS = 2048  # most tokens computed at once
+TOKENS = 2048  # most tokens computed at once on a GPU
+TOKENS_CPU = 512  # and on a CPU, whose products gain nothing beyond: what more would take serves the weights better
 OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
 STEPS = 40  # of the shares of weights tried
 _DISK: Split = (0.0, 0.0, 1.0)
@@ -30,7 +31,7 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
     leaves filled with weights: in host RAM as stored, then on the device. Raises OutOfMemory when not even
     one sequence with streamed weights fits.
     """
-    base = _shape(workload)
+    base = _shape(workload, capacity)
     if capacity.device is None:
         return base
     for policy in _narrower(base):
@@ -43,15 +44,16 @@ def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) ->
 
 def reshaped(policy: Policy, model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
     """A policy for another workload with the weights where `policy` put them. Raises OutOfMemory if none fits."""
-    choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in _narrower(_shape(workload))]
+    choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in _narrower(_shape(workload, capacity))]
     return _best(choices, model, workload, capacity)
 
 
-def _shape(workload: Workload) -> Policy:
+def _shape(workload: Workload, capacity: Capacity) -> Policy:
     """The largest block worth having for a workload."""
     count = max(1, min(BLOCK, len(workload.lengths)))
     batch = min(GPU_BATCH, count)
-    return Policy(gpu_batch_size=batch, num_gpu_batches=-(-count // batch), prefill_tokens=TOKENS)
+    tokens = TOKENS_CPU if capacity.shared else TOKENS
+    return Policy(gpu_batch_size=batch, num_gpu_batches=-(-count // batch), prefill_tokens=tokens)
 
 
 def _best(choices: list[Policy], model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
