@@ -21,7 +21,7 @@ from flexengine import kernels
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 FEW = 160  # rows up to which the native kernel is faster than widening first (at 128: 256-330 against 160-360 GFLOP/s)
-WIDE = 64 << 20  # most bytes of a weight widened at a time where no buffer is given
+WIDE = 16 << 20  # most bytes of a weight widened at a time where no buffer is given
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -24,7 +24,6 @@ from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
-KEPT = 1 << 30  # bytes of freed activations that stay mapped on a CPU, at most
 HEADROOM = 0.92  # share of the free memory taken when nobody says how much
 
 
@@ -86,7 +85,7 @@ def make_machine(
     if links is not None and kind != "sim":
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
     if kind != "cuda":
-        keep_freed(KEPT)
+        keep_freed()
     free_disk = usable_disk(offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
