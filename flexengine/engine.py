@@ -17,7 +17,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.prompts import Request, Row, encode, row_of
 from flexengine.model.checkpoint import match, read_checkpoint
 from flexengine.model.prepare import cache_root
-from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config
+from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
 from flexengine.plan.rule import default_policy, planned, reshaped
@@ -90,6 +90,7 @@ class Engine:
         trace: str | Path | None = None,
         on_sweep: Callable[[Progress], None] | None = None,
     ) -> None:
+        named_dtype(dtype)  # a wrong name is refused before anything is converted
         device_bytes, host_bytes = (parse_size(s) if s is not None else None for s in (device_mem, host_mem))
         offload = Path(offload_dir) if offload_dir else cache_root() / "offload"
         self.machine = make_machine(device, device_bytes, host_bytes, offload, links)
@@ -211,11 +212,22 @@ class Engine:
     @torch.no_grad()
     def _prepare(self, requests: list[Request]) -> _Job:
         layout = self.plan(requests)
-        weights = self._place_weights(layout)
-        cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
-        hidden = Hidden(self.facts, layout, self.machine, self.dtype)
+        self._drop_misplaced(layout)
+        for tier in ("device", "host", "disk"):
+            self.machine.tier(tier).ledger.restart_peak()
         room = {what: layout.account["device"].get(what, 0) for what in ("workspace", "paused forwards")}
-        worker = Worker(self.skeleton, weights, cache, hidden, room)
+        with contextlib.ExitStack() as undo:  # the spill files first: they may fail, and gigabytes of weights take time
+            cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
+            undo.callback(cache.close)
+            hidden = Hidden(self.facts, layout, self.machine, self.dtype)
+            undo.callback(hidden.close)
+            if self._weights is None:
+                self._weights = Weights(
+                    self.skeleton, self._stored, self._held, layout, self.machine, self.dtype
+                )  # fmt: skip
+            weights = self._weights
+            worker = Worker(self.skeleton, weights, cache, hidden, room)
+            undo.pop_all()
         streamed = weights.streamed
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
         away = any(streamed) or layout.cache_buffer or layout.hidden_buffer
@@ -227,17 +239,13 @@ class Engine:
         self.machine.settle()
         return _Job(layout, sweeps, worker, program, executor, texts, {r.index: len(r.prompt_ids) for r in requests})
 
-    def _place_weights(self, layout: Layout) -> Weights:
-        old = self._weights
-        if old is not None:
-            same = ("homes", "slot", "stage", "head_rows")
-            if old.layout.policy.slots == layout.policy.slots and all(
-                getattr(old.layout, n) == getattr(layout, n) for n in same
-            ):
-                return old
+    def _drop_misplaced(self, layout: Layout) -> None:
+        """Drops the weights of an earlier job unless they lie where the layout wants them."""
+        if self._weights is None:
+            return
+        old, same = self._weights.layout, ("homes", "slot", "stage", "head_rows", "wide")
+        if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
             self._drop_weights()
-        self._weights = Weights(self.skeleton, self._stored, self._held, layout, self.machine, self.dtype)
-        return self._weights
 
     def _drop_weights(self) -> None:
         if self._weights is not None:

@@ -224,3 +224,53 @@ def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
     assert found["ledger"] <= budget
     assert found["grew"] <= 1.1 * budget, found
     assert found["disk_read"] > 0.8 * size * found["sweeps"]
+
+
+def test_nothing_stays_booked_when_a_job_cannot_begin(families: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    """Whatever fails while a job is prepared, the ledgers forget it and the engine can be used again."""
+    known = families("llama")
+    away = dict(gpu_batch_size=4, num_gpu_batches=2, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0), activations=(0, 1, 0))
+    with Engine(known.directory, Policy(**away), device="sim", offload_dir=tmp_path) as engine:
+        tiers = [engine.machine.tier(t) for t in ("device", "host", "disk")]
+        allocations = 0
+
+        def failing(real: Any, at: int) -> Any:
+            def allocate(*args: Any) -> Any:
+                nonlocal allocations
+                allocations += 1
+                if allocations == at:
+                    raise MemoryError("no more")
+                return real(*args)
+
+            return allocate
+
+        for at in (1, 2, 3, 4, 5, 6, 9, 20):
+            allocations = 0
+            with monkeypatch.context() as patched:
+                for tier in tiers[:1]:
+                    patched.setattr(tier, "allocate", failing(tier.allocate, at))
+                with pytest.raises(MemoryError):
+                    engine.generate(known.rows, GREEDY)
+            assert [tier.ledger.used for tier in tiers] == [0, 0, 0], at
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(families: Any, tmp_path: Path) -> None:
+    from flexengine.errors import InvalidInput
+
+    (tmp_path / "file").touch()
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
+    with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "file" / "x") as engine:
+        with pytest.raises(InvalidInput, match="--offload-dir"):
+            engine.generate(families("llama").rows, GREEDY)
+        assert engine.machine.traffic()["disk_read"] == 0
+
+
+def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
+    known = families("llama")
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        engine.generate(known.rows, GREEDY)
+        large = engine.summary["peak_bytes"]["device"]
+        engine.generate(known.rows[:1], SamplingParams(max_tokens=1))
+        assert 0 < engine.summary["peak_bytes"]["device"] < large

@@ -286,12 +286,35 @@ def test_run_returns_when_all_but_loads_ahead_have_ended() -> None:
             executor.run(tasks)
             now = list(ended)
             gate.set()
+            while len(ended) < len(tasks):
+                time.sleep(0.001)
         return tasks, now
 
     tasks, now = in_time(work)
     rest = [t for t in tasks if t not in now]
     assert [t.op for t in rest] == [Op.LOAD_WEIGHT] * 2
     assert len(ended) == len(tasks)
+
+
+@pytest.mark.parametrize("error", [LookupError("broken"), KeyboardInterrupt()])
+def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -> None:
+    """A failure, or Ctrl-C in the caller, does not wait for the loads that were queued behind it."""
+    begun: list[Task] = []
+
+    def perform(task: Task) -> None:
+        begun.append(task)
+        time.sleep(0.02)
+
+    def work() -> None:
+        with Executor(perform, "thread") as executor:
+            for task in Program([("host",)] * 40, 39, 40, DIRECT).sweep(0, uniform(1), False):
+                executor._submit(task)
+            raise error
+
+    with pytest.raises(type(error)):
+        in_time(work)
+    assert len(begun) <= 4  # one or two on each of the two lanes
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
 def test_overlap_takes_the_time_of_the_busiest_lane() -> None:

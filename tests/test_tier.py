@@ -401,6 +401,8 @@ def test_ledger() -> None:
     ledger.release(40, "b")
     ledger.reserve(10, "c")
     assert (ledger.used, ledger.peak, ledger.entries) == (10, 100, {"c": 10})
+    ledger.restart_peak()
+    assert (ledger.used, ledger.peak) == (10, 10)
 
 
 def test_ledger_from_many_threads() -> None:

@@ -243,10 +243,17 @@ def _restore_buffers(model: Any) -> None:
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
     """The compute dtype: as requested; else float32 on CPU and sim, the checkpoint's own on CUDA."""
+    if (dtype := named_dtype(requested)) is not None:
+        return dtype
+    own = getattr(config, "dtype", None)
+    return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
+
+
+def named_dtype(requested: str | None) -> torch.dtype | None:
+    """The dtype of that name; None for auto. Raises InvalidInput for any other name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if requested in (None, "auto"):
-        own = getattr(config, "dtype", None)
-        return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
+        return None
     if requested not in names:
         raise InvalidInput(f"dtype is {requested!r}; it must be auto, {', '.join(names)}")
     return names[requested]

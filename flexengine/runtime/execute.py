@@ -10,8 +10,13 @@ from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Op, Task
 
 
+class Cancelled(Exception):
+    """A task that was not begun because its job had ended."""
+
+
 class Executor:
-    """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it.
+    """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it, and what they
+    have not begun by then (after an error or an interrupt) is not done any more.
 
     perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far.
     """
@@ -21,6 +26,7 @@ class Executor:
         self.lanes: dict[str, Lane] = {}
         self.edges: Edges[Done] = Edges()
         self.busy: dict[str, float] = {}
+        self._ended = False
 
     def __enter__(self) -> "Executor":
         return self
@@ -28,6 +34,7 @@ class Executor:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended = True
         for lane in self.lanes.values():
             lane.close()
 
@@ -55,6 +62,8 @@ class Executor:
         return done
 
     def _work(self, task: Task) -> None:
+        if self._ended:
+            raise Cancelled(f"{task.op.value}, {task.cell}")
         began = time.perf_counter()
         try:
             self.perform(task)

@@ -23,6 +23,11 @@ class Ledger:
             self.used += nbytes
             self.peak = max(self.peak, self.used)
 
+    def restart_peak(self) -> None:
+        """From now on `peak` tells of what comes."""
+        with self._lock:
+            self.peak = self.used
+
     def release(self, nbytes: int, what: str) -> None:
         """Gives back nbytes booked for `what`. Releasing more than is booked is a fault of the caller: ValueError."""
         with self._lock:

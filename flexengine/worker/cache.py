@@ -15,6 +15,7 @@ from flexengine.schedule.order import Batch, Piece, pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
+from flexengine.worker.regions import Regions
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 
@@ -61,14 +62,16 @@ class Cache:
         self.model, self.layout, self.machine, self.kernels, self.dtype = model, layout, machine, kernels, dtype
         self.layers = len(model.layers)
         self.pages = {tier: Pages(tier, pool.pages) for tier, pool in layout.pools.items()}
+        self._regions = Regions(machine)
+        take, size = self._regions.take, layout.cache_buffer
         self._homes = {
-            tier: machine.tier(tier).allocate(self.layers * pool.pages * layout.page_bytes[tier], "KV cache", dtype)
+            tier: take(tier, self.layers * pool.pages * layout.page_bytes[tier], "KV cache", dtype)
             for tier, pool in layout.pools.items()
         }
-        count = layout.policy.slots if layout.cache_buffer else 0
-        self._buffers = [machine.device.allocate(layout.cache_buffer, "cache buffers", dtype) for _ in range(count)]
+        count = layout.policy.slots if size else 0
+        self._buffers = [take("device", size, "cache buffers", dtype) for _ in range(count)]
         count = count if "disk" in layout.pools and machine.capacity.staged else 0
-        self._stages = [machine.host.allocate(layout.cache_buffer, "cache staging", dtype) for _ in range(count)]
+        self._stages = [take("host", size, "cache staging", dtype) for _ in range(count)]
         self._device = machine.device.view(self._homes["device"]).view(self.layers, *self._shape("device")) \
             if "device" in self._homes else None  # fmt: skip
 
@@ -186,12 +189,7 @@ class Cache:
 
     def close(self) -> None:
         """Gives all memory back to the ledgers."""
-        for tier, home in self._homes.items():
-            self.machine.tier(tier).free(home, "KV cache")
-        for home in self._buffers:
-            self.machine.device.free(home, "cache buffers")
-        for home in self._stages:
-            self.machine.host.free(home, "cache staging")
+        self._regions.free()
 
 
 def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:

@@ -7,6 +7,7 @@ from flexengine.plan.layout import Layout, ModelFacts, aligned
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
+from flexengine.worker.regions import Regions
 
 
 class Hidden:
@@ -15,23 +16,25 @@ class Hidden:
     def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype) -> None:
         self.machine, self.dtype, self._row = machine, dtype, model.hidden * dtype.itemsize
         self._width = model.hidden
-        self._regions = {t: machine.tier(t).allocate(n, "hidden states", dtype) for t, n in layout.hidden_home.items()}
-        count = layout.policy.slots if layout.hidden_buffer else 0
-        self._buffers = [machine.device.allocate(layout.hidden_buffer, "hidden buffers", dtype) for _ in range(count)]
+        self._regions = Regions(machine)
+        take, size = self._regions.take, layout.hidden_buffer
+        self._far = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
+        count = layout.policy.slots if size else 0
+        self._buffers = [take("device", size, "hidden buffers", dtype) for _ in range(count)]
         count = count if "disk" in layout.hidden_home and machine.capacity.staged else 0
-        self._stages = [machine.host.allocate(layout.hidden_buffer, "hidden staging", dtype) for _ in range(count)]
+        self._stages = [take("host", size, "hidden staging", dtype) for _ in range(count)]
         self._homes: list[Home | None] = []
 
     def begin(self, batches: list[Batch]) -> None:
         """Gives every batch of a sweep its place."""
-        at = dict.fromkeys(self._regions, 0)
+        at = dict.fromkeys(self._far, 0)
         self._homes = []
         for batch in batches:
             if batch.hidden_home == "device":
                 self._homes.append(None)
                 continue
             nbytes = batch.tokens * self._row
-            self._homes.append(self._regions[batch.hidden_home].part(at[batch.hidden_home], nbytes))
+            self._homes.append(self._far[batch.hidden_home].part(at[batch.hidden_home], nbytes))
             at[batch.hidden_home] += aligned(nbytes)
 
     def _part(self, region: Home, k: int) -> Home:
@@ -71,9 +74,4 @@ class Hidden:
 
     def close(self) -> None:
         """Gives all memory back to the ledgers."""
-        for tier, home in self._regions.items():
-            self.machine.tier(tier).free(home, "hidden states")
-        for home in self._buffers:
-            self.machine.device.free(home, "hidden buffers")
-        for home in self._stages:
-            self.machine.host.free(home, "hidden staging")
+        self._regions.free()

@@ -11,6 +11,7 @@ from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.plan.layout import Layout, ModelFacts, TensorFact, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
+from flexengine.worker.regions import Regions
 
 Parts = dict[str, tuple[Home, tuple[int, ...]]]  # name -> where its bytes are, its shape
 
@@ -57,9 +58,14 @@ class Weights:
     ) -> None:
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
         self._stored, self._held = stored, held
+        self._regions = Regions(machine)
         self._homes: dict[str, Home] = {}
         self._resident: dict[str, Tensor] = {}
-        self._settle()
+        try:
+            self._settle()
+        except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
+            self._regions.free()
+            raise
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
         self._head = skeleton.embedding[0] if skeleton.tied else skeleton.head[0]
@@ -67,12 +73,12 @@ class Weights:
         skeleton.head_module.chunks = len(self._chunks)
         self.units: list[Parts] = [self._streamed(layer) for layer in skeleton.layers]
         self.units += [self._head_unit(*rows) for rows in self._chunks]
-        slots = layout.policy.slots
-        self._slots = [machine.device.allocate(layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
+        take, slots = self._regions.take, layout.policy.slots
+        self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
         staged = slots if machine.capacity.staged and layout.stage else 0
-        self._stages = [machine.host.allocate(layout.stage, "weight staging") for _ in range(staged)]
-        self._wide = machine.device.allocate(layout.wide, "widened weights") if layout.wide else None
-        skeleton.product.wide = machine.device.view(self._wide) if self._wide else None
+        self._stages = [take("host", layout.stage, "weight staging") for _ in range(staged)]
+        if layout.wide:
+            skeleton.product.wide = machine.device.view(take("device", layout.wide, "widened weights"))
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: dict[int, int] = {}
 
@@ -97,7 +103,7 @@ class Weights:
                 continue
             dtype = self._held[name] if tier == "device" else stored.dtype
             elements = stored.nbytes // stored.dtype.itemsize
-            self._homes[name] = home = machine.tier(tier).allocate(elements * dtype.itemsize, "weights", dtype)
+            self._homes[name] = home = self._regions.take(tier, elements * dtype.itemsize, "weights", dtype)
             target = machine.tier(tier).view(home)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
@@ -211,16 +217,8 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
                 _bind(slot, _parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
-        for name, home in self._homes.items():
-            if self._tier(name) != "disk":
-                self.machine.tier(self._tier(name)).free(home, "weights")
-        for home in self._slots:
-            self.machine.device.free(home, "weight slots")
-        for home in self._stages:
-            self.machine.host.free(home, "weight staging")
-        if self._wide:
-            self.machine.device.free(self._wide, "widened weights")
-        self.skeleton.product.wide = self._wide = None
+        self.skeleton.product.wide = None
+        self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages):
             held.clear()
 

@@ -48,13 +48,18 @@ class Worker:
     ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.layers = len(skeleton.layers)
-        # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
-        for what, nbytes in room.items():
-            weights.machine.device.ledger.reserve(nbytes, what)
-        self._room = room
         self.sampled: dict[int, int] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
+        # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
+        self._room: dict[str, int] = {}
+        for what, nbytes in room.items():
+            try:
+                weights.machine.device.ledger.reserve(nbytes, what)
+            except BaseException:
+                self.close()
+                raise
+            self._room[what] = nbytes
 
     def begin(self, batches: list[Batch], live: dict[int, Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
@@ -139,5 +144,6 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
-        for what, nbytes in self._room.items():
+        while self._room:
+            what, nbytes = self._room.popitem()
             self.weights.machine.device.ledger.release(nbytes, what)
