@@ -19,6 +19,7 @@ from typing import Any
 from bench.models import shard_files
 
 MICRO_BATCH = 2048  # tokens of a prefill GEMM at most
+HALF = "16-bit weights"
 CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
 
 
@@ -106,14 +107,18 @@ def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
 
 
 def kernels() -> dict[str, Callable[[Any, Any], Any]]:
-    """The fp32 GEMMs torch has here: x [M, k] and w [n, k] to [M, n]."""
+    """The GEMMs of fp32 accuracy there are here, x [M, k] and w [n, k] to [M, n]: torch's two with w in fp32, and the
+    engine's with w in fp16."""
     import torch
+
+    import flexengine.kernels
 
     found: dict[str, Callable[[Any, Any], Any]] = {"linear": torch.nn.functional.linear}
     with suppress(AttributeError, RuntimeError):
         op = torch.ops.mkldnn._linear_pointwise
         op(torch.ones(2, 4), torch.ones(4, 4), None, "none", [], "")
         found["mkldnn"] = lambda x, w: op(x, w, None, "none", [], "")
+    found[HALF] = flexengine.kernels.load().linear
     return found
 
 
@@ -124,10 +129,10 @@ def gemm_seconds(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) ->
     """
     import torch
 
-    weights = [torch.randn(n, k) for n, k in shapes]
     inputs = {k: torch.randn(m, k) for _, k in shapes}
     best: dict[str, float] = {}
     for name, kernel in kernels().items():
+        weights = [torch.randn(n, k).to(torch.float16 if name == HALF else torch.float32) for n, k in shapes]
         for attempt in range(repeats + 1):
             start = time.perf_counter()
             for w in weights:
