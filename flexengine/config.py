@@ -1,7 +1,9 @@
 """Plain values that everything else reads: sizes, sampling parameters, results. No torch here."""
 
+import os
 import re
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
@@ -74,3 +76,9 @@ class Result:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
+
+
+def cache_root() -> Path:
+    """$FLEXENGINE_CACHE, or ~/.cache/flexengine."""
+    given = os.environ.get("FLEXENGINE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.config import Result, SamplingParams, parse_size
+from flexengine.config import Result, SamplingParams, cache_root, parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.prompts import Request, Row, encode, row_of
 from flexengine.model.checkpoint import match, read_checkpoint
-from flexengine.model.prepare import cache_root
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
@@ -110,7 +109,7 @@ class Engine:
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
         self._weights: Weights | None = None
-        self._busy = False
+        self._running: Iterator[Result] | None = None
 
     def __enter__(self) -> "Engine":
         return self
@@ -121,7 +120,10 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Gives back memory and files."""
+        """Ends the stream that is under way, if any, and gives back memory and files."""
+        if self._running is not None:
+            self._running.close()  # type: ignore[attr-defined]
+            self._running = None
         self._drop_weights()
         self.machine.close()
 
@@ -134,7 +136,7 @@ class Engine:
         """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`."""
         if isinstance(prompts, str | Mapping):
             raise InvalidInput("prompts is a single prompt; pass a list of prompts")
-        if self._busy:
+        if self._running is not None:
             raise InvalidInput("this engine is generating already; finish or close the other stream first")
         rows = [p if isinstance(p, Row) else row_of(p, i) for i, p in enumerate(prompts)]
         limit = self.skeleton.context_length or 1 << 40
@@ -150,11 +152,11 @@ class Engine:
         if not requests:
             self.summary = self._summarise(progress, None, 0.0, {})
             return
-        self._busy = True
+        self._running = self._generate(requests, progress)
         try:
-            yield from self._generate(requests, progress)
+            yield from self._running
         finally:
-            self._busy = False
+            self._running = None
 
     def _fitting(self, requests: list[Request]) -> tuple[list[Request], dict[int, Row]]:
         """Sets aside the longest requests where they are why a job cannot be held; raises if the shortest cannot."""

@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from flexengine.policy import Policy
 if TYPE_CHECKING:
     from flexengine.engine import Engine, Progress
 
-DONE, ROW_ERRORS, REFUSED, INTERRUPTED = 0, 1, 2, 130
+DONE, ROW_ERRORS, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
 
@@ -45,7 +46,8 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 0 done, 1 done with row errors, 2 refused, 130 interrupted."""
+    """Runs the command line. Returns the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed on the way,
+    130 interrupted."""
     args = parser().parse_args(argv)
     try:
         return run(args)
@@ -55,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("flexengine: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except Exception:  # a full disk, a read error, a fault of ours: not 1, which would say that the job is done
+        traceback.print_exc()
+        return FAILED
 
 
 def run(args: argparse.Namespace) -> int:
@@ -105,6 +110,7 @@ class _Bar:
     def __init__(self) -> None:
         from tqdm import tqdm
 
+        tqdm.monitor_interval = 0  # no thread of its own: threads begin with heaps of their own
         self._bar = tqdm(unit="tok", file=sys.stderr, dynamic_ncols=True, mininterval=0.5, smoothing=0.1)
         self._failed = 0
 

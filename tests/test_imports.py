@@ -18,7 +18,7 @@ ALLOWED = {
     "policy": {"errors", "config"},
     "schedule": {"errors", "config", "policy"},
     "plan": {"errors", "config", "policy", "schedule"},
-    "kernels": {"errors"},
+    "kernels": {"errors", "config"},
     "tier": {"errors", "kernels"},
     "kv": {"errors"},
     "model": {"errors", "config", "kernels"},

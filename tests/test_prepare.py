@@ -29,8 +29,9 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, FlexError, InvalidInput, ModelNotFound, OutOfMemory, UnsupportedModel
-from flexengine.model import gguf, prepare, source
+from flexengine.model import gguf, source
 from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared, prepared_bin, prepared_gguf
 from flexengine.model.source import resolve
@@ -238,7 +239,7 @@ def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
 
         with pytest.raises(UnsupportedModel, match=r"yarn|parts|window"):
             prepared_gguf(write_gguf(tmp_path / "d.gguf", "llama", tensors, extra=extra))
-    assert not list(prepare.cache_root().glob("prepared/*.tmp-*"))
+    assert not list(cache_root().glob("prepared/*.tmp-*"))
 
 
 def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):

@@ -1,4 +1,4 @@
-"""Kernels for attention over a paged KV cache and for dtype conversion: `load()` gives the best this machine has."""
+"""Kernels for attention over a paged KV cache, 16-bit weights and conversion: `load()` gives the best there is."""
 
 import os
 import warnings
@@ -27,5 +27,5 @@ def load() -> Kernels:
     try:
         return load_native()
     except BuildFailed as error:
-        warnings.warn(f"attention runs in plain torch, several times slower: {error}", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"kernels run in plain torch, several times slower: {error}", RuntimeWarning, stacklevel=2)
         return ReferenceKernels()

@@ -713,13 +713,10 @@ void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtyp
     });
 }
 
-// out[m, :] = x[m, :] @ w.T + bias for few rows m. w: [n, k], bf16 or fp16, contiguous. k must be a multiple of
-// flex_simd() / 32 (4 in portable code); the result is false, and nothing is written, if it is not.
-int32_t flex_linear(const Linear* args) {
-    if (args->k % W) return 0;
+// out[m, :] = x[m, :] @ w.T + bias for few rows m. w: [n, k], bf16 or fp16, contiguous; k a multiple of W.
+void flex_linear(const Linear* args) {
     if (args->w_dtype == BF16) linear<bf16>(*args);
     if (args->w_dtype == FP16) linear<fp16>(*args);
-    return args->w_dtype != FP32;
 }
 
 }  // extern "C"

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from flexengine.config import cache_root
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
@@ -82,7 +83,7 @@ class NativeKernels(ReferenceKernels):
         self._convert.argtypes = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64, c_int32]
         self._convert.restype = None
         self._linear = library.flex_linear
-        self._linear.argtypes, self._linear.restype = [c_void_p], c_int32
+        self._linear.argtypes, self._linear.restype = [c_void_p], None
         self.simd = int(library.flex_simd())
 
     def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
@@ -145,20 +146,22 @@ class NativeKernels(ReferenceKernels):
             raise bad_sequence(0, pool)
         return k, v
 
+    def fuses(self, columns: int) -> bool:
+        return columns % (self.simd // 32 or 4) == 0
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if not _native(x, weight):
+        if not _native(x, weight) or not self.fuses(x.shape[-1]):
             return super().linear(x, weight, bias)
         base.check_linear(x, weight, bias)
         rows = _rows(x.reshape(-1, x.shape[-1]))
-        out = torch.empty((rows.shape[0], weight.shape[0]))
+        out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.float32, device="cpu")
         bias = None if bias is None else bias.contiguous()
         call = _Linear(
             *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
             *(rows.shape[0], *weight.shape, rows.stride(0), out.stride(0)),
             *(CODES[weight.dtype], torch.get_num_threads()),
         )
-        if not self._linear(ctypes.addressof(call)):  # k is no multiple of the vectors
-            return super().linear(x, weight, bias)
+        self._linear(ctypes.addressof(call))
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
@@ -173,14 +176,27 @@ def load_native(*defines: str) -> NativeKernels:
     """The native kernels, built if the cache lacks them. defines: further compiler flags. Raises BuildFailed."""
     compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
     problems = []
-    for command in filter(None, map(shlex.split, compilers)):
-        if shutil.which(command[0]) is None:
-            continue
+    for compiler in filter(None, compilers):
         try:
-            return NativeKernels(ctypes.CDLL(str(_build(command, [*FLAGS, *defines]))))
-        except (BuildFailed, OSError, subprocess.SubprocessError) as error:
-            problems.append(f"{command[0]}: {error}")
+            command = shlex.split(compiler)
+            if shutil.which(command[0]) is not None:
+                return NativeKernels(_load(command, [*FLAGS, *defines]))
+        except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
+            problems.append(f"{compiler}: {error}")
     raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+
+
+def _load(compiler: list[str], flags: list[str]) -> ctypes.CDLL:
+    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without."""
+    try:
+        library = _build(compiler, flags)
+    except BuildFailed:
+        library = _build(compiler, [flag for flag in flags if flag != "-march=native"])
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_build(compiler, flags)))
 
 
 def openmp_runtime() -> str | None:
@@ -210,7 +226,7 @@ def _int32(x: Tensor) -> Tensor:
 
 def _cache() -> Path:
     """The folder of built libraries; a private one for this process where the usual one cannot be written."""
-    folder = Path(os.environ.get("FLEXENGINE_CACHE") or Path.home() / ".cache" / "flexengine") / "kernels"
+    folder = cache_root() / "kernels"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -249,6 +265,8 @@ def _build(compiler: list[str], flags: list[str]) -> Path:
             _run([*link, openmp, "-Wl,--no-undefined"])
         except BuildFailed:
             _run([*link, "-fopenmp"])
+        with open(linked, "rb") as written:
+            os.fsync(written.fileno())
         os.replace(linked, library)
     return library
 

@@ -100,6 +100,9 @@ class ReferenceKernels(base.Kernels):
             out[:, begin:end] = result.transpose(1, 2)
         return out
 
+    def fuses(self, columns: int) -> bool:
+        return False
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         base.check_linear(x, weight, bias)
         return torch.nn.functional.linear(x, weight.float(), bias)

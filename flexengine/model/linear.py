@@ -35,7 +35,7 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 @functools.cache
 def fast_linear() -> Linear:
     """The faster of the two on a middling shape."""
-    x, weight = torch.randn(64, 1024), torch.randn(1024, 1024)
+    x, weight = torch.randn(64, 1024, dtype=torch.float32), torch.randn(1024, 1024, dtype=torch.float32)
     try:
         times = {f: _seconds(f, x, weight) for f in (nn.functional.linear, onednn_linear)}
     except (RuntimeError, AttributeError):  # a torch built without oneDNN
@@ -55,16 +55,22 @@ def _seconds(function: Linear, x: Tensor, weight: Tensor) -> float:
 class Product:
     """x @ weight.T + bias for one model, whatever dtype its weights are held in.
 
-    wide: uint8 buffer that weights are widened in, at least a row of the widest; None makes one for each product.
+    dtype: that of activations. wide: uint8 buffer that weights are widened in, at least a row of the widest; None makes
+    one for each product.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.wide: Tensor | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype != self.dtype:
+            raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
         if weight.dtype == x.dtype:
             return fast_linear()(x, weight, bias)
-        if x.numel() <= FEW * x.shape[-1]:
+        if x.is_meta:
+            return nn.functional.linear(x, weight.to(x.dtype), bias)
+        if x.numel() <= FEW * x.shape[-1] and kernels.load().fuses(x.shape[-1]):
             return kernels.load().linear(x, weight, bias)
         return self._widened(x, weight, bias)
 

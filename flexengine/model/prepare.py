@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.model.pickled import bin_shards, convert_bin
 
@@ -43,12 +44,6 @@ def prepared_bin(path: Path) -> Path:
     small = sorted({file for pattern in _COPIED for file in path.glob(pattern) if file.is_file()} - set(shards))
     copied = [file for file in small if not file.name.endswith(".bin.index.json")]
     return prepared(path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory))
-
-
-def cache_root() -> Path:
-    """$FLEXENGINE_CACHE, or ~/.cache/flexengine."""
-    given = os.environ.get("FLEXENGINE_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
 
 
 def fingerprint(files: Iterable[Path]) -> str:

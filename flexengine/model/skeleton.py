@@ -173,7 +173,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             inside = module_name.startswith(f"{path}.")
             group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
             group[full] = Slot(module, key, tuple(tensor.shape))
-    product = Product()
+    product = Product(model.dtype)
     use_fast_linear(model, product)
     modules = getattr(parent, attribute)
     for j in range(count):
@@ -193,7 +193,15 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
 
 
 def _probe(skeleton: Skeleton) -> None:
-    """Runs two packed tokens on the meta device: every layer must pause once, and once more in its attention."""
+    """Runs two packed tokens on the meta device: every layer must pause once, and once more in its attention.
+
+    In fp32 the linear layers see 16-bit weights, as they may later: none may narrow its input to their dtype.
+    """
+    if skeleton.model.dtype == torch.float32:
+        for module in skeleton.model.modules():
+            if isinstance(module, FastLinear):
+                narrow = module.weight.to(torch.bfloat16)
+                module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]))
     seen: list[str] = []

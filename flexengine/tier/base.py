@@ -1,5 +1,6 @@
 """What every tier can do. The bytes of a tensor lie in a Home; `load` brings them out, `store` puts them there."""
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,13 @@ class Tier(ABC):
     ledger: Ledger
     bytes_read: int = 0
     bytes_written: int = 0
+    _counting = threading.Lock()  # several lanes move data through one tier
+
+    def count(self, read: int = 0, written: int = 0) -> None:
+        """Adds to the bytes moved."""
+        with self._counting:
+            self.bytes_read += read
+            self.bytes_written += written
 
     @abstractmethod
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:

@@ -26,7 +26,11 @@ from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 
 CHUNK = 4 << 20  # bytes per read
+SHORT = CHUNK // 4  # bytes; shorter runs are read by the helpers, side by side
 HELPERS = 2  # threads that convert what was read, and read what is short
+
+
+Ring = queue.SimpleQueue[torch.Tensor]
 
 
 class DiskTier(Tier):
@@ -44,26 +48,34 @@ class DiskTier(Tier):
         self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
         self._lock = threading.Lock()
         self._local = threading.local()
+        self._rings: list[Ring] = []
         self._helpers: ThreadPoolExecutor | None = None
         self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         size = aligned(nbytes)
         self.ledger.reserve(size, what)
-        with self._lock:
-            if self._spill is None:
-                self._spill = self._open_spill()
-            for i, (start, room) in enumerate(self._free):
-                if room >= size:
-                    self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
-                    return Home(self._spill, start, nbytes, dtype)
-            start, self._end = self._end, self._end + size
         try:
-            os.posix_fallocate(self._spill.cached, start, max(size, ALIGN))
-        except OSError as error:
+            with self._lock:
+                return Home(*self._place(size, what), nbytes, dtype)
+        except BaseException:
             self.ledger.release(size, what)
+            raise
+
+    def _place(self, size: int, what: str) -> tuple[File, int]:
+        """The spill file and where in it `size` bytes are free."""
+        if self._spill is None:
+            self._spill = self._open_spill()
+        for i, (start, room) in enumerate(self._free):
+            if room >= size:
+                self._free[i : i + 1] = [(start + size, room - size)] if room > size else []
+                return self._spill, start
+        try:
+            os.posix_fallocate(self._spill.cached, self._end, max(size, ALIGN))
+        except OSError as error:
             raise InvalidInput(f"{self.directory}: no room for {size:,} bytes of {what}: {error}") from error
-        return Home(self._spill, start, nbytes, dtype)
+        self._end += size
+        return self._spill, self._end - size
 
     def free(self, home: Home, what: str) -> None:
         self.ledger.release(aligned(home.nbytes), what)
@@ -97,12 +109,6 @@ class DiskTier(Tier):
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
         return Home(file, start, nbytes, dtype)
 
-    def _chunk(self) -> torch.Tensor:
-        if not hasattr(self._local, "chunk"):
-            self._local.chunk = aligned_buffer(CHUNK + 2 * ALIGN)
-        buffer: torch.Tensor = self._local.chunk
-        return buffer
-
     def load(self, home: Home, target: torch.Tensor) -> None:
         self.load_all([(home, target)])
 
@@ -113,62 +119,67 @@ class DiskTier(Tier):
         ones (single embedding rows) are spread over the helpers, since each of them waits for the disk.
         """
         runs = _runs([(home, target.view(-1)) for home, target in pairs])
-        short = [run for run in runs if run.nbytes < CHUNK // 4]
+        short = [run for run in runs if run.nbytes < SHORT]
+        long = [run for run in runs if run.nbytes >= SHORT]
         if len(runs) == 1 == len(short):
-            self._read_run(runs[0])
-            short = []
+            self._read_run(short.pop())
         waiting = [self._pool().submit(self._read_run, run) for run in short]
-        buffers: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
-        for buffer in self._ring() if len(runs) > len(short) else ():
-            buffers.put(buffer)
-        for run in runs:
-            if run.nbytes >= CHUNK // 4:
-                waiting += self._stream_run(run, buffers)
-        wait(waiting)  # all of them, before an error of one lets the target go
+        ring = self._take_ring() if long else None
+        try:
+            for run in long:
+                self._stream_run(run, ring, waiting)  # type: ignore[arg-type]
+        finally:
+            wait(waiting)  # all of them, before an error lets the targets or the ring go
+            if ring is not None:
+                self._rings.append(ring)
         for done in waiting:
             done.result()
-        with self._lock:
-            self.bytes_read += sum(home.nbytes for home, _ in pairs)
+        self.count(read=sum(home.nbytes for home, _ in pairs))
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
             return self._helpers
 
-    def _ring(self) -> list[torch.Tensor]:
-        """This thread's buffers: one being read while others are converted."""
-        if not hasattr(self._local, "ring"):
-            self._local.ring = [aligned_buffer(CHUNK) for _ in range(HELPERS + 1)]
-        ring: list[torch.Tensor] = self._local.ring
+    def _take_ring(self) -> Ring:
+        """Buffers for one reader: one being read while others are converted."""
+        with contextlib.suppress(IndexError):
+            return self._rings.pop()
+        ring: Ring = queue.SimpleQueue()
+        for _ in range(HELPERS + 1):
+            ring.put(aligned_buffer(CHUNK))
         return ring
 
-    def _stream_run(self, run: "Run", buffers: "queue.SimpleQueue[torch.Tensor]") -> list["Future[None]"]:
-        """Reads a long run chunk by chunk; returns the conversions still under way."""
-        waiting = []
+    def _stream_run(self, run: "Run", ring: Ring, waiting: list[Future[None]]) -> None:
+        """Reads a long run chunk by chunk; adds the conversions still under way to `waiting`."""
         low = run.start // ALIGN * ALIGN
         while low < run.end:
-            buffer = buffers.get()
+            buffer = ring.get()
             # On the file's own grid of chunks: what the kernel caches in large folios is then read and dropped whole.
             high = min(low // CHUNK * CHUNK + CHUNK, aligned(run.end))
-            began = time.perf_counter()
-            self._read(run.file, buffer[: high - low], low, min(high, run.end))
-            self.way.note(high - low, time.perf_counter() - began)
-            waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, buffers))
+            try:
+                began = time.perf_counter()
+                self._read(run.file, buffer[: high - low], low, min(high, run.end))
+                if run.file is not self._spill and run.file.direct is not None:  # there was a choice
+                    self.way.note(high - low, time.perf_counter() - began)
+            except BaseException:
+                ring.put(buffer)
+                raise
+            waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, ring))
             low = high
-        return waiting
 
-    def _convert_block(
-        self, run: "Run", buffer: torch.Tensor, low: int, high: int, buffers: "queue.SimpleQueue[torch.Tensor]"
-    ) -> None:
+    def _convert_block(self, run: "Run", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
         try:
             self._deliver(run, buffer, low, high)
         finally:
-            buffers.put(buffer)
+            ring.put(buffer)
 
     def _read_run(self, run: "Run") -> None:
         """Reads and converts a short run in this thread."""
         low, high = run.start // ALIGN * ALIGN, aligned(run.end)
-        buffer = self._ring()[0][: high - low]
+        if not hasattr(self._local, "short"):
+            self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
+        buffer = self._local.short[: high - low]
         self._read(run.file, buffer, low, run.end)
         self._deliver(run, buffer, low, high)
 
@@ -207,7 +218,7 @@ class DiskTier(Tier):
             padded[: flat.numel()].copy_(flat)
             flat = padded
         write_fully(file, memory(flat), home.start)
-        self.bytes_written += home.nbytes
+        self.count(written=home.nbytes)
 
     def close(self) -> None:
         if self._helpers:

@@ -1,30 +1,48 @@
 """Open files: whole reads and writes, directly (O_DIRECT) or through the page cache, and which of the two is faster."""
 
-import contextlib
 import ctypes
+import errno
 import os
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from flexengine.tier.base import ALIGN
 
+_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # what file systems without direct I/O answer (tmpfs, some network ones)
+
 
 class File:
-    """A file open both ways; where the file system has no direct I/O (tmpfs, some network ones), only cached."""
+    """A file open both ways; `direct` is None where the file system has no direct I/O."""
 
     def __init__(self, path: str | Path, flags: int) -> None:
         self.path = Path(path)
         self.cached = os.open(path, flags, 0o600)
         self.direct: int | None = None
-        with contextlib.suppress(OSError):
+        try:
             self.direct = os.open(path, flags | os.O_DIRECT, 0o600)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                os.close(self.cached)
+                raise
+        self._open = [fd for fd in (self.cached, self.direct) if fd is not None]
 
     def close(self) -> None:
-        for fd in (self.cached, self.direct):
-            if fd is not None:
-                os.close(fd)
+        for fd in self._open:
+            os.close(fd)
+
+    def transfer(self, call: Callable[..., int], part: memoryview, offset: int, direct: bool) -> int:
+        """os.preadv or os.pwritev of one buffer, directly if wanted and possible; the bytes moved."""
+        if direct and (fd := self.direct) is not None:
+            try:
+                return call(fd, [part], offset)
+            except OSError as error:
+                if error.errno not in _NOT_DIRECT:
+                    raise
+                self.direct = None  # it opened, but it cannot
+        return call(self.cached, [part], offset)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
@@ -35,24 +53,22 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int:
     """Reads until `target` is full or the file ends; returns the bytes read. direct: if the file can be."""
-    fd = file.direct if direct and file.direct is not None else file.cached
     got = 0
     while got < len(target):
-        n = os.preadv(fd, [target[got:]], offset + got)
+        n = file.transfer(os.preadv, target[got:], offset + got, direct)
         if n == 0:
             break
         got += n
-        if fd == file.direct and n % ALIGN:
-            break  # the tail of the file
+        if direct and n % ALIGN:
+            direct = False  # the tail of the file, or an odd stop: the rest is not aligned
     return got
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:
     """Writes all of `source`, directly if the file can be; short writes are continued."""
-    fd = file.cached if file.direct is None else file.direct
     done = 0
     while done < len(source):
-        done += os.pwritev(fd, [source[done:]], offset + done)
+        done += file.transfer(os.pwritev, source[done:], offset + done, direct=done % ALIGN == 0)
 
 
 class FasterWay:

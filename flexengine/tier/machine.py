@@ -2,11 +2,13 @@
 
 | kind | device tier | host tier | disk to device |
 |---|---|---|---|
-| cpu | RAM, in the compute dtype | the same RAM, as stored | direct |
+| cpu | RAM, 16-bit matrices as stored, the rest in the compute dtype | the same RAM, as stored | direct |
 | sim | RAM with a capacity of its own | RAM behind throttled h2d and d2h links | through host staging |
 | cuda | GPU memory | pinned RAM | through host staging |
 """
 
+import contextlib
+import resource
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +88,7 @@ def make_machine(
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
     if kind != "cuda":
         keep_freed()
+    _allow_open_files()
     free_disk = usable_disk(offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
@@ -103,6 +106,13 @@ def make_machine(
     capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
     return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream")
+
+
+def _allow_open_files() -> None:
+    """Every shard is open twice, and a large model has hundreds: as many as this user may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
 def _cpu(device_mem: int | None, host_mem: int | None, disk: Tier, free_disk: int) -> Machine:

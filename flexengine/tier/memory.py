@@ -2,7 +2,7 @@
 
 A page fault costs as much as computing 4 KiB of activations, so two measures keep them few. Regions are mapped in huge
 pages where the kernel gives them. What torch frees between layers stays in this process's heap, tensors of up to 32 MB
-and 64 MB in all: more would be faster still, but the gaps between tensors grew beyond what any plan allows for.
+and 64 MB at its end: with more, the gaps between tensors grew beyond what any plan allows for.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
-HUGE = 2 << 20  # bytes of a huge page
+HUGE = 2 << 20  # bytes from which regions are mapped for themselves
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
@@ -75,7 +75,7 @@ class MemoryTier(Tier):
             target.view(-1).copy_(source, non_blocking=self.pinned)
         else:
             self._convert(source, target.view(-1))
-        self.bytes_read += home.nbytes
+        self.count(read=home.nbytes)
 
     def store(self, source: torch.Tensor, home: Home) -> None:
         target = self.view(home)
@@ -83,4 +83,4 @@ class MemoryTier(Tier):
             target.copy_(source.view(-1), non_blocking=self.pinned)
         else:
             self._convert(source.view(-1), target)
-        self.bytes_written += home.nbytes
+        self.count(written=home.nbytes)
