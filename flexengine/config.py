@@ -2,6 +2,7 @@
 
 import os
 import re
+import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class SamplingParams:
             raise InvalidInput(f"max_tokens is {self.max_tokens!r}; it must be a whole number of at least 1")
         if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
             raise InvalidInput(f"temperature is {self.temperature!r}; it must be a number")
-        if not 0 <= self.temperature < float("inf"):
+        if not 0 <= self.temperature <= sys.float_info.max:
             raise InvalidInput(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise InvalidInput(f"seed is {self.seed!r}; it must be a whole number")

@@ -2,8 +2,10 @@
 
 import contextlib
 import json
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -89,6 +91,8 @@ class Engine:
         trace: str | Path | None = None,
         on_sweep: Callable[[Progress], None] | None = None,
     ) -> None:
+        if not isinstance(policy, Policy | None):
+            raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
         named_dtype(dtype)  # a wrong name is refused before anything is converted
         device_bytes, host_bytes = (parse_size(s) if s is not None else None for s in (device_mem, host_mem))
         offload = Path(offload_dir) if offload_dir else cache_root() / "offload"
@@ -109,7 +113,8 @@ class Engine:
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
         self._weights: Weights | None = None
-        self._running: Iterator[Result] | None = None
+        self._running: Generator[Result] | None = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Engine":
         return self
@@ -121,8 +126,11 @@ class Engine:
 
     def close(self) -> None:
         """Ends the stream that is under way, if any, and gives back memory and files."""
-        if self._running is not None:
-            self._running.close()  # type: ignore[attr-defined]
+        if (running := self._running) is not None:
+            try:
+                running.close()
+            except ValueError as error:
+                raise InvalidInput("another thread is generating with this engine; let it end first") from error
             self._running = None
         self._drop_weights()
         self.machine.close()
@@ -134,14 +142,28 @@ class Engine:
 
     def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
         """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`."""
-        if isinstance(prompts, str | Mapping):
-            raise InvalidInput("prompts is a single prompt; pass a list of prompts")
-        if self._running is not None:
-            raise InvalidInput("this engine is generating already; finish or close the other stream first")
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+            raise InvalidInput(f"prompts is {type(prompts).__name__}; pass a list of prompts")
+        if not isinstance(params, SamplingParams | None):
+            raise InvalidInput(f"params is {type(params).__name__}; it must be SamplingParams")
+        with self._lock:
+            if self._running is not None:
+                raise InvalidInput("this engine is generating already; finish or close the other stream first")
+            self._running = running = self._results(prompts, params or SamplingParams())
+        try:
+            yield from running
+            if self._running is not running:
+                raise InvalidInput("the engine was closed before this stream had ended")
+        finally:
+            running.close()
+            if self._running is running:
+                self._running = None
+
+    def _results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
         rows = [p if isinstance(p, Row) else row_of(p, i) for i, p in enumerate(prompts)]
         limit = self.skeleton.context_length or 1 << 40
         vocabulary = self.skeleton.head[1][0]
-        encoded = [encode(row, self.tokenizer, limit, params or SamplingParams(), vocabulary) for row in rows]
+        encoded = [encode(row, self.tokenizer, limit, params, vocabulary) for row in rows]
         requests = [r for r in encoded if isinstance(r, Request)]
         requests, refused = self._fitting(requests)
         encoded = [refused.get(r.index, r) for r in encoded]
@@ -152,11 +174,7 @@ class Engine:
         if not requests:
             self.summary = self._summarise(progress, None, 0.0, {})
             return
-        self._running = self._generate(requests, progress)
-        try:
-            yield from self._running
-        finally:
-            self._running = None
+        yield from self._generate(requests, progress)
 
     def _fitting(self, requests: list[Request]) -> tuple[list[Request], dict[int, Row]]:
         """Sets aside the longest requests where they are why a job cannot be held; raises if the shortest cannot."""
@@ -196,8 +214,15 @@ class Engine:
         finally:
             self.summary = self._summarise(progress, job, loaded, before)
             job.worker.close()
+            self._write_trace()
+
+    def _write_trace(self) -> None:
+        """A trace that cannot be written must not cost the results."""
+        try:
             if self.trace:
                 self.trace.write()
+        except OSError as error:
+            warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
 
     def plan(self, requests: Iterable[Request]) -> Layout:
         """The layout a job of these requests gets: the given policy, or the rule's. Raises OutOfMemory."""
@@ -347,6 +372,9 @@ def _eos_tokens(directory: Path, config: Any) -> set[int]:
     if path.exists():
         try:
             value = json.loads(path.read_text()).get("eos_token_id", value)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, AttributeError) as error:
             raise InvalidInput(f"{path}: {error}") from error
-    return set(value) if isinstance(value, list) else set() if value is None else {value}
+    values = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(token, int) for token in values):
+        raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
+    return set(values)

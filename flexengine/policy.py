@@ -69,7 +69,7 @@ class Policy:
         """Reads a policy file. Raises InvalidInput naming the file and what is wrong with it."""
         try:
             values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise InvalidInput(f"policy file {path}: {error}") from error
         if not isinstance(values, dict):
             raise InvalidInput(f"policy file {path} holds {type(values).__name__}, not an object of policy fields")

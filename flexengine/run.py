@@ -3,10 +3,13 @@
 import argparse
 import gc
 import json
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import fields
+from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
@@ -21,25 +24,34 @@ DONE, ROW_ERRORS, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
 
+def _named(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name; leave the option out or name something")
+    return text
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line; defaults come from SamplingParams."""
     p = argparse.ArgumentParser(prog="python -m flexengine.run", description="Finish a file of prompts.")
     p.add_argument("input", metavar="INPUT", help=".jsonl with prompt, messages or prompt_token_ids; or .txt")
-    p.add_argument("--output", metavar="OUT.jsonl", help="results in input order; without it they go to stdout")
-    p.add_argument("--model", metavar="M", help="directory, .gguf file or hub id (default: the demo model)")
+    p.add_argument("--output", type=_named, metavar="OUT.jsonl",
+                   help="results in input order; without it they go to stdout")  # fmt: skip
+    p.add_argument("--model", type=_named, metavar="M",
+                   help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
     p.add_argument("--max-tokens", type=int, default=_DEFAULT["max_tokens"], metavar="N",
                    help="most tokens per prompt (default: %(default)s)")  # fmt: skip
-    p.add_argument("--policy", metavar="FILE.json", help="block shape and placement (default: chosen to fit)")
+    p.add_argument("--policy", type=_named, metavar="FILE.json",
+                   help="block shape and placement (default: chosen to fit)")  # fmt: skip
     p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
     p.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
     p.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    p.add_argument("--offload-dir", metavar="DIR", help="where KV cache and activations spill to disk")
+    p.add_argument("--offload-dir", type=_named, metavar="DIR", help="where KV cache and activations spill to disk")
     p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     p.add_argument("--temperature", type=float, default=_DEFAULT["temperature"], help="0 is greedy")
     p.add_argument("--seed", type=int, default=_DEFAULT["seed"])
     p.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
-    p.add_argument("--trace", metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
+    p.add_argument("--trace", type=_named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
     p.add_argument("--json", action="store_true", help="the summary as JSON, last line of stdout")
     p.add_argument("--version", action="version", version=f"flexengine {__version__}")
     return p
@@ -52,12 +64,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except FlexError as error:
-        print(f"flexengine: {error}", file=sys.stderr)
+        print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("flexengine: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except Exception:  # a full disk, a read error, a fault of ours: not 1, which would say that the job is done
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
+        print("flexengine: whoever reads the results has gone", file=sys.stderr)
+        return FAILED
+    except OSError as error:
+        print(f"flexengine: {error}", file=sys.stderr)
+        return FAILED
+    except Exception:  # a fault of ours: not 1, which would say that the job is done
         traceback.print_exc()
         return FAILED
 
@@ -72,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
     params = SamplingParams(args.max_tokens, args.temperature, args.seed, args.ignore_eos)
     policy = Policy.load(args.policy) if args.policy else None
     check_output(args.output, args.input)
+    _check_apart(args)
     rows = list(read_rows(args.input, args.limit))
 
     with _Bar() as bar:
@@ -88,6 +108,17 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(summary), flush=True)
     return ROW_ERRORS if writer.failed else DONE
+
+
+def _check_apart(args: argparse.Namespace) -> None:
+    """Raises InvalidInput if a file to be written is read or written as something else, too."""
+    used = {"INPUT": args.input, "--policy": args.policy, "--output": args.output, "--trace": args.trace}
+    used["--output's unfinished part"] = f"{args.output}.part" if args.output else None
+    paths = {what: Path(name).resolve() for what, name in used.items() if name}
+    for what, other in combinations(paths, 2):
+        written = {what, other} & {"--output", "--trace", "--output's unfinished part"}
+        if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):
+            raise InvalidInput(f"{what} and {other} are one file, {used[what]}; give each a file of its own")
 
 
 def _engine_class() -> "type[Engine]":

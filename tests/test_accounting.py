@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -259,11 +260,23 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
     from flexengine.errors import InvalidInput
 
     (tmp_path / "file").touch()
+    with pytest.raises(InvalidInput, match=r"file is no directory to write in; set --offload-dir"):
+        Engine(families("llama").directory, device="cpu", offload_dir=tmp_path / "file" / "x")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
-    with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "file" / "x") as engine:
+    with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "late" / "x") as engine:
+        (tmp_path / "late").touch()  # somebody was quicker
         with pytest.raises(InvalidInput, match="--offload-dir"):
             engine.generate(families("llama").rows, GREEDY)
         assert engine.machine.traffic()["disk_read"] == 0
+
+
+def test_directories_made_for_offloading_are_gone_afterwards(families: Any, tmp_path: Path) -> None:
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
+    known = families("llama")
+    (tmp_path / "old").mkdir()
+    with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path / "old" / "new" / "deep") as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+    assert [p.name for p in tmp_path.rglob("*")] == ["old"]
 
 
 def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
@@ -274,3 +287,46 @@ def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
         large = engine.summary["peak_bytes"]["device"]
         engine.generate(known.rows[:1], SamplingParams(max_tokens=1))
         assert 0 < engine.summary["peak_bytes"]["device"] < large
+
+
+def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
+    """close() between two results: lanes end first, then files and memory go; the stream says so."""
+    from flexengine.errors import InvalidInput
+
+    known = families("llama")
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=(0, 0, 1), cache=(0, 0, 1))
+    engine = Engine(known.directory, policy, device="sim", offload_dir=tmp_path)
+    stream = engine.stream(known.rows, GREEDY)
+    first = next(stream)
+    assert first.token_ids == known.expected[first.index]
+    engine.close()
+    with pytest.raises(InvalidInput, match="closed before this stream had ended"):
+        next(stream)
+    assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path) -> None:
+    """An error row is no way around it, and the first stream is none the worse."""
+    from flexengine.errors import InvalidInput
+
+    known = families("llama")
+    policy = Policy(gpu_batch_size=1, num_gpu_batches=1, weights=(0, 0, 1))
+    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        first = engine.stream([5, *known.rows], GREEDY)
+        assert next(first).error
+        with pytest.raises(InvalidInput, match="generating already"):
+            next(engine.stream([5, *known.rows], GREEDY))
+        assert [r.token_ids for r in first] == known.expected
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+@pytest.mark.parametrize("call", [
+    lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.generate("one prompt"),
+    lambda e: e.generate([], {"max_tokens": 3}), lambda e: Engine(e.source.directory, {"slots": 2}),
+])  # fmt: skip
+def test_arguments_of_the_wrong_kind(families: Any, call: Any) -> None:
+    from flexengine.errors import InvalidInput
+
+    with Engine(families("llama").directory) as engine, pytest.raises(InvalidInput):
+        call(engine)

@@ -160,3 +160,37 @@ def test_unsupported_models_are_named_with_the_reason(tmp_path: Path, kind: str,
     with pytest.raises(UnsupportedModel, match=reason) as caught:
         Engine(tmp_path, device="cpu")
     assert f"{kind}ForSomething" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [
+    {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"hidden_size": "64"}, {"max_position_embeddings": None},
+    {"head_dim": 7}, {"vocab_size": -1}, {"num_hidden_layers": 0}, {"hidden_act": "nope"},
+])  # fmt: skip
+def test_contradicting_configs_are_refused(families: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    for source in families("llama").directory.iterdir():
+        shutil.copy(source, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises((UnsupportedModel, BadCheckpoint)):
+        Engine(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"eos_token_id": [[2]]}', '{"eos_token_id": "x"}', "nonsense"])
+def test_unusable_generation_configs(families: Any, tmp_path: Path, content: str) -> None:
+    from flexengine.errors import InvalidInput
+
+    for source in families("llama").directory.iterdir():
+        shutil.copy(source, tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(InvalidInput, match="generation_config"):
+        Engine(tmp_path)
+
+
+def test_a_model_that_narrows_activations_to_its_weights_is_refused(families: Any, monkeypatch: Any) -> None:
+    """16-bit weights must not make it compute in 16 bits: seen on the meta device, before anything is loaded."""
+    from transformers.models.llama import modeling_llama
+
+    whole, mlp = modeling_llama.LlamaMLP.forward, modeling_llama.LlamaMLP
+    monkeypatch.setattr(mlp, "forward", lambda self, x: whole(self, x.to(self.up_proj.weight.dtype)))
+    with pytest.raises(UnsupportedModel, match=r"computes a projection in torch.bfloat16"):
+        build(families("llama").directory, torch.float32)

@@ -307,3 +307,71 @@ def test_as_a_program(job: Job) -> None:
     assert [r["token_ids"] for r in job.rows] == [*job.family.expected[:2], []]
     assert json.loads(done.stdout.splitlines()[-1])["failed"] == 1
     assert "Traceback" not in done.stderr
+
+
+def test_a_failure_on_the_way_is_not_mistaken_for_done(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flexengine.tier.disk import DiskTier
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DiskTier, "_read", broken)
+    assert job() == run.FAILED == 3
+    assert "Input/output error" in job.err
+    assert not job.output.exists()
+
+
+def test_a_temperature_too_large_for_a_float_is_a_bad_row(job: Job) -> None:
+    job.write([job.family.rows[0], {**job.family.rows[1], "temperature": 10**400}, job.family.rows[2]])
+    assert job() == 1
+    assert [bool(r["error"]) for r in job.rows] == [False, True, False]
+    assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected[0:3:2]
+
+
+@pytest.mark.parametrize("more", [
+    ["--trace", "in.jsonl"], ["--trace", "p.json", "--policy", "p.json"], ["--trace", "out.jsonl"],
+    ["--trace", "out.jsonl.part"], ["--output", "p.json", "--policy", "p.json"],
+])  # fmt: skip
+def test_no_file_is_written_over_another(job: Job, more: list[str]) -> None:
+    (job.folder / "p.json").write_text('{"gpu_batch_size": 2}')
+    before = {p: p.read_text() for p in job.folder.iterdir()}
+    assert job(*(x if x.startswith("--") else str(job.folder / x) for x in more)) == 2
+    assert "are one file" in job.err
+    assert {p: p.read_text() for p in job.folder.iterdir()} == before
+
+
+def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
+    with pytest.warns(RuntimeWarning, match="the trace is lost"):
+        assert job("--trace", "/dev/full") == 0
+    assert [r["token_ids"] for r in job.rows] == job.family.expected
+    assert job("--trace", str(job.folder)) == 2
+    assert "trace file" in job.err
+
+
+def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
+    assert job("--output", "/dev/full") == run.FAILED
+    assert job.err.splitlines()[-1] == "flexengine: [Errno 28] No space left on device"
+
+
+def test_whoever_reads_the_results_may_go(job: Job) -> None:
+    command = [sys.executable, "-m", "flexengine.run", *job.arguments()[:3], "--max-tokens", "2"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout
+    child.stdout.close()
+    assert child.stderr
+    said = child.stderr.read()
+    assert child.wait() == run.FAILED
+    assert "whoever reads the results has gone" in said
+    assert "Traceback" not in said
+
+
+def test_limit_beyond_any_file(job: Job) -> None:
+    assert job("--limit", str(10**20)) == 0
+    assert len(job.rows) == 8
+
+
+@pytest.mark.parametrize("option", ["--output", "--model", "--policy", "--offload-dir", "--trace"])
+def test_an_empty_name_is_refused(job: Job, option: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        job(option, "")
+    assert caught.value.code == 2

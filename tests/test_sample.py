@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
@@ -54,3 +55,10 @@ def test_a_row_gets_the_same_tokens_in_any_company(families: Any, tmp_path: Path
     with Engine(known.directory, device="sim", offload_dir=tmp_path) as engine:
         rows = [r.token_ids for r in engine.generate(same_prompt, params)]
     assert len({tuple(r) for r in rows}) > 1
+
+
+@pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-30])
+def test_temperatures_near_zero_are_greedy(temperature: float) -> None:
+    logits = torch.randn(4, 50) * 10
+    draws = [Draw(temperature, 3, row, 1) for row in range(4)]
+    assert sample(logits, draws) == logits.argmax(-1).tolist()

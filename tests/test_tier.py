@@ -539,3 +539,85 @@ def test_sim_machine_is_three(tmp_path: Path) -> None:
     made.disk.store(torch.zeros(300, dtype=torch.uint8), spilled)
     assert made.traffic() == {"disk_read": 0, "disk_write": 300, "h2d": 5 * ALIGN, "d2h": 0}
     made.close()
+
+
+# Faults of the disk.
+
+
+def test_direct_io_that_opens_but_fails(shard: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some FUSE and network file systems take O_DIRECT at open and refuse the transfers."""
+    direct: set[int] = set()
+    opened, read, write = os.open, os.preadv, os.pwritev
+
+    def open_(path: Any, flags: int, *rest: Any) -> int:
+        fd = opened(path, flags, *rest)
+        (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
+        return fd
+
+    def refusing(real: Any) -> Any:
+        def call(fd: int, *rest: Any) -> int:
+            if fd in direct:
+                raise OSError(errno.EINVAL, "misaligned")
+            return real(fd, *rest)
+
+        return call
+
+    monkeypatch.setattr(os, "open", open_)
+    monkeypatch.setattr(os, "preadv", refusing(read))
+    monkeypatch.setattr(os, "pwritev", refusing(write))
+    tier = DiskTier("disk", Ledger("disk"), tmp_path / "off", OneWay(True))
+    values = some(300_000)
+    home = tier.allocate(values.nbytes, "KV cache", torch.float32)
+    tier.store(values, home)
+    back = torch.zeros_like(values)
+    tier.load(home, back)
+    assert torch.equal(back, values)
+    whole = torch.zeros(2 * CHUNK, dtype=torch.uint8)
+    tier.load(tier.checkpoint(shard, 100, len(whole), torch.uint8), whole)
+    assert whole.numpy().tobytes() == shard.read_bytes()[100 : 100 + len(whole)]
+    assert direct
+    tier.close()
+
+
+def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions begun before the error have ended when it is raised, and the buffers serve the next read."""
+    values = some(5 * CHUNK // 4)
+    path = tmp_path / "x"
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(False))
+    real, calls, converting = tier._read, [], []
+
+    def read(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "bad sector")
+        real(*args)
+
+    def convert(*args: Any) -> None:
+        converting.append(1)
+        time.sleep(0.05)
+        args[1].copy_(args[0])
+        converting.pop()
+
+    monkeypatch.setattr(tier, "_read", read)
+    monkeypatch.setattr(tier, "_convert", convert)
+    home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    with pytest.raises(OSError, match="bad sector"):
+        tier.load(home, torch.zeros(len(values)))
+    assert not converting
+    target = torch.zeros(len(values))
+    tier.load(home, target)
+    assert torch.equal(target, values)
+    tier.close()
+
+
+def test_only_reads_that_had_a_choice_are_noted(tmp_path: Path) -> None:
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    noted: list[int] = []
+    tier.way.note = lambda nbytes, seconds: noted.append(nbytes)  # type: ignore[method-assign]
+    values = some(CHUNK)
+    home = tier.allocate(values.nbytes, "KV cache", torch.float32)
+    tier.store(values, home)
+    tier.load(home, torch.zeros_like(values))
+    assert noted == []
+    tier.close()

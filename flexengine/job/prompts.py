@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -59,12 +60,13 @@ def read_rows(path: str | os.PathLike[str], limit: int | None = None) -> Iterato
     if path.is_dir():
         raise InvalidInput(f"input {path} is a directory; it must be a .jsonl, .json or .txt file")
     try:
-        path.open("rb").close()
+        if not path.is_fifo():  # whose writer would take the reader's end for the end of the job
+            path.open("rb").close()
     except OSError as error:
         raise InvalidInput(
             f"input {path} cannot be read ({error.strerror}); it must be a .jsonl, .json or .txt file"
         ) from error
-    return islice(_rows(path, parse), limit)
+    return islice(_rows(path, parse), None if limit is None else min(limit, sys.maxsize))
 
 
 def row_of(prompt: object, index: int) -> Row:

@@ -28,7 +28,9 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int]:
     tokens: list[int] = logits.argmax(dim=-1).tolist()
     for i, draw in enumerate(draws):
         if draw.temperature > 0:
-            weights = torch.softmax(logits[i].double() / draw.temperature, dim=-1).cumsum(0)
+            row = logits[i].double()
+            # From the top down, so that a temperature near 0 gives exp(-inf) = 0 and not inf - inf.
+            weights = ((row - row.max()) / draw.temperature).exp().cumsum(0)
             point = weights[-1] * uniform(draw.seed, draw.row, draw.token)
             at = int(torch.searchsorted(weights, point, right=True))
             tokens[i] = min(at, logits.shape[-1] - 1)

@@ -95,8 +95,8 @@ def load_config(directory: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UnsupportedModel(f"{directory}: {error}") from error
+    except Exception as error:  # transformers checks configs in many ways, and some contradictions only by failing
+        raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
 
 
 def build(directory: Path, dtype: torch.dtype) -> Skeleton:
@@ -107,14 +107,14 @@ def build(directory: Path, dtype: torch.dtype) -> Skeleton:
     config = load_config(directory)
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
     model = _meta_model(config, name, dtype)
-    skeleton = _cut(model, config, name)
     try:
+        skeleton = _cut(model, config, name)
         _probe(skeleton)
+        _restore_buffers(model)
     except UnsupportedModel:
         raise
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error or repr(error)}") from error
-    _restore_buffers(model)
     return skeleton
 
 

@@ -14,7 +14,8 @@ class Trace:
         self.path = Path(path)
         self.spans: list[tuple[Task, float, float]] = []
         try:
-            self.path.touch()
+            with self.path.open("a"):
+                pass
         except OSError as error:
             raise InvalidInput(f"trace file {path}: {error}") from error
 

@@ -45,6 +45,7 @@ class DiskTier(Tier):
         self._files: dict[Path, File] = {}
         self._spill: File | None = None
         self._end = 0
+        self._made: list[Path] = []
         self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
         self._lock = threading.Lock()
         self._local = threading.local()
@@ -86,6 +87,7 @@ class DiskTier(Tier):
 
     def _open_spill(self) -> File:
         try:
+            self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=self.directory)
         except OSError as error:
@@ -228,6 +230,10 @@ class DiskTier(Tier):
             with contextlib.suppress(OSError):
                 file.close()
         self._files, self._spill = {}, None
+        for folder in self._made:  # gone again, unless somebody else put something there
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self._made = []
 
 
 @dataclass

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import psutil
 
+from flexengine.errors import InvalidInput
+
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -51,7 +53,11 @@ def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[i
 
 
 def usable_disk(directory: Path) -> int:
-    """Free bytes where `directory` is or would be made."""
-    while not directory.exists():
-        directory = directory.parent
+    """Free bytes where `directory` is or would be made. Raises InvalidInput where it cannot be."""
+    here = directory.absolute()
+    while not os.path.lexists(here):
+        here = here.parent
+    if not here.is_dir() or not os.access(here, os.W_OK):
+        raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
+    directory = here
     return shutil.disk_usage(os.fspath(directory)).free

@@ -90,6 +90,8 @@ def make_machine(
         keep_freed()
     _allow_open_files()
     free_disk = usable_disk(offload_dir)
+    if not free_disk:
+        raise InvalidInput(f"offload directory {offload_dir} is on a file system without free space; set --offload-dir")
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
         return _cpu(device_mem, host_mem, disk, free_disk)
