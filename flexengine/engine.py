@@ -1,7 +1,6 @@
 """The engine: a model, a machine and a policy; prompts in, results out."""
 
 import contextlib
-import json
 import threading
 import time
 import warnings
@@ -20,6 +19,7 @@ from flexengine.job.prompts import Request, Row, encode, row_of
 from flexengine.model.checkpoint import match, read_checkpoint
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
 from flexengine.plan.rule import default_policy, planned, reshaped
 from flexengine.policy import Policy
@@ -108,8 +108,8 @@ class Engine:
         self._stored = match(read_checkpoint(directory), self.skeleton.wanted, prefix, _IGNORABLE)
         self._held = held_dtypes(self.skeleton, self._stored, self.dtype, self.machine.compute)
         self.facts = model_facts(self.skeleton, self._stored, self._held, self.dtype)
-        self.tokenizer = _load_tokenizer(directory)
-        self.eos = _eos_tokens(directory, self.skeleton.config)
+        self.tokenizer = load_tokenizer(directory)
+        self.eos = eos_tokens(directory, self.skeleton.config)
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
         self._weights: Weights | None = None
@@ -350,31 +350,3 @@ class Engine:
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
             "policy": job.layout.policy.to_json() if job else None,
         }
-
-
-def _load_tokenizer(directory: Path) -> Any:
-    """The tokenizer beside the weights, None if there is none. Raises InvalidInput if there is one that cannot load."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((directory / name).exists() for name in names):
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
-        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error}") from error
-
-
-def _eos_tokens(directory: Path, config: Any) -> set[int]:
-    """End-of-sequence ids: those of generation_config.json, else the config's."""
-    value = getattr(config.get_text_config(), "eos_token_id", None)
-    path = directory / "generation_config.json"
-    if path.exists():
-        try:
-            value = json.loads(path.read_text()).get("eos_token_id", value)
-        except (OSError, ValueError, AttributeError) as error:
-            raise InvalidInput(f"{path}: {error}") from error
-    values = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token, int) for token in values):
-        raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
-    return set(values)
