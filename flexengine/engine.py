@@ -165,47 +165,47 @@ class Engine:
         vocabulary = self.skeleton.head[1][0]
         encoded = [encode(row, self.tokenizer, limit, params, vocabulary) for row in rows]
         requests = [r for r in encoded if isinstance(r, Request)]
-        requests, refused = self._fitting(requests)
+        layout, requests, refused = self._fitting(requests) if requests else (None, requests, {})
         encoded = [refused.get(r.index, r) for r in encoded]
         progress = Progress(failed=len(encoded) - len(requests), most=sum(r.sampling.max_tokens for r in requests))
         for row in encoded:
             if isinstance(row, Row):
                 yield Result(row.index, error=row.error)
-        if not requests:
+        if layout is None:
             self.summary = self._summarise(progress, None, 0.0, {})
             return
-        yield from self._generate(requests, progress)
+        yield from self._generate(layout, requests, progress)
 
-    def _fitting(self, requests: list[Request]) -> tuple[list[Request], dict[int, Row]]:
-        """Sets aside the longest requests where they are why a job cannot be held; raises if the shortest cannot."""
+    def _fitting(self, requests: list[Request]) -> tuple[Layout, list[Request], dict[int, Row]]:
+        """The job's layout. Sets aside the longest requests where they are why it cannot be held; raises if the
+        shortest cannot."""
         try:
-            if requests:
-                self.plan(requests)
-            return requests, {}
+            return self.plan(requests), requests, {}
         except OutOfMemory as error:
             if not error.what.startswith(ONE_SEQUENCE):
                 raise
             whole = error
         ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens)
         low, high = 0, len(ordered)
+        layout: Layout | None = None
         while low < high:
             middle = (low + high) // 2
             try:
-                self.plan(ordered[: middle + 1])
+                layout = self.plan(ordered[: middle + 1])
                 low = middle + 1
             except OutOfMemory as error:
                 high, whole = middle, error
-        if low == 0:
+        if layout is None:
             raise whole
         refused = {}
         for r in ordered[low:]:
             size = f"prompt of {len(r.prompt_ids)} tokens + max_tokens {r.sampling.max_tokens}"
             refused[r.index] = Row(r.index, 0, error=f"row {r.index}: {size} cannot be held: {whole}")
-        return [r for r in requests if r.index not in refused], refused
+        return layout, [r for r in requests if r.index not in refused], refused
 
-    def _generate(self, requests: list[Request], progress: Progress) -> Iterator[Result]:
+    def _generate(self, layout: Layout, requests: list[Request], progress: Progress) -> Iterator[Result]:
         began = time.perf_counter()
-        job = self._prepare(requests)
+        job = self._prepare(layout, requests)
         loaded = time.perf_counter() - began
         before = self.machine.traffic()
         try:
@@ -237,8 +237,7 @@ class Engine:
         return lay_out(self.facts, default_policy(self.facts, workload, capacity), workload, capacity)
 
     @torch.no_grad()
-    def _prepare(self, requests: list[Request]) -> _Job:
-        layout = self.plan(requests)
+    def _prepare(self, layout: Layout, requests: list[Request]) -> _Job:
         self._drop_misplaced(layout)
         for tier in ("device", "host", "disk"):
             self.machine.tier(tier).ledger.restart_peak()
@@ -249,9 +248,7 @@ class Engine:
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)
             undo.callback(hidden.close)
             if self._weights is None:
-                self._weights = Weights(
-                    self.skeleton, self._stored, self._held, layout, self.machine, self.dtype
-                )  # fmt: skip
+                self._weights = Weights(self.skeleton, self._stored, self._held, layout, self.machine, self.dtype)
             weights = self._weights
             worker = Worker(self.skeleton, weights, cache, hidden, room)
             undo.pop_all()

@@ -101,15 +101,20 @@ def test_exceptions_are_needed() -> None:
     assert {(i.module, i.target.split(".")[1]) for i in OURS} >= EXCEPTIONS
 
 
-def test_the_parts_have_an_order() -> None:
-    """ALLOWED itself has no cycle, so there is an order in which each part stands on those before it."""
-    left, placed = dict(ALLOWED), {"__version__"}
+def put_in_order(needs: dict[str, set[str]], placed: set[str]) -> None:
+    """Fails unless there is an order in which each name stands on those before it and on `placed`."""
+    left = dict(needs)
     while left:
-        free = [name for name, needs in left.items() if needs <= placed]
+        free = [name for name, wants in left.items() if wants <= placed]
         assert free, f"a cycle among {sorted(left)}"
-        placed |= set(free)
+        placed = placed | set(free)
         for name in free:
             del left[name]
+
+
+def test_the_parts_have_an_order() -> None:
+    """ALLOWED itself has no cycle."""
+    put_in_order(ALLOWED, {"__version__"})
 
 
 def test_no_module_needs_itself_to_be_imported() -> None:
@@ -122,13 +127,7 @@ def test_no_module_needs_itself_to_be_imported() -> None:
             while target and target not in known:
                 target = target.rpartition(".")[0]
             needs[i.module] |= {target} - {"", i.module}
-    placed: set[str] = set()
-    while needs:
-        free = [name for name, wants in needs.items() if wants <= placed]
-        assert free, f"a cycle among {sorted(needs)}"
-        placed |= set(free)
-        for name in free:
-            del needs[name]
+    put_in_order(needs, set())
 
 
 @pytest.mark.parametrize("heavy", ["torch", "transformers", "psutil", "threading", "ctypes"])

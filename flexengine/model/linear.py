@@ -21,7 +21,6 @@ from flexengine import kernels
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 FEW = 160  # rows up to which the native kernel is faster than widening first (at 128: 256-330 against 160-360 GFLOP/s)
-WIDE = 16 << 20  # most bytes of a weight widened at a time where no buffer is given
 
 
 def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -55,8 +54,8 @@ def _seconds(function: Linear, x: Tensor, weight: Tensor) -> float:
 class Product:
     """x @ weight.T + bias for one model, whatever dtype its weights are held in.
 
-    dtype: that of activations. wide: uint8 buffer that weights are widened in, at least a row of the widest; None makes
-    one for each product.
+    dtype: that of activations. wide: uint8 buffer that weights are widened in, at least a row of the widest; whoever
+    binds 16-bit weights sets it.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -76,9 +75,9 @@ class Product:
 
     def _widened(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows, columns = weight.shape
-        wide = torch.empty(min(WIDE, weight.numel() * 4), dtype=torch.uint8) if self.wide is None else self.wide
-        step = min(rows, max(1, wide.numel() // (columns * 4)))
-        buffer = wide[: step * columns * 4].view(torch.float32)
+        assert self.wide is not None
+        step = min(rows, max(1, self.wide.numel() // (columns * 4)))
+        buffer = self.wide[: step * columns * 4].view(torch.float32)
         out: Tensor | None = None
         for low in range(0, rows, step):
             part = weight[low : low + step]

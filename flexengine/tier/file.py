@@ -104,14 +104,3 @@ class FasterWay:
         best = self._rates[True] >= self._rates[False]
         review = sum(self._turns.values()) % self.REVIEW == 0
         self.direct = best is not review
-
-
-class OneWay(FasterWay):
-    """Always the way it is told."""
-
-    def __init__(self, direct: bool) -> None:
-        super().__init__()
-        self.direct = direct
-
-    def note(self, nbytes: int, seconds: float) -> None:
-        pass

@@ -15,6 +15,7 @@ from flexengine.schedule.program import Op, Task
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.hidden import Hidden
+from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
 
@@ -52,14 +53,9 @@ class Worker:
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
         # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
-        self._room: dict[str, int] = {}
+        self._regions = Regions(weights.machine)
         for what, nbytes in room.items():
-            try:
-                weights.machine.device.ledger.reserve(nbytes, what)
-            except BaseException:
-                self.close()
-                raise
-            self._room[what] = nbytes
+            self._regions.keep_room("device", nbytes, what)
 
     def begin(self, batches: list[Batch], live: dict[int, Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
@@ -144,6 +140,4 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
-        while self._room:
-            what, nbytes = self._room.popitem()
-            self.weights.machine.device.ledger.release(nbytes, what)
+        self._regions.free()
