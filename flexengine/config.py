@@ -1,5 +1,6 @@
 """Plain values that everything else reads: sizes, sampling parameters, results. No torch here."""
 
+import math
 import os
 import re
 import sys
@@ -29,30 +30,115 @@ def parse_size(text: str | int) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a sequence is continued.
+    """How a sequence is continued. A list or, for `stop`, a single string is taken as the tuple it means.
 
-    max_tokens: most tokens generated per prompt.
+    max_tokens: most tokens generated per prompt (and sample).
     temperature: 0 is greedy; otherwise logits are divided by it before sampling.
-    seed: with the row's index and the token's index it determines all sampling noise.
-    ignore_eos: go on to max_tokens whatever the model says.
+    seed: with the row's index, the sample's and the token's it determines all sampling noise; in [-2**63, 2**64).
+    ignore_eos: go on whatever the model says; `stop` and `stop_token_ids` still count.
+    top_k: sample from the k most likely tokens; 0 is all.
+    top_p: sample from the smallest set of most likely tokens whose probability reaches p; in (0, 1], 1 is all.
+    min_p: sample from tokens at least min_p times as likely as the likeliest; in [0, 1], 0 is all.
+    repetition_penalty: positive logits of tokens in prompt or continuation are divided by it, negative ones multiplied.
+    presence_penalty: taken off the logits of tokens generated before; in [-2, 2].
+    frequency_penalty: taken off once for every time a token was generated before; in [-2, 2].
+    stop: at most 16 strings; a continuation whose text contains one ends, its text before the first of them.
+    stop_token_ids: tokens that end a continuation, as the model's own end tokens do.
+    n: continuations per prompt, 1 to 128.
+    logprobs: None gives none, 0 those of generated tokens, k <= 20 also the k most likely tokens at every place.
+
+    Raises InvalidInput naming the field, its value and the limit.
     """
 
     max_tokens: int = 128
     temperature: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_tokens, bool) or not isinstance(self.max_tokens, int) or self.max_tokens < 1:
-            raise InvalidInput(f"max_tokens is {self.max_tokens!r}; it must be a whole number of at least 1")
-        if isinstance(self.temperature, bool) or not isinstance(self.temperature, (int, float)):
-            raise InvalidInput(f"temperature is {self.temperature!r}; it must be a number")
-        if not 0 <= self.temperature <= sys.float_info.max:
-            raise InvalidInput(f"temperature is {self.temperature}; it must be 0 (greedy) or a positive number")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise InvalidInput(f"seed is {self.seed!r}; it must be a whole number")
+        for name, (low, high, limit) in _WHOLE.items():
+            if (value := getattr(self, name)) is not None or name != "logprobs":
+                _check_whole(name, value, low, high, limit)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidInput(f"ignore_eos is {self.ignore_eos!r}; it must be true or false")
+            raise InvalidInput(f"ignore_eos is {_shown(self.ignore_eos)}; it must be true or false")
+        normal: dict[str, Any] = {name: _number(name, getattr(self, name), *limits) for name, limits in _REAL.items()}
+        normal |= {"stop": _stop_strings(self.stop), "stop_token_ids": _stop_tokens(self.stop_token_ids)}
+        for name, value in normal.items():
+            object.__setattr__(self, name, value)
+
+
+MAX_STOPS = 16
+_MAX_COUNT = 2**31 - 1
+_ABOVE_ZERO, _LARGEST = math.ulp(0.0), sys.float_info.max
+_WHOLE: dict[str, tuple[int, int, str]] = {
+    "max_tokens": (1, _MAX_COUNT, f"a whole number of at least 1 and at most {_MAX_COUNT}"),
+    "seed": (-(2**63), 2**64 - 1, "a whole number of at least -2**63 and below 2**64"),
+    "top_k": (0, _MAX_COUNT, f"a whole number of at least 0 (0 keeps all tokens) and at most {_MAX_COUNT}"),
+    "n": (1, 128, "a whole number of at least 1 and at most 128"),
+    "logprobs": (0, 20, "a whole number of at least 0 and at most 20, or left out for none"),
+}
+_REAL: dict[str, tuple[float, float, str]] = {
+    "temperature": (0, _LARGEST, "0 (greedy) or a positive number"),
+    "top_p": (_ABOVE_ZERO, 1, "above 0 and at most 1 (1 keeps all tokens)"),
+    "min_p": (0, 1, "at least 0 (0 keeps all tokens) and at most 1"),
+    "repetition_penalty": (_ABOVE_ZERO, _LARGEST, "a positive number (1 is no penalty)"),
+    "presence_penalty": (-2, 2, "at least -2 and at most 2 (0 is no penalty)"),
+    "frequency_penalty": (-2, 2, "at least -2 and at most 2 (0 is no penalty)"),
+}
+
+
+def _check_whole(name: str, value: object, low: int, high: int, limit: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidInput(f"{name} is {_shown(value)}; it must be {limit}")
+
+
+def _number(name: str, value: object, low: float, high: float, limit: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInput(f"{name} is {_shown(value)}; it must be a number")
+    if not low <= value <= high:
+        raise InvalidInput(f"{name} is {_shown(value)}; it must be {limit}")
+    return float(value)
+
+
+def _stop_strings(value: object) -> tuple[str, ...]:
+    texts = (value,) if isinstance(value, str) else value
+    if not isinstance(texts, (list, tuple)):
+        raise InvalidInput(f"stop is {_shown(value)}; it must be a string or a list of strings")
+    if len(texts) > MAX_STOPS:
+        raise InvalidInput(f"stop holds {len(texts)} strings; it must hold at most {MAX_STOPS}")
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise InvalidInput(f"stop holds {_shown(text)}; it must hold strings of at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise InvalidInput(f"stop holds {_shown(text)}, with half a surrogate pair, which is no character")
+    return tuple(texts)
+
+
+def _stop_tokens(value: object) -> tuple[int, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise InvalidInput(f"stop_token_ids is {_shown(value)}; it must be a list of token ids")
+    for token in value:
+        _check_whole("a token of stop_token_ids", token, 0, _MAX_COUNT, f"a whole number from 0 to {_MAX_COUNT}")
+    return tuple(value)
+
+
+def _shown(value: object) -> str:
+    """The value for a message: at most about 80 characters. Python refuses to print integers of thousands of digits."""
+    try:
+        text = repr(value)
+    except ValueError:
+        text = f"{type(value).__name__} too long to print"
+    return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
 def from_fields(kind: type, values: dict[str, Any], what: str) -> Any:
@@ -64,10 +150,31 @@ def from_fields(kind: type, values: dict[str, Any], what: str) -> Any:
 
 
 @dataclass
+class Completion:
+    """One continuation of a prompt.
+
+    finish_reason: "stop" (end-of-sequence token, stop token or stop string) or "length" (max_tokens).
+    token_ids: everything generated, with the token that ended it. generated_text: without special tokens, and cut
+    before the first stop string; None if the checkpoint has no tokenizer.
+    logprobs: None unless asked for, else one entry per token of `token_ids`:
+    {"token_id": int, "token": str or None, "logprob": float, "top_logprobs": [{"token_id", "token", "logprob"}, ...]}.
+    A logprob is the natural logarithm of the probability the model itself gives the token at that place: before
+    penalties, temperature, top_k, top_p and min_p. top_logprobs is empty for logprobs=0, else likeliest first.
+    """
+
+    generated_text: str | None
+    token_ids: list[int]
+    finish_reason: str | None
+    logprobs: list[dict[str, Any]] | None = None
+
+
+@dataclass
 class Result:
     """What became of one prompt; the fields of an output row.
 
-    finish_reason: "stop" (end-of-sequence token), "length" (max_tokens) or None when `error` is set.
+    generated_text, token_ids, finish_reason, logprobs: as in Completion; finish_reason is None when `error` is set.
+    samples: all n completions if n > 1, else None. The fields above are then those of the first, and
+    completion_tokens is the sum over all.
     """
 
     index: int
@@ -77,6 +184,8 @@ class Result:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     error: str | None = None
+    logprobs: list[dict[str, Any]] | None = None
+    samples: list[Completion] | None = None
 
 
 def cache_root() -> Path:

@@ -1,0 +1,152 @@
+"""SamplingParams: what it takes, what it turns it into, and what it says about everything else."""
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+
+from flexengine.config import Completion, Result, SamplingParams
+from flexengine.errors import InvalidInput
+
+NAN, INF, HUGE = float("nan"), float("inf"), 10**5000  # Python refuses to print the last
+
+
+def test_the_order_of_fields_is_a_contract() -> None:
+    names = [f.name for f in fields(SamplingParams)]
+    assert names[:4] == ["max_tokens", "temperature", "seed", "ignore_eos"]
+    assert [f.name for f in fields(Result)][:7] == [
+        "index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error",
+    ]  # fmt: skip
+
+
+def test_defaults_change_nothing() -> None:
+    neutral = dict(top_k=0, top_p=1, min_p=0, repetition_penalty=1, presence_penalty=0, frequency_penalty=0)
+    assert SamplingParams(128, 0, 0, False, stop=(), stop_token_ids=(), n=1, logprobs=None, **neutral) == (
+        SamplingParams()
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "name", "value"),
+    [
+        ({"stop": "END"}, "stop", ("END",)),
+        ({"stop": ["a", "b\n", "\u00e9"]}, "stop", ("a", "b\n", "\u00e9")),
+        ({"stop": []}, "stop", ()),
+        ({"stop": ["x"] * 16}, "stop", ("x",) * 16),
+        ({"stop_token_ids": [3, 0, 2**31 - 1]}, "stop_token_ids", (3, 0, 2**31 - 1)),
+        ({"top_p": 1}, "top_p", 1.0),
+        ({"top_p": 5e-324}, "top_p", 5e-324),
+        ({"min_p": 1}, "min_p", 1.0),
+        ({"presence_penalty": -2}, "presence_penalty", -2.0),
+        ({"frequency_penalty": 2.0}, "frequency_penalty", 2.0),
+        ({"repetition_penalty": 10**300}, "repetition_penalty", 1e300),
+        ({"temperature": 10**308}, "temperature", 1e308),
+        ({"seed": -(2**63)}, "seed", -(2**63)),
+        ({"seed": 2**64 - 1}, "seed", 2**64 - 1),
+        ({"n": 128}, "n", 128),
+        ({"logprobs": 0}, "logprobs", 0),
+        ({"logprobs": 20}, "logprobs", 20),
+        ({"top_k": 2**31 - 1}, "top_k", 2**31 - 1),
+    ],
+)
+def test_accepted_and_normalised(fields: dict[str, Any], name: str, value: Any) -> None:
+    found = getattr(SamplingParams(**fields), name)
+    assert found == value
+    assert type(found) is type(value)
+    # As rows override defaults: from JSON fields, and once more from what was normalised.
+    assert replace(replace(SamplingParams(), **fields), max_tokens=3) == replace(SamplingParams(max_tokens=3), **fields)
+
+
+def test_equal_parameters_are_one_key() -> None:
+    one, two = SamplingParams(stop="a", top_p=1, stop_token_ids=[4]), SamplingParams(stop=["a"], stop_token_ids=(4,))  # type: ignore[arg-type]
+    assert one == two
+    assert hash(one) == hash(two)
+    assert asdict(one) == asdict(two)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"top_k": -1}, "top_k is -1; it must be a whole number of at least 0 (0 keeps all tokens)"),
+        ({"n": 0}, "n is 0; it must be a whole number of at least 1 and at most 128"),
+        ({"n": 129}, "n is 129"),
+        ({"logprobs": 21}, "logprobs is 21; it must be a whole number of at least 0 and at most 20"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"max_tokens": 2**31}, "max_tokens is 2147483648"),
+        ({"max_tokens": None}, "max_tokens is None"),
+        ({"seed": 2**64}, "seed is 18446744073709551616; it must be a whole number of at least -2**63 and below 2**64"),
+        ({"top_p": 0}, "top_p is 0; it must be above 0 and at most 1"),
+        ({"top_p": 1.0000001}, "top_p is 1.0000001"),
+        ({"min_p": -0.1}, "min_p is -0.1; it must be at least 0"),
+        ({"min_p": 1.1}, "min_p is 1.1"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be a positive number"),
+        ({"presence_penalty": 2.1}, "presence_penalty is 2.1; it must be at least -2 and at most 2"),
+        ({"frequency_penalty": -3}, "frequency_penalty is -3; it must be at least -2 and at most 2"),
+        ({"stop": ""}, "stop holds ''; it must hold strings of at least one character"),
+        ({"stop": ["a", ""]}, "stop holds ''"),
+        ({"stop": ["a", 3]}, "stop holds 3; it must hold strings"),
+        ({"stop": ["a", None]}, "stop holds None"),
+        ({"stop": ["\ud800"]}, "half a surrogate pair"),
+        ({"stop": 3}, "stop is 3; it must be a string or a list of strings"),
+        ({"stop": {"a": 1}}, "stop is {'a': 1}; it must be a string or a list of strings"),
+        ({"stop": None}, "stop is None"),
+        ({"stop": b"a"}, "stop is b'a'"),
+        ({"stop": ["x"] * 17}, "stop holds 17 strings; it must hold at most 16"),
+        ({"stop_token_ids": 3}, "stop_token_ids is 3; it must be a list of token ids"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'"),
+        ({"stop_token_ids": [1, -1]}, "stop_token_ids is -1; it must be a whole number from 0"),
+        ({"stop_token_ids": [True]}, "stop_token_ids is True"),
+        ({"stop_token_ids": [1.0]}, "stop_token_ids is 1.0"),
+        ({"ignore_eos": None}, "ignore_eos is None; it must be true or false"),
+    ],
+)
+def test_refusals_name_field_value_and_limit(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        SamplingParams(**fields)
+    assert message in str(caught.value)
+
+
+def _kind(value: object) -> str:
+    return type(value).__name__
+
+
+REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+WHOLE = ("max_tokens", "seed", "top_k", "n", "logprobs")
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("value", [True, "1", None, [1.0], {}, NAN, INF, -INF, HUGE, -HUGE, 1j], ids=_kind)
+def test_no_field_takes_what_is_no_finite_number(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name} is "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("value", [True, "1", 1.0, [1], {}, NAN, INF, HUGE, -HUGE], ids=_kind)
+def test_no_field_takes_what_is_no_whole_number(name: str, value: Any) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name} is "):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "stop", "ignore_eos"])
+def test_what_cannot_be_printed_is_refused_like_the_rest(name: str) -> None:
+    with pytest.raises(InvalidInput, match=f"{name} .* too long to print"):
+        SamplingParams(**{name: HUGE})  # type: ignore[arg-type]
+
+
+def test_messages_are_short_whatever_the_value() -> None:
+    with pytest.raises(InvalidInput) as caught:
+        SamplingParams(top_p="x" * 10**6)  # type: ignore[arg-type]
+    assert len(str(caught.value)) < 200
+
+
+def test_results_become_plain_json_fields() -> None:
+    entry = {"token_id": 5, "token": "a", "logprob": -0.5, "top_logprobs": []}
+    samples = [Completion("a", [5], "length", [entry]), Completion("b", [6], "stop")]
+    fields = asdict(Result(0, "a", [5], "length", 3, 2, logprobs=[entry], samples=samples))
+    assert fields["samples"][0] == {
+        "generated_text": "a", "token_ids": [5], "finish_reason": "length", "logprobs": [entry]
+    }  # fmt: skip
+    assert Result(0).samples is None
+    assert Result(0).logprobs is None

