@@ -4,8 +4,8 @@ import contextlib
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,10 +15,14 @@ import torch
 from flexengine import kernels
 from flexengine.config import Result, SamplingParams, cache_root, parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.job.prompts import Request, Row, encode, row_of
-from flexengine.model.checkpoint import match, read_checkpoint
+from flexengine.generation import Generation, Means, Progress
+from flexengine.job.inputs import Row, row_of
+from flexengine.job.prompts import Request, encode
+from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.loading import fingerprint, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
+from flexengine.model.stop import check_stops
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
 from flexengine.plan.rule import default_policy, planned, reshaped
@@ -26,42 +30,12 @@ from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
-from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.sweeps import Sweeps
 from flexengine.tier.machine import Links, make_machine
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.weights import Weights, held_dtypes, model_facts
-from flexengine.worker.worker import Text, Worker
-
-# In nobody's use once loaded: tied copies of the head, and buffers that old checkpoints carry along.
-_IGNORABLE = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", "lm_head.weight")
-
-
-@dataclass
-class Progress:
-    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early."""
-
-    sweeps: int = 0
-    rows: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    most: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
-@dataclass
-class _Job:
-    """What one call of `stream` works with."""
-
-    layout: Layout
-    sweeps: Sweeps
-    worker: Worker
-    program: Program
-    executor: Executor
-    texts: dict[int, Text]
-    prompt_lengths: dict[int, int]
+from flexengine.worker.worker import Worker
 
 
 class Engine:
@@ -71,7 +45,8 @@ class Engine:
     device: auto, cpu, cuda or sim. device_mem, host_mem: bytes or text such as "800M"; None takes what is free.
     offload_dir: where KV and activations spill. dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA),
     float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time.
-    trace: file for Chrome trace JSON. on_sweep: called with a Progress after every sweep.
+    trace: file for Chrome trace JSON. on_sweep: called with a Progress after every sweep. trust_remote_code: run
+    Python that lies beside the weights, if the model needs it.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -90,6 +65,7 @@ class Engine:
         overlap: bool = True,
         trace: str | Path | None = None,
         on_sweep: Callable[[Progress], None] | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
@@ -101,18 +77,20 @@ class Engine:
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
         self.source = resolve(str(model) if model is not None else None)
         directory = self.source.directory
-        self.dtype = choose_dtype(dtype, load_config(directory), self.machine.kind)
+        self.dtype = choose_dtype(dtype, load_config(directory, trust_remote_code), self.machine.kind)
         with torch.no_grad():
-            self.skeleton: Skeleton = build(directory, self.dtype)
-        prefix = getattr(self.skeleton.model, "base_model_prefix", "")
-        self._stored = match(read_checkpoint(directory), self.skeleton.wanted, prefix, _IGNORABLE)
+            self.skeleton: Skeleton = build(directory, self.dtype, trust_remote_code)
+        self._stored = origins(read_checkpoint(directory), self.skeleton.wanted, self.skeleton.loading)
         self._held = held_dtypes(self.skeleton, self._stored, self.dtype, self.machine.compute)
         self.facts = model_facts(self.skeleton, self._stored, self._held, self.dtype)
-        self.tokenizer = load_tokenizer(directory)
+        self.tokenizer = load_tokenizer(directory, trust_remote_code)
         self.eos = eos_tokens(directory, self.skeleton.config)
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
         self.summary: dict[str, Any] = {}
+        self.layout: Layout | None = None  # of the last job
+        self.fixed_prefill: int | None = None  # prefill_tokens that the rule must keep to
         self._weights: Weights | None = None
+        self._too_large: OutOfMemory | None = None
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
 
@@ -137,11 +115,14 @@ class Engine:
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> list[Result]:
         """Results of all prompts, in their order. A prompt is a string or a row: {"prompt"}, {"messages"} or
-        {"prompt_token_ids"}, with optional max_tokens, temperature, seed and ignore_eos of its own."""
+        {"prompt_token_ids"}, with sampling parameters of its own if it likes."""
         return sorted(self.stream(prompts, params), key=lambda result: result.index)
 
     def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
-        """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`."""
+        """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`.
+
+        prompts is walked twice, once for the sizes and once for the work, and never held as a whole; an iterator, which
+        can be walked only once, is made a list."""
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if not isinstance(params, SamplingParams | None):
@@ -160,60 +141,85 @@ class Engine:
                 self._running = None
 
     def _results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
-        rows = [p if isinstance(p, Row) else row_of(p, i) for i, p in enumerate(prompts)]
+        if iter(prompts) is prompts:  # it can be walked only once
+            prompts = list(prompts)
+        workload = self._survey(prompts, params)
+        layout, largest = self._fitting(workload) if workload.count else (None, 0)
+        most = sum(n * times for (p, n), times in workload.sizes.items() if p + n <= largest)
+        progress = Progress(most=most)
+        if layout is None:
+            rows = list(self._requests(prompts, params, 0))
+            progress.failed = len(rows)
+            self.summary = self._summarise(progress, None, 0.0, {})
+            yield from (Result(row.index, error=row.error) for row in rows if isinstance(row, Row))
+            return
+        yield from self._generate(layout, self._requests(prompts, params, largest), progress)
+
+    def _survey(self, prompts: Iterable[Any], params: SamplingParams) -> Workload:
+        """The sizes of all sequences to come: what a plan is made from. Prompts are tokenised again when it is their
+        turn, which costs little beside generating, so that no memory grows with their number."""
+        sizes: Counter[tuple[int, int]] = Counter()
+        for item in self._encoded(prompts, params):
+            if isinstance(item, Request):
+                sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
+        return Workload(sizes)
+
+    def _encoded(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
         limit = self.skeleton.context_length or 1 << 40
         vocabulary = self.skeleton.head[1][0]
-        encoded = [encode(row, self.tokenizer, limit, params, vocabulary) for row in rows]
-        requests = [r for r in encoded if isinstance(r, Request)]
-        layout, requests, refused = self._fitting(requests) if requests else (None, requests, {})
-        encoded = [refused.get(r.index, r) for r in encoded]
-        progress = Progress(failed=len(encoded) - len(requests), most=sum(r.sampling.max_tokens for r in requests))
-        for row in encoded:
-            if isinstance(row, Row):
-                yield Result(row.index, error=row.error)
-        if layout is None:
-            self.summary = self._summarise(progress, None, 0.0, {})
-            return
-        yield from self._generate(layout, requests, progress)
-
-    def _fitting(self, requests: list[Request]) -> tuple[Layout, list[Request], dict[int, Row]]:
-        """The job's layout. Sets aside the longest requests where they are why it cannot be held; raises if the
-        shortest cannot."""
-        try:
-            return self.plan(requests), requests, {}
-        except OutOfMemory as error:
-            if not error.what.startswith(ONE_SEQUENCE):
-                raise
-            whole = error
-        ordered = sorted(requests, key=lambda r: len(r.prompt_ids) + r.sampling.max_tokens)
-        low, high = 0, len(ordered)
-        layout: Layout | None = None
-        while low < high:
-            middle = (low + high) // 2
+        for i, prompt in enumerate(prompts):
+            row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
+            item = encode(row, self.tokenizer, limit, params, vocabulary)
             try:
-                layout = self.plan(ordered[: middle + 1])
+                if isinstance(item, Request):
+                    check_stops(item.sampling, self.tokenizer)
+                yield item
+            except InvalidInput as error:
+                yield row.refused(str(error))
+
+    def _requests(self, prompts: Iterable[Any], params: SamplingParams, largest: int) -> Iterator[Request | Row]:
+        """The requests of at most `largest` tokens; the others, and bad rows, as rows with an error."""
+        for item in self._encoded(prompts, params):
+            if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > largest:
+                size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
+                yield Row(item.index, item.line).refused(f"{size} cannot be held: {self._too_large}")
+            else:
+                yield item
+
+    def _fitting(self, workload: Workload) -> tuple[Layout, int]:
+        """The job's layout, and the most tokens of a sequence in it. Sets aside the longest where they are why it
+        cannot be held; raises OutOfMemory if the shortest cannot."""
+        totals = sorted({p + n for p, n in workload.sizes})
+        low, high = 0, len(totals)
+        layout: Layout | None = None
+        middle = high - 1
+        while low < high:
+            sizes = {(p, n): times for (p, n), times in workload.sizes.items() if p + n <= totals[middle]}
+            try:
+                layout = self.plan(Workload(sizes))
                 low = middle + 1
             except OutOfMemory as error:
-                high, whole = middle, error
+                if not error.what.startswith(ONE_SEQUENCE):
+                    raise
+                high, self._too_large = middle, error
+            middle = (low + high) // 2
         if layout is None:
-            raise whole
-        refused = {}
-        for r in ordered[low:]:
-            size = f"prompt of {len(r.prompt_ids)} tokens + max_tokens {r.sampling.max_tokens}"
-            refused[r.index] = Row(r.index, 0, error=f"row {r.index}: {size} cannot be held: {whole}")
-        return layout, [r for r in requests if r.index not in refused], refused
+            assert self._too_large is not None
+            raise self._too_large
+        return layout, totals[low - 1]
 
-    def _generate(self, layout: Layout, requests: list[Request], progress: Progress) -> Iterator[Result]:
+    def _generate(self, layout: Layout, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
         began = time.perf_counter()
-        job = self._prepare(layout, requests)
+        means = self._prepare(layout)
         loaded = time.perf_counter() - began
         before = self.machine.traffic()
+        self.layout = layout
         try:
-            with job.executor:
-                yield from self._run(job, progress)
+            with means.executor:
+                yield from Generation(means, feed, self.tokenizer, self.eos, progress).run(self.on_sweep)
         finally:
-            self.summary = self._summarise(progress, job, loaded, before)
-            job.worker.close()
+            self.summary = self._summarise(progress, means, loaded, before)
+            means.worker.close()
             self._write_trace()
 
     def _write_trace(self) -> None:
@@ -224,20 +230,38 @@ class Engine:
         except OSError as error:
             warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
 
-    def plan(self, requests: Iterable[Request]) -> Layout:
-        """The layout a job of these requests gets: the given policy, or the rule's. Raises OutOfMemory."""
-        workload = Workload(tuple((len(r.prompt_ids), r.sampling.max_tokens) for r in requests))
+    @property
+    def numerics(self) -> dict[str, Any]:
+        """What the last bits of a result depend on besides the model and the request."""
+        import transformers
+
+        return {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": "cuda" if self.machine.kind == "cuda" else "cpu",
+            "kernels": self.kernels.name,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the model's files: other weights, config or tokenizer have another."""
+        return fingerprint(self.source.directory)
+
+    def plan(self, workload: Workload) -> Layout:
+        """The layout a job of this workload gets: the given policy's, or the rule's. Raises OutOfMemory."""
         if self.policy is not None:
             return lay_out(self.facts, self.policy, workload, self.machine.capacity)
         capacity = planned(self.machine.capacity)
         if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
             with contextlib.suppress(OutOfMemory):
-                kept = reshaped(self._weights.layout.policy, self.facts, workload, capacity)
+                kept = reshaped(self._weights.layout.policy, self.facts, workload, capacity, self.fixed_prefill)
                 return lay_out(self.facts, kept, workload, capacity)
-        return lay_out(self.facts, default_policy(self.facts, workload, capacity), workload, capacity)
+        policy = default_policy(self.facts, workload, capacity, self.fixed_prefill)
+        return lay_out(self.facts, policy, workload, capacity)
 
     @torch.no_grad()
-    def _prepare(self, layout: Layout, requests: list[Request]) -> _Job:
+    def _prepare(self, layout: Layout) -> Means:
         self._drop_misplaced(layout)
         for tier in ("device", "host", "disk"):
             self.machine.tier(tier).ledger.restart_peak()
@@ -256,12 +280,8 @@ class Engine:
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
         away = any(streamed) or layout.cache_buffer or layout.hidden_buffer
         executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
-        sweeps = Sweeps(layout.policy, layout.pools)
-        for r in requests:
-            sweeps.add(Sequence(r.index, len(r.prompt_ids), r.sampling.max_tokens))
-        texts = {r.index: Text(r.index, list(r.prompt_ids), r.sampling) for r in requests}
         self.machine.settle()
-        return _Job(layout, sweeps, worker, program, executor, texts, {r.index: len(r.prompt_ids) for r in requests})
+        return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle)
 
     def _drop_misplaced(self, layout: Layout) -> None:
         """Drops the weights of an earlier job unless they lie where the layout wants them."""
@@ -276,58 +296,10 @@ class Engine:
             self._weights.close()
             self._weights = None
 
-    def _run(self, job: _Job, progress: Progress) -> Iterator[Result]:
-        while not job.sweeps.idle:
-            began = time.perf_counter()
-            with torch.no_grad():
-                gone, prefill = self._sweep(job, progress)
-            seconds = time.perf_counter() - began
-            progress.sweeps += 1
-            if prefill:
-                progress.prefill_seconds += seconds
-            else:
-                progress.decode_seconds += seconds
-            progress.rows += len(gone)
-            if self.on_sweep:
-                self.on_sweep(progress)
-            for sequence in gone:
-                yield self._finish(job, sequence, progress)
-
-    def _sweep(self, job: _Job, progress: Progress) -> tuple[list[Sequence], bool]:
-        """One token further for everyone alive; returns who left, and whether a prompt was computed."""
-        sweeps, worker = job.sweeps, job.worker
-        batches = sweeps.begin(worker.cache.claim)
-        if not batches:
-            raise RuntimeError("nobody can enter and nobody is alive: the KV pools are too small for the next sequence")
-        prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
-        worker.begin(batches, sweeps.live, job.texts)
-        self.machine.settle()
-        job.executor.run(job.program.sweep(sweeps.sweep, batches, sweeps.another))
-        ended = set()
-        for sequence, token in worker.sampled.items():
-            text = job.texts[sequence]
-            text.tokens.append(token)
-            if token in self.eos and not text.sampling.ignore_eos:
-                ended.add(sequence)
-        progress.tokens += len(worker.sampled)
-        gone = sweeps.advance(batches, ended)
-        for s in gone:
-            worker.cache.release(s)
-        return gone, prefill
-
-    def _finish(self, job: _Job, sequence: Sequence, progress: Progress) -> Result:
-        text, prompt = job.texts.pop(sequence.id), job.prompt_lengths[sequence.id]
-        tokens = text.tokens[prompt:]
-        progress.prompt_tokens += prompt
-        progress.most -= sequence.max_tokens - len(tokens)
-        stopped = tokens[-1] in self.eos and not text.sampling.ignore_eos
-        words = self.tokenizer.decode(tokens, skip_special_tokens=True) if self.tokenizer else None
-        return Result(text.index, words, tokens, "stop" if stopped else "length", prompt, len(tokens))
-
-    def _summarise(self, p: Progress, job: _Job | None, loaded: float, before: dict[str, int]) -> dict[str, Any]:
+    def _summarise(self, p: Progress, means: Means | None, loaded: float, before: dict[str, int]) -> dict[str, Any]:
         seconds = p.prefill_seconds + p.decode_seconds
         tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
-        busy = job.executor.busy if job else {}
+        busy = means.executor.busy if means else {}
         return {
             "model": self.source.name,
             "device": self.machine.kind,
@@ -345,5 +317,5 @@ class Engine:
             "bytes": {link: n - before.get(link, 0) for link, n in self.machine.traffic().items()},
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
-            "policy": job.layout.policy.to_json() if job else None,
+            "policy": means.layout.policy.to_json() if means else None,
         }

@@ -12,7 +12,7 @@ import torch
 from conftest import LENGTHS, NEW
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.job.prompts import Request
+from flexengine.plan.layout import Workload
 from flexengine.tier.machine import Links
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -94,7 +94,7 @@ def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dic
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields)
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
-        layout = engine.plan(_requests(known))
+        layout = engine.plan(_workload(known))
         assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
         assert layout.total("device") > 0
         for tier in ("device", "host", "disk"):  # after the job only weights are left, after close nothing
@@ -103,8 +103,8 @@ def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dic
         assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
 
 
-def _requests(family: Any) -> list[Any]:
-    return [Request(i, tuple(p), GREEDY) for i, p in enumerate(family.prompts)]
+def _workload(family: Any, *more: tuple[int, int]) -> Workload:
+    return Workload.of([*((len(p), GREEDY.max_tokens) for p in family.prompts), *more])
 
 
 def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(families: Any, tmp_path: Path) -> None:
@@ -113,10 +113,10 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0))
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
-        need = engine.plan(_requests(known)).total("device")
+        need = engine.plan(_workload(known)).total("device")
     _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
     assert summary["peak_bytes"]["device"] == need
-    fixed = need - engine.plan(_requests(known)).account["device"]["KV cache"]
+    fixed = need - engine.plan(_workload(known)).account["device"]["KV cache"]
     with (
         Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
         pytest.raises(OutOfMemory, match="device memory"),
@@ -129,7 +129,7 @@ def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, t
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
-        layout = engine.plan(_requests(known))
+        layout = engine.plan(_workload(known))
     half = layout.total("device") - layout.account["device"]["KV cache"] // 2
     _, summary = run(known, policy, tmp_path, device_mem=half)
     assert summary["sweeps"] > NEW
@@ -139,9 +139,8 @@ def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path:
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
-        half = engine.plan(_requests(known)).account["device"]["KV cache"] // 2
-        long = Request(8, (5,) * 100, SamplingParams(max_tokens=150))
-        layout = engine.plan([*_requests(known), long])
+        half = engine.plan(_workload(known)).account["device"]["KV cache"] // 2
+        layout = engine.plan(_workload(known, (100, 150)))
     rows = [*known.rows, {"prompt_token_ids": [5] * 100, "max_tokens": 150}]
     size = layout.total("device") - layout.account["device"]["KV cache"] + half
     with Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=size) as engine:

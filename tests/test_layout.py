@@ -41,7 +41,12 @@ def policy_of(rng: random.Random) -> Policy:
 
 
 def work_of(rng: random.Random) -> Workload:
-    return Workload(tuple((rng.randint(1, 300), rng.randint(1, 60)) for _ in range(rng.randint(1, 40))))
+    return Workload.of((rng.randint(1, 300), rng.randint(1, 60)) for _ in range(rng.randint(1, 40)))
+
+
+def lengths_of(work: Workload) -> list[tuple[int, int]]:
+    """(prompt tokens, most tokens to generate) of every sequence."""
+    return [size for size, times in work.sizes.items() for _ in range(times)]
 
 
 def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) -> dict[str, dict[str, int]]:
@@ -59,9 +64,9 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     account["device"]["workspace"] = workspace(model, policy, work)
     block = policy.gpu_batch_size * (1 if policy.schedule == "row" else policy.num_gpu_batches)
     row = model.hidden * model.itemsize
-    prompts = sum(sorted(p for p, _ in work.lengths)[::-1][:block]) + block
+    prompts = sum(sorted(p for p, _ in lengths_of(work))[::-1][:block]) + block
     if block > policy.gpu_batch_size or prompts - block > policy.prefill_tokens:  # several passes open at a time
-        logits = 4 * model.vocabulary * min(block, len(work.lengths))
+        logits = 4 * model.vocabulary * min(block, len(lengths_of(work)))
         account["device"]["paused forwards"] = up(2 * prompts * row + logits, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
@@ -101,7 +106,7 @@ def cache_account(
     account: dict[str, dict[str, int]], model: ModelFacts, policy: Policy, work: Workload, staged: bool
 ) -> None:
     token = 2 * model.kv_heads * model.head_dim * model.itemsize
-    lengths = sorted((p + n - 1 for p, n in work.lengths), reverse=True)
+    lengths = sorted((p + n - 1 for p, n in lengths_of(work)), reverse=True)
     homes = place([1] * policy.block_size, policy.cache)
     buffer = 0
     for tier in set(homes):
@@ -145,10 +150,10 @@ def test_workspace_bounds_its_parts() -> None:
     rng = random.Random(2)
     for _ in range(100):
         model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
-        tokens = min(policy.prefill_tokens, sum(sorted(p for p, _ in work.lengths)[::-1][: policy.block_size]))
+        tokens = min(policy.prefill_tokens, sum(sorted(p for p, _ in lengths_of(work))[::-1][: policy.block_size]))
         gated = tokens * (3 * model.width + model.hidden) * model.itemsize
         attention = tokens * 2 * (model.heads + 2 * model.kv_heads) * model.head_dim * model.itemsize
-        logits = 4 * model.vocabulary * min(policy.gpu_batch_size, len(work.lengths))
+        logits = 4 * model.vocabulary * min(policy.gpu_batch_size, len(lengths_of(work)))
         least = max(gated, attention) + logits
         found = workspace(model, policy, work)
         assert found % 4096 == 0
@@ -199,7 +204,7 @@ def test_limited_memory_is_never_overbooked_and_well_used(shared: bool) -> None:
         done += 1
         assert within(layout, capacity)
         needed = lay_out(model, policy, work, replace(FREE, staged=not shared)).pools
-        longest = max(p + n - 1 for p, n in work.lengths)
+        longest = max(p + n - 1 for p, n in lengths_of(work))
         assert any(pool.pages for pool in layout.pools.values())
         for tier, pool in layout.pools.items():
             assert pool.pages == 0 or pool.pages * pool.page_tokens >= longest
@@ -232,7 +237,7 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
         policy = Policy(4, 2, weights=split, cache=split, activations=split)
         free = lay_out(model, policy, work, FREE)
         rest = free.total(tier) - free.account[tier]["KV cache"]
-        longest = max(p + n - 1 for p, n in work.lengths)
+        longest = max(p + n - 1 for p, n in lengths_of(work))
         pool = free.pools[tier]
         one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier] * len(model.layers)
         for limit in (rest - 1, rest + one - 1):
@@ -280,7 +285,7 @@ def test_rule_fits_or_nothing_does() -> None:
             policy = default_policy(model, work, capacity)
         except OutOfMemory:
             refused += 1
-            few = min(8, len(work.lengths))
+            few = min(8, len(lengths_of(work)))
             with pytest.raises(OutOfMemory):
                 lay_out(model, Policy(few, 1, weights=(0, 0, 1), slots=1, prefill_tokens=128), work, capacity)
             continue
@@ -294,7 +299,7 @@ def test_rule_stays_resident_when_all_fits() -> None:
     rng = random.Random(8)
     for _ in range(60):
         model, work = model_of(rng), work_of(rng)
-        count = len(work.lengths)
+        count = len(lengths_of(work))
         everything = Policy(min(64, count), -(-count // min(64, count)), prefill_tokens=rng.choice([2048, 256, 128]))
         need = lay_out(model, everything, work, FREE).total("device") + 4096
         for capacity in (replace(FREE, device=need), Capacity(need, None, 1 << 40, shared=True, staged=False)):
@@ -321,7 +326,7 @@ def test_rule_streams_when_weights_do_not_fit() -> None:
 
 def test_rule_without_a_limit_is_resident() -> None:
     rng = random.Random(10)
-    work = Workload(((10, 5),) * 700)
+    work = Workload({(10, 5): 700})
     policy = default_policy(model_of(rng), work, FREE)
     assert policy.weights == (1, 0, 0)
     assert policy.block_size == 512

@@ -11,6 +11,7 @@ Who is resumed when is the schedule's business (architecture 4).
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -38,8 +39,8 @@ class Attend(NamedTuple):
     layer: int
     q: Tensor  # [1, heads, tokens, head_dim]
     k: Tensor  # [1, kv_heads, tokens, head_dim]
-    v: Tensor
-    scale: float | None
+    v: Tensor  # [1, kv_heads, tokens, value_dim]
+    scale: float
     window: int | None
     softcap: float | None
     sinks: Tensor | None
@@ -82,7 +83,8 @@ def _attend(
         what = ", ".join(unknown) or "a mask of its own"
         raise NotImplementedError(f"its attention passes {what}, which the engine does not honour")
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return _pause(Attend(layer, query, key, value, scaling, sliding_window, softcap, s_aux)), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    return _pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)), None
 
 
 AttentionInterface.register(ATTENTION, _attend)
@@ -101,8 +103,12 @@ class PausingLayer(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("layer"), name)  # models ask their layers for e.g. attention_type
 
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return self.layer(_pause(Layer(self.index, hidden)), *args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if "hidden_states" in kwargs:
+            kwargs["hidden_states"] = _pause(Layer(self.index, kwargs["hidden_states"]))
+        else:
+            args = (_pause(Layer(self.index, args[0])), *args[1:])
+        return self.layer(*args, **kwargs)
 
 
 class PausingEmbedding(nn.Module):
@@ -115,10 +121,12 @@ class PausingEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         rows, ids = _pause(Embed(ids))
+        table = self.embedding._parameters["weight"]
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
-        out = self.embedding(ids)
-        self.embedding._parameters["weight"] = None  # hold no rows between passes
-        return out
+        try:
+            return self.embedding(ids)
+        finally:
+            self.embedding._parameters["weight"] = table  # on the meta device: hold no rows between passes
 
 
 class PausingHead(nn.Module):
@@ -156,8 +164,9 @@ class Inputs:
 class Forward:
     """One pass of one gpu_batch. It belongs to the thread that first resumes it."""
 
-    def __init__(self, model: nn.Module, inputs: Inputs) -> None:
-        self._model, self._inputs = model, inputs
+    def __init__(self, model: nn.Module, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> None:
+        """mode: active while the model runs, and only then."""
+        self._model, self._inputs, self._mode = model, inputs, mode
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
@@ -169,9 +178,10 @@ class Forward:
 
     def resume(self, value: Any = None) -> Pause:
         """Goes on to the next pause, answering the last one with `value`."""
-        if self._greenlet is None:
-            self._greenlet = greenlet.greenlet(self._run)
-            event: Pause = self._greenlet.switch()
-        else:
-            event = self._greenlet.switch(value)
+        with self._mode or nullcontext():
+            if self._greenlet is None:
+                self._greenlet = greenlet.greenlet(self._run)
+                event: Pause = self._greenlet.switch()
+            else:
+                event = self._greenlet.switch(value)
         return event

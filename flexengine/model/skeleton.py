@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.model.config import load_config as load_config
 from flexengine.model.forward import (
     ATTENTION,
     Attend,
@@ -24,6 +25,8 @@ from flexengine.model.forward import (
     PausingLayer,
 )
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
+from flexengine.model.loading import Loading
+from flexengine.model.products import Loose, is_experts, use_product
 
 _COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
 
@@ -38,7 +41,7 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token of one sequence leaves in one layer's KV cache."""
+    """What one token of one sequence leaves in one layer's KV cache: the largest of all layers (worker.cache.fit)."""
 
     kv_heads: int
     head_dim: int
@@ -65,6 +68,8 @@ class Skeleton:
     width: int
     head_module: PausingHead
     product: Product
+    loose: Loose | None
+    loading: Loading
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -82,31 +87,27 @@ class Skeleton:
         """The parameters that only a Product or an embedding reads, so that they may be held as they are stored."""
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
         linear = {n for n, slot in slots if slot.name == "weight" and isinstance(slot.module, FastLinear)}
-        return linear | {self.embedding[0], self.head[0]}
+        experts = {n for n, slot in slots if _reads_rows(slot)}
+        return linear | experts | {self.embedding[0], self.head[0]}
 
     @property
     def context_length(self) -> int | None:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
-def load_config(directory: Path) -> Any:
-    """The config of a model directory. Remote code is never run. Raises InvalidInput or UnsupportedModel."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers checks configs in many ways, and some contradictions only by failing
-        raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
+def _reads_rows(slot: Slot) -> bool:
+    """Whether it holds experts' matrices [expert, out, in], which a Product reads one at a time."""
+    return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
 
 
-def build(directory: Path, dtype: torch.dtype) -> Skeleton:
+def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
     """The skeleton of the model in `directory`, computing in `dtype`.
 
     Raises UnsupportedModel with the model's name and the reason, before any weight is read.
     """
-    config = load_config(directory)
+    config = load_config(directory, trust_remote_code)
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
-    model = _meta_model(config, name, dtype)
+    model = _meta_model(config, name, dtype, trust_remote_code)
     try:
         skeleton = _cut(model, config, name)
         _probe(skeleton)
@@ -118,7 +119,7 @@ def build(directory: Path, dtype: torch.dtype) -> Skeleton:
     return skeleton
 
 
-def _meta_model(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
+def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "is_encoder_decoder", False):
@@ -135,7 +136,7 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype) -> nn.Module:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=False
+                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -154,6 +155,7 @@ def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
 
 def _cut(model: Any, config: Any, name: str) -> Skeleton:
     """Names the parameters of each unit and puts pausing modules in place of layers, embedding and head."""
+    loading = Loading(model)
     count = config.get_text_config().num_hidden_layers
     parent, attribute, path = _layer_list(model, count)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -175,20 +177,23 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             group[full] = Slot(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
     use_fast_linear(model, product)
+    loose = use_product(model, product)
     modules = getattr(parent, attribute)
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)
     model.set_input_embeddings(PausingEmbedding(embedding))
     pausing = PausingHead(head.out_features, 1, product)
     model.set_output_embeddings(pausing)
-    wide = max((max(s.shape) for layer in layers for s in layer.values() if len(s.shape) == 2), default=1)
+    wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
+    weights = {f"{names[embedding]}.weight", f"{names[head]}.weight"}
     return Skeleton(
         model, config, name, layers, others,
         embedding=(f"{names[embedding]}.weight", tuple(embedding.weight.shape)),
         head=(f"{names[head]}.weight", tuple(head.weight.shape)),
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
-        tied=bool(getattr(config.get_text_config(), "tie_word_embeddings", False)),
-        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product,
+        tied=any({target, source} == weights for target, source in loading.tied.items()),
+        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product, loose=loose,
+        loading=loading,
     )  # fmt: skip
 
 
@@ -203,7 +208,7 @@ def _probe(skeleton: Skeleton) -> None:
                 narrow = module.weight.to(torch.bfloat16)
                 module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]))
+    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.loose)
     seen: list[str] = []
     shapes: set[tuple[int, int, int]] = set()
     vocabulary, hidden = skeleton.embedding[1]
@@ -214,6 +219,8 @@ def _probe(skeleton: Skeleton) -> None:
             answer = torch.empty(vocabulary, hidden, device="meta", dtype=skeleton.model.dtype), event.ids
         elif isinstance(event, Layer):
             seen.append(f"layer {event.index}")
+            if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
+                raise UnsupportedModel(f"{skeleton.name}: hidden states are {tuple(event.hidden.shape)} between layers")
             answer = event.hidden
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
@@ -225,18 +232,21 @@ def _probe(skeleton: Skeleton) -> None:
         pairs = zip_longest(seen, expected, fillvalue="the end")
         got, wanted = next((got, wanted) for got, wanted in pairs if got != wanted)
         raise UnsupportedModel(f"{skeleton.name}: expected {wanted} but the model went to {got}; it keeps other state")
-    if len(shapes) != 1:
-        raise UnsupportedModel(f"{skeleton.name}: layers differ in attention shape {sorted(shapes)}; not supported yet")
-    ((skeleton.heads, kv_heads, head_dim),) = shapes
-    skeleton.cache = CacheShape(kv_heads, head_dim)
+    heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
+    skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), max(dims))
+    if any(skeleton.cache.kv_heads % n for n in kv_heads) or any(n % skeleton.cache.kv_heads for n in heads):
+        raise UnsupportedModel(f"{skeleton.name}: its layers have {sorted(set(kv_heads))} KV heads for"
+                               f" {sorted(set(heads))} heads, which cannot share one page size")  # fmt: skip
 
 
 def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor:
     heads, tokens, head_dim = event.q.shape[1:]
-    if event.v.shape != event.k.shape or event.k.shape[3] != head_dim:
-        raise UnsupportedModel(f"keys are {event.k.shape[3]} wide and values {event.v.shape[3]}; not supported yet")
-    shapes.add((heads, event.k.shape[1], head_dim))
-    return event.q.new_empty(1, tokens, heads, head_dim)
+    kv_heads, count, width = event.v.shape[1:]
+    if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
+        raise UnsupportedModel(f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
+                               f" {tuple(event.v.shape)} values is none the engine knows")  # fmt: skip
+    shapes.add((heads, kv_heads, max(head_dim, width)))
+    return event.q.new_empty(1, tokens, heads, width)
 
 
 def _restore_buffers(model: Any) -> None:
@@ -245,7 +255,9 @@ def _restore_buffers(model: Any) -> None:
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         if not any(k in module._non_persistent_buffers_set for k in buffers):
             continue
-        module.to_empty(device="cpu", recurse=False)
+        for name, buffer in buffers.items():
+            if name in module._non_persistent_buffers_set:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
         model._init_weights(module)
 
 

@@ -3,7 +3,8 @@
 All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flexengine.errors import OutOfMemory
@@ -73,17 +74,40 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Workload:
-    """(prompt tokens, most tokens to generate) of every sequence."""
+    """How many sequences there are of each size. sizes: (prompt tokens, most tokens to generate) to their number."""
 
-    lengths: tuple[tuple[int, int], ...]
+    sizes: Mapping[tuple[int, int], int]
+
+    @staticmethod
+    def of(lengths: Iterable[tuple[int, int]]) -> "Workload":
+        """The workload of sequences with these sizes."""
+        return Workload(Counter(lengths))
+
+    @property
+    def count(self) -> int:
+        return sum(self.sizes.values())
 
     def longest(self, count: int) -> list[int]:
-        """Peak cached tokens of the `count` longest sequences."""
-        return sorted((p + n - 1 for p, n in self.lengths), reverse=True)[:count]
+        """Peak cached tokens of the `count` longest sequences; the last token generated is never cached."""
+        return _largest(((p + n - 1, times) for (p, n), times in self.sizes.items()), count)
 
     def prompt_tokens(self, count: int) -> int:
         """Tokens of the `count` longest prompts together."""
-        return sum(sorted((p for p, _ in self.lengths), reverse=True)[:count])
+        return sum(_largest(((p, times) for (p, _), times in self.sizes.items()), count))
+
+    def pages(self, page_tokens: int) -> int:
+        """Pages that all sequences fill at their longest."""
+        return sum(times * pages_for(p + n - 1, page_tokens) for (p, n), times in self.sizes.items())
+
+
+def _largest(numbers: Iterable[tuple[int, int]], count: int) -> list[int]:
+    """The `count` largest of (number, how often it occurs), falling."""
+    found: list[int] = []
+    for number, times in sorted(numbers, reverse=True):
+        if len(found) >= count:
+            break
+        found += [number] * min(times, count - len(found))
+    return found
 
 
 @dataclass(frozen=True)
@@ -154,7 +178,7 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     tokens = min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
-    logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, len(workload.lengths) or 1)
+    logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
     return aligned(tokens * moment * model.itemsize + logits)
 
 
@@ -168,7 +192,7 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
     tokens = prompts + policy.block_size
-    logits = 4 * model.vocabulary * min(policy.block_size, len(workload.lengths) or 1)
+    logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
     return aligned(2 * tokens * model.hidden * model.itemsize + logits)
 
 

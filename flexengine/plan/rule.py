@@ -5,7 +5,6 @@ from dataclasses import replace
 from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import PAGE_TOKENS, Capacity, ModelFacts, Workload, lay_out
 from flexengine.policy import Policy, Split
-from flexengine.schedule.order import pages_for
 
 GPU_BATCH = 64  # sequences; matrix products gain little beyond that many rows
 BLOCK = 512  # most sequences alive
@@ -24,35 +23,41 @@ def planned(capacity: Capacity) -> Capacity:
     return replace(capacity, device=capacity.device - kept)
 
 
-def default_policy(model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
-    """A policy that fits the capacity and the workload.
+def default_policy(
+    model: ModelFacts, workload: Workload, capacity: Capacity, prefill_tokens: int | None = None
+) -> Policy:
+    """A policy that fits the capacity and the workload. prefill_tokens: of the micro-batches; None leaves it open.
 
     Tried in this order: everything on the device; then weights streamed, with whatever memory the largest block's KV
     leaves filled with weights: in host RAM as stored, then on the device. Raises OutOfMemory when not even
     one sequence with streamed weights fits.
     """
-    base = _shape(workload, capacity)
+    base = _shape(workload, capacity, prefill_tokens)
     if capacity.device is None:
         return base
-    for policy in _narrower(base):
+    fixed = prefill_tokens is not None
+    for policy in _narrower(base, fixed):
         if _holds_block(model, policy, workload, capacity):
             return policy
     streamed = replace(base, weights=_DISK)
-    choices = [replace(p, slots=slots) for p in _narrower(streamed) for slots in (2, 1)]
+    choices = [replace(p, slots=slots) for p in _narrower(streamed, fixed) for slots in (2, 1)]
     return _fill(model, _best(choices, model, workload, capacity), workload, capacity)
 
 
-def reshaped(policy: Policy, model: ModelFacts, workload: Workload, capacity: Capacity) -> Policy:
+def reshaped(
+    policy: Policy, model: ModelFacts, workload: Workload, capacity: Capacity, prefill_tokens: int | None = None
+) -> Policy:
     """A policy for another workload with the weights where `policy` put them. Raises OutOfMemory if none fits."""
-    choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in _narrower(_shape(workload, capacity))]
+    shapes = _narrower(_shape(workload, capacity, prefill_tokens), prefill_tokens is not None)
+    choices = [replace(p, weights=policy.weights, slots=policy.slots) for p in shapes]
     return _best(choices, model, workload, capacity)
 
 
-def _shape(workload: Workload, capacity: Capacity) -> Policy:
+def _shape(workload: Workload, capacity: Capacity, prefill_tokens: int | None) -> Policy:
     """The largest block worth having for a workload."""
-    count = max(1, min(BLOCK, len(workload.lengths)))
+    count = max(1, min(BLOCK, workload.count))
     batch = min(GPU_BATCH, count)
-    tokens = TOKENS_CPU if capacity.shared else TOKENS
+    tokens = prefill_tokens or (TOKENS_CPU if capacity.shared else TOKENS)
     return Policy(gpu_batch_size=batch, num_gpu_batches=-(-count // batch), prefill_tokens=tokens)
 
 
@@ -75,16 +80,16 @@ def _score(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capa
         layout = lay_out(model, policy, workload, capacity)
     except OutOfMemory:
         return 0.0
-    peaks = sum(pages_for(n, PAGE_TOKENS) for n in workload.longest(len(workload.lengths)))
-    alive = sum(p.pages for p in layout.pools.values()) * len(workload.lengths) / max(1, peaks)
-    rounds = -(-len(workload.lengths) // max(1, min(policy.block_size, int(alive))))
+    alive = sum(p.pages for p in layout.pools.values()) * workload.count / max(1, workload.pages(PAGE_TOKENS))
+    rounds = -(-workload.count // max(1, min(policy.block_size, int(alive))))
     return (1.0 if policy.slots > 1 else 0.5) / rounds
 
 
-def _narrower(policy: Policy) -> list[Policy]:
-    """The policy with ever smaller micro-batches, and at the end a smaller block."""
-    tokens = [t for t in (2048, 1024, 512, 256, 128) if t <= policy.prefill_tokens]
-    few = replace(policy, gpu_batch_size=min(8, policy.gpu_batch_size), num_gpu_batches=1, prefill_tokens=128)
+def _narrower(policy: Policy, fixed: bool) -> list[Policy]:
+    """The policy with ever smaller micro-batches, unless they are fixed, and at the end a smaller block."""
+    tokens = [t for t in (2048, 1024, 512, 256, 128) if t < policy.prefill_tokens and not fixed]
+    tokens = [policy.prefill_tokens, *tokens]
+    few = replace(policy, gpu_batch_size=min(8, policy.gpu_batch_size), num_gpu_batches=1, prefill_tokens=tokens[-1])
     return [*(replace(policy, prefill_tokens=t) for t in tokens), few]
 
 

@@ -127,11 +127,15 @@ class Cache:
 
     def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
         """Appends the new K and V and returns attention `[1, tokens, heads, head_dim]`."""
-        pool = self._pool(event.layer, home, buffer)
+        pool, width = self._pool(event.layer, home, buffer), event.v.shape[-1]
+        event = fit(event, self.model.kv_heads, self.model.head_dim)
+        out = self._attend(event, pool, view)
+        return out if width == out.shape[-1] else out[..., :width]
+
+    def _attend(self, event: Attend, pool: Tensor, view: View) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         self.kernels.append(k, v, pool, view.pages, view.offsets)
-        scale = self.model.head_dim**-0.5 if event.scale is None else event.scale
-        options = (scale, event.window, event.softcap, event.sinks)
+        options = (event.scale, event.window, event.softcap, event.sinks)
         n = view.decode
         if n == q.shape[0]:
             return self.kernels.decode(q, pool, view.tables, view.lengths, *options)[None]
@@ -190,6 +194,20 @@ class Cache:
     def close(self) -> None:
         """Gives all memory back to the ledgers."""
         self._regions.free()
+
+
+def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:
+    """The same attention with that many KV heads of that width, in which all layers' pages are laid out.
+
+    Zeros beyond a head's width add nothing to a score, and zeros to the output; a KV head may be given several times.
+    """
+    q, k, v = (
+        x if x.shape[-1] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
+        for x in (event.q, event.k, event.v)
+    )
+    if (copies := kv_heads // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    return event._replace(q=q, k=k, v=v)
 
 
 def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:

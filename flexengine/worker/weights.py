@@ -6,18 +6,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flexengine.model.checkpoint import Stored
+from flexengine.model.loading import Origin
 from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.plan.layout import Layout, ModelFacts, TensorFact, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
-Parts = dict[str, tuple[Home, tuple[int, ...]]]  # name -> where its bytes are, its shape
+Pieces = list[Home]  # where the bytes of a tensor are, one piece after another
+Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
 
 
 def held_dtypes(
-    skeleton: Skeleton, stored: dict[str, Stored], dtype: torch.dtype, compute: torch.device
+    skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, compute: torch.device
 ) -> dict[str, torch.dtype]:
     """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored."""
     keep = skeleton.matrices if compute.type == "cpu" and dtype == torch.float32 else set[str]()
@@ -26,7 +27,7 @@ def held_dtypes(
 
 
 def model_facts(
-    skeleton: Skeleton, stored: dict[str, Stored], held: dict[str, torch.dtype], dtype: torch.dtype
+    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
 ) -> ModelFacts:
     """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
 
@@ -50,7 +51,7 @@ class Weights:
     def __init__(
         self,
         skeleton: Skeleton,
-        stored: dict[str, Stored],
+        stored: dict[str, Origin],
         held: dict[str, torch.dtype],
         layout: Layout,
         machine: Machine,
@@ -59,7 +60,7 @@ class Weights:
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
         self._stored, self._held = stored, held
         self._regions = Regions(machine)
-        self._homes: dict[str, Home] = {}
+        self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
         try:
             self._settle()
@@ -97,22 +98,23 @@ class Weights:
         arriving: list[tuple[Home, Tensor]] = []
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
-            source: Home = disk.checkpoint(stored.path, stored.start, stored.nbytes, stored.dtype)  # type: ignore[attr-defined]
+            source = [disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             if tier == "disk":
                 self._homes[name] = source
                 continue
             dtype = self._held[name] if tier == "device" else stored.dtype
             elements = stored.nbytes // stored.dtype.itemsize
-            self._homes[name] = home = self._regions.take(tier, elements * dtype.itemsize, "weights", dtype)
+            home = self._regions.take(tier, elements * dtype.itemsize, "weights", dtype)
+            self._homes[name] = [home]
             target = machine.tier(tier).view(home)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
             if target.is_cuda:
                 passing = torch.empty(elements, dtype=stored.dtype)
-                disk.load(source, passing)
+                disk.load_all(_spread(source, passing))
                 target.copy_(passing)
             else:
-                arriving.append((source, target))
+                arriving += _spread(source, target)
         disk.load_all(arriving)
 
     def _bind_resident(self) -> None:
@@ -132,9 +134,9 @@ class Weights:
     def _head_unit(self, low: int, high: int) -> Parts:
         if self._tier(self._head) == "device":
             return {}
-        home, width = self._homes[self._head], self.skeleton.head[1][1]
-        row = width * home.dtype.itemsize
-        return {self._head: (home.part(low * row, (high - low) * row), (high - low, width))}
+        pieces, width = self._homes[self._head], self.skeleton.head[1][1]
+        row = width * pieces[0].dtype.itemsize
+        return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
 
     def load(self, unit: int, slot: int, home: str, hop: int) -> None:
         """Moves what unit streams from `home` one leg further: to staging, or into the slot."""
@@ -144,24 +146,25 @@ class Weights:
         stages = self._stage_homes(unit, slot) if staged else {}
         sources = {n: self.units[unit][n][0] for n in names}
         if staged and hop == 0:
-            self.machine.disk.load_all([(sources[n], self.machine.host.view(stages[n])) for n in names])
+            host = self.machine.host
+            self.machine.disk.load_all([pair for n in names for pair in _spread(sources[n], host.view(stages[n]))])
         elif staged:
             self.machine.host.load_all([(stages[n], views[n]) for n in names])
         else:
-            self.machine.tier(home).load_all([(sources[n], views[n]) for n in names])
+            self.machine.tier(home).load_all([pair for n in names for pair in _spread(sources[n], views[n])])
 
     def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
-        parts = {n: home for n, (home, _) in self.units[unit].items() if self._tier(n) == "disk"}
-        offsets, _ = slot_offsets([(n, home.nbytes) for n, home in parts.items()])
+        parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
+        offsets, _ = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
         stage = self._stages[slot]
-        return {n: Home(stage.place, stage.start + offsets[n], h.nbytes, h.dtype) for n, h in parts.items()}
+        return {n: Home(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
     def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
         """The streamed tensors of a unit as they lie in a slot, in the dtypes they are held in."""
         key = (unit, slot)
         if key not in self._views:
             parts, held = self.units[unit], self._held
-            sizes = {n: h.nbytes // h.dtype.itemsize * held[n].itemsize for n, (h, _) in parts.items()}
+            sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
             offsets, _ = slot_offsets(list(sizes.items()))
             place, view = self._slots[slot].place, self.machine.device.view
             self._views[key] = {
@@ -197,17 +200,18 @@ class Weights:
             unique, inverse = torch.unique(ids, return_inverse=True)
             return table[unique].to(self.dtype), inverse
         unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
-        home, width = self._homes[self._embedding], self.skeleton.embedding[1][1]
-        row = width * home.dtype.itemsize
+        pieces, width = self._homes[self._embedding], self.skeleton.embedding[1][1]
+        row = width * pieces[0].dtype.itemsize
         tier = self.machine.tier(self._tier(self._embedding))
         rows = torch.empty(len(unique), width, dtype=self.dtype)
         wanted: list[int] = unique.tolist()
-        pairs, at = [], 0
+        pairs: list[tuple[Home, Tensor]] = []
+        at = 0
         while at < len(wanted):  # neighbours in the table are one read
             end = at + 1
             while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
                 end += 1
-            pairs.append((home.part(wanted[at] * row, (end - at) * row), rows[at:end]))
+            pairs += _spread(_part(pieces, wanted[at] * row, (end - at) * row), rows[at:end])
             at = end
         tier.load_all(pairs)
         return rows.to(ids.device), inverse.to(ids.device)
@@ -221,6 +225,31 @@ class Weights:
         self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages):
             held.clear()
+
+
+def _nbytes(pieces: Pieces) -> int:
+    return sum(piece.nbytes for piece in pieces)
+
+
+def _part(pieces: Pieces, start: int, nbytes: int) -> Pieces:
+    """nbytes at byte `start` of what lies in pieces."""
+    found, at = Pieces(), 0
+    for piece in pieces:
+        low, high = max(start, at), min(start + nbytes, at + piece.nbytes)
+        if low < high:
+            found.append(piece.part(low - at, high - low))
+        at += piece.nbytes
+    return found
+
+
+def _spread(pieces: Pieces, target: Tensor) -> list[tuple[Home, Tensor]]:
+    """Each piece with the stretch of the target that it fills."""
+    flat, pairs, at = target.view(-1), [], 0
+    for piece in pieces:
+        count = piece.nbytes // piece.dtype.itemsize
+        pairs.append((piece, flat[at : at + count]))
+        at += count
+    return pairs
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

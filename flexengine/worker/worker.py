@@ -1,18 +1,20 @@
 """Does what tasks say: the one place where models, tiers and kernels meet."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
 from flexengine.model.forward import Attend, Embed, Forward, Head, Inputs, Layer, Logits, Pause
-from flexengine.model.sample import Draw, sample
+from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
+from flexengine.model.stop import Stops
+from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
-from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
@@ -21,11 +23,25 @@ from flexengine.worker.weights import Weights
 
 @dataclass
 class Text:
-    """What is known of a sequence beyond its numbers: all its token ids so far and how to sample more."""
+    """What is known of a sequence beyond its numbers. row, sample: which prompt, and which of its continuations.
 
-    index: int
-    tokens: list[int]
+    ended: why it ended, if it did before its limit; error: why it has no result.
+    """
+
+    row: int
+    sample: int
+    prompt: tuple[int, ...]
     sampling: SamplingParams
+    stops: Stops
+    generated: list[int] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    ended: str | None = None
+    error: str | None = None
+
+    def tokens(self, start: int, count: int) -> Sequence[int]:
+        """count tokens from `start` on, all of the prompt or all generated."""
+        past = len(self.prompt)
+        return self.prompt[start : start + count] if start < past else self.generated[start - past :][:count]
 
 
 @dataclass
@@ -39,7 +55,7 @@ class Run:
 
 
 class Worker:
-    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to new token.
+    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to its new token.
 
     room: bytes kept free, by purpose, for what torch allocates while it computes.
     """
@@ -49,7 +65,7 @@ class Worker:
     ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.layers = len(skeleton.layers)
-        self.sampled: dict[int, int] = {}
+        self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
         # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
@@ -57,11 +73,14 @@ class Worker:
         for what, nbytes in room.items():
             self._regions.keep_room("device", nbytes, what)
 
-    def begin(self, batches: list[Batch], live: dict[int, Sequence], texts: Mapping[int, Text]) -> None:
+    def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
         self._texts, self.sampled = texts, {}
         self.hidden.begin(batches)
-        self._runs = [Run(b, Forward(self.skeleton.model, self._inputs(b)), self.cache.view(b, live)) for b in batches]
+        self._runs = [Run(b, self._forward(b), self.cache.view(b, live)) for b in batches]
+
+    def _forward(self, batch: Batch) -> Forward:
+        return Forward(self.skeleton.model, self._inputs(batch), self.skeleton.loose)
 
     def _inputs(self, batch: Batch) -> Inputs:
         ids: list[int] = []
@@ -69,7 +88,7 @@ class Worker:
         keep: list[int] = []
         for piece in packed(batch):
             end = piece.start + piece.count
-            ids += self._texts[piece.sequence].tokens[piece.start : end]
+            ids += self._texts[piece.sequence].tokens(piece.start, piece.count)
             positions += range(piece.start, end)
             if piece.final:
                 keep.append(len(ids) - 1)
@@ -132,7 +151,7 @@ class Worker:
         if not final:
             return
         texts = [self._texts[s] for s in final]
-        draws = [Draw(t.sampling.temperature, t.sampling.seed, t.index, len(t.tokens)) for t in texts]
+        draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated) for t in texts]
         self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
 
     def close(self) -> None:

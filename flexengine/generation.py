@@ -1,0 +1,176 @@
+"""One call of `Engine.stream`: requests enter as places fall free, sweeps advance them, results leave as rows finish.
+
+Memory does not grow with the number of rows: requests are taken from an iterator, a block's worth ahead.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from flexengine.config import Completion, Result
+from flexengine.job.inputs import Row
+from flexengine.job.prompts import Request
+from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
+from flexengine.model.stop import Stops
+from flexengine.plan.layout import Layout
+from flexengine.runtime.execute import Executor
+from flexengine.schedule.program import Program
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.worker.worker import Text, Worker
+
+
+@dataclass
+class Progress:
+    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early."""
+
+    sweeps: int = 0
+    rows: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    most: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass
+class Means:
+    """What a job works with."""
+
+    layout: Layout
+    sweeps: Sweeps
+    worker: Worker
+    program: Program
+    executor: Executor
+    settle: Callable[[], None]
+
+
+@dataclass
+class _Open:
+    """A row under way: what became of its samples so far."""
+
+    request: Request
+    left: int
+    samples: dict[int, Completion] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Generation:
+    """Takes `feed`, requests and rows with an error, to results. tokenizer: None if the checkpoint has none."""
+
+    def __init__(
+        self, means: Means, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
+    ) -> None:
+        self.means, self.tokenizer, self.eos, self.progress = means, tokenizer, eos, progress
+        self._feed = feed
+        self._more = True
+        self._bad: deque[Result] = deque()
+        self._texts: dict[int, Text] = {}
+        self._open: dict[int, _Open] = {}  # by row index
+        self._next = 0  # sequence id
+
+    def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
+        """Results in the order in which rows finish; those of bad rows as they are come by."""
+        sweeps, progress = self.means.sweeps, self.progress
+        while True:
+            self._take()
+            while self._bad:
+                yield self._bad.popleft()
+            if sweeps.idle:
+                return
+            began = time.perf_counter()
+            with torch.no_grad():
+                gone, prefill = self._sweep()
+            seconds = time.perf_counter() - began
+            progress.sweeps += 1
+            if prefill:
+                progress.prefill_seconds += seconds
+            else:
+                progress.decode_seconds += seconds
+            results = [result for sequence in gone if (result := self._leave(sequence)) is not None]
+            progress.rows += sum(result.error is None for result in results)
+            if on_sweep:
+                on_sweep(progress)
+            yield from results
+
+    def _take(self) -> None:
+        """Lets a block's worth of sequences wait, and one more, by which the schedule sees that there are others."""
+        sweeps = self.means.sweeps
+        while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
+            item = next(self._feed, None)
+            if item is None:
+                self._more = False
+            elif isinstance(item, Row):
+                self._bad.append(Result(item.index, error=item.error))
+                self.progress.failed += 1
+            else:
+                self._enter(item)
+
+    def _enter(self, request: Request) -> None:
+        sampling = request.sampling
+        self._open[request.index] = _Open(request, sampling.n)
+        for number in range(sampling.n):
+            stops = Stops(self.tokenizer, sampling, self.eos)
+            self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops)
+            self.means.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
+            self._next += 1
+
+    def _sweep(self) -> tuple[list[Sequence], bool]:
+        """One token further for everyone alive; returns who left, and whether a prompt was computed."""
+        means = self.means
+        sweeps, worker = means.sweeps, means.worker
+        batches = sweeps.begin(worker.cache.claim)
+        if not batches:
+            raise RuntimeError("nobody can enter and nobody is alive: the KV pools are too small for the next sequence")
+        prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
+        worker.begin(batches, sweeps.live, self._texts)
+        means.settle()
+        means.executor.run(means.program.sweep(sweeps.sweep, batches, sweeps.another))
+        ended = {sequence for sequence, sampled in worker.sampled.items() if self._append(sequence, sampled)}
+        self.progress.tokens += len(worker.sampled)
+        gone = sweeps.advance(batches, ended)
+        for sequence in gone:
+            worker.cache.release(sequence)
+        return gone, prefill
+
+    def _append(self, sequence: int, sampled: Sampled) -> bool:
+        """Takes a sequence's new token; returns whether it was the last."""
+        text = self._texts[sequence]
+        if sampled.token == NONFINITE:
+            text.error = f"the model's logits are not finite at token {len(text.generated)} of the continuation"
+            return True
+        text.generated.append(sampled.token)
+        if sampled.logprob is not None:
+            text.logprobs.append(logprob_entry(sampled, self.tokenizer))
+        text.ended = text.stops.reason(text.generated)
+        return text.ended is not None
+
+    def _leave(self, sequence: Sequence) -> Result | None:
+        """Books a finished sequence; the row's result if it was the last of its samples."""
+        text = self._texts.pop(sequence.id)
+        row = self._open[text.row]
+        self.progress.most -= sequence.max_tokens - len(text.generated)
+        row.left -= 1
+        row.error = row.error or text.error
+        logprobs = text.logprobs if text.sampling.logprobs is not None else None
+        words = text.stops.text(text.generated)
+        row.samples[text.sample] = Completion(words, text.generated, text.ended or "length", logprobs)
+        return self._finish(row) if not row.left else None
+
+    def _finish(self, row: _Open) -> Result:
+        index, prompt = row.request.index, len(row.request.prompt_ids)
+        del self._open[index]
+        self.progress.prompt_tokens += prompt
+        if row.error:
+            self.progress.failed += 1
+            return Result(index, prompt_tokens=prompt, error=f"row {index}: {row.error}")
+        samples = [row.samples[number] for number in sorted(row.samples)]
+        first, total = samples[0], sum(len(s.token_ids) for s in samples)
+        return Result(
+            index, first.generated_text, first.token_ids, first.finish_reason, prompt, total,
+            logprobs=first.logprobs, samples=samples if len(samples) > 1 else None,
+        )  # fmt: skip

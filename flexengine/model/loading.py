@@ -1,0 +1,220 @@
+"""Which bytes of a checkpoint make up each parameter, under the renames and merges that transformers applies on load.
+
+transformers renames tensors, stacks experts and cuts fused projections when it loads a checkpoint. Its own conversions
+are run here on row numbers instead of weights: a tensor of shape [a, b, c] is represented by the numbers 0 .. a*b-1 in
+shape [a, b, 1]. What comes out says which rows of which tensor a parameter consists of, hence which runs of bytes,
+and weights still stream from the user's own files. A conversion that reaches into rows (a transpose) cannot be told
+this way and is refused.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.model.checkpoint import Stored
+
+# Buffers that old checkpoints carry along; models compute them.
+_BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
+_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja")
+_BLOCK = 1 << 16
+_ROWS = 1 << 40  # more than a tensor has; source number * _ROWS + row names a row
+
+
+class Run(NamedTuple):
+    """nbytes at byte `start` of `path`."""
+
+    path: Path
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A parameter of `shape` as the checkpoint holds it: `runs` of `dtype`, one after another."""
+
+    runs: tuple[Run, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(run.nbytes for run in self.runs)
+
+
+class _Outline:
+    """A model as conversions look at it: its config, and how its parameters are shaped."""
+
+    def __init__(self, model: Any) -> None:
+        self.config = model.config
+        self._tensors = model.state_dict()
+
+    def get_parameter(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+
+class Loading:
+    """What transformers does to tensor names and tensors when it loads a model; taken from the uncut meta model."""
+
+    def __init__(self, model: Any) -> None:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        mapping = get_model_conversion_mapping(model)
+        self.outline = _Outline(model)
+        self.converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        self.renamings = [entry for entry in mapping if not isinstance(entry, WeightConverter)]
+        self.prefix: str = model.base_model_prefix
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self.tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+        ignored = [*_BUFFERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+        self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
+
+    def target(self, name: str) -> tuple[str, str | None]:
+        """The parameter a stored tensor goes to (of several, the first), and the converter's pattern if it has one."""
+        from transformers.core_model_loading import rename_source_key
+
+        renamed, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.shapes)
+        if renamed not in self.shapes and name in self.shapes:
+            return name, None
+        return renamed, pattern
+
+
+@dataclass
+class _Group:
+    """Tensors that become parameters together. key: the first of these; converter: None for a mere rename."""
+
+    key: str
+    converter: Any
+    names: list[str]
+
+
+def origins(
+    tensors: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], loading: Loading
+) -> dict[str, Origin]:
+    """Where every wanted parameter lies. wanted: parameter name to shape.
+
+    Raises BadCheckpoint listing what is missing, of another shape, no floating point, or in nobody's use, and
+    UnsupportedModel for a conversion that cannot be followed.
+    """
+    found: dict[str, Origin] = {}
+    used: set[str] = set()
+    for group in _groups(tensors, loading).values():
+        for name, origin in _convert(group, tensors, loading).items():
+            found[name] = origin
+            if name in wanted or name in loading.shapes:
+                used.update(group.names)
+    for name in set(wanted) - set(found):  # tied parameters: any of their names will do
+        other = next((o for o in _same(name, loading.tied) if o in found), None)
+        if other:
+            found[name] = found[other]
+    unused = sorted(n for n in tensors if n not in used and not loading.ignored.search(n))
+    _check(found, wanted, unused)
+    return {name: found[name] for name in wanted}
+
+
+def fingerprint(directory: Path, blocks: int = 64) -> str:
+    """Of the files of a model: their names, sizes, and bytes of `blocks` places spread over each large one.
+
+    Independent of where the model lies and when it was copied.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(p for p in directory.iterdir() if p.suffix in _FILES and p.is_file()):
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            for block in range(blocks + 1):
+                file.seek(block * max(0, size - _BLOCK) // blocks)
+                digest.update(file.read(_BLOCK))
+    return digest.hexdigest()[:32]
+
+
+def _same(name: str, tied: Mapping[str, str]) -> set[str]:
+    """The parameters that are one with `name`."""
+    source = tied.get(name, name)
+    return {source, *(target for target, other in tied.items() if other == source)} - {name}
+
+
+def _groups(tensors: Mapping[str, Stored], loading: Loading) -> dict[str, _Group]:
+    from transformers.core_model_loading import dot_natural_key
+
+    by_pattern = {pattern: c for c in loading.converters for pattern in c.source_patterns}
+    groups: dict[str, _Group] = {}
+    for name in sorted(tensors, key=dot_natural_key):  # experts are stacked in this order
+        key, pattern = loading.target(name)
+        if key not in loading.shapes:
+            continue
+        group = groups.setdefault(key, _Group(key, None, []))
+        if pattern is not None:
+            if group.converter is None:
+                group.converter = deepcopy(by_pattern[pattern])
+            group.converter.collected_tensors[pattern].append(_numbers(tensors[name], len(group.names)))
+        group.names.append(name)
+    return groups
+
+
+def _numbers(stored: Stored, source: int) -> torch.Tensor:
+    """The row numbers of a stored tensor; of a vector, its element numbers."""
+    shape = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
+    count = 1
+    for n in shape:
+        count *= n
+    return (torch.arange(count) + source * _ROWS).view(shape)
+
+
+def _convert(group: _Group, tensors: Mapping[str, Stored], loading: Loading) -> dict[str, Origin]:
+    first = tensors[group.names[0]]
+    if group.converter is None:
+        if len(group.names) > 1:
+            raise BadCheckpoint(f"the tensors {', '.join(group.names)} are all {group.key}")
+        return {group.key: Origin((Run(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
+    sources = [tensors[name] for name in group.names]
+    row = first.shape[-1] if len(first.shape) > 1 else 1
+    if any(s.dtype != first.dtype or (s.shape[-1] if len(s.shape) > 1 else 1) != row for s in sources):
+        raise BadCheckpoint(f"the tensors that make up {group.key} differ in dtype or row length: {group.names[:4]}")
+    try:
+        made = group.converter.convert(group.key, model=loading.outline, config=loading.outline.config)
+    except Exception as error:
+        raise BadCheckpoint(f"the tensors {group.names[:4]} cannot be made into {group.key}: {error}") from error
+    result = {}
+    for name, numbers in made.items():
+        numbers = numbers[0] if isinstance(numbers, list) else numbers
+        vector = len(first.shape) == 1
+        shape = tuple(numbers.shape) if vector else (*numbers.shape[:-1], row)
+        if not vector and (numbers.dim() < 2 or numbers.shape[-1] != 1):
+            operations = ", ".join(type(operation).__name__ for operation in group.converter.operations)
+            raise UnsupportedModel(f"{name} is made by {operations} on load, which reorders single numbers")
+        result[name] = Origin(_runs(numbers.reshape(-1), sources, row * first.dtype.itemsize), first.dtype, shape)
+    return result
+
+
+def _runs(numbers: torch.Tensor, sources: list[Stored], nbytes: int) -> tuple[Run, ...]:
+    """Neighbouring rows of one source joined. nbytes: of one row."""
+    breaks = (numbers.diff() != 1).nonzero().view(-1) + 1
+    ends = [0, *breaks.tolist(), len(numbers)]
+    runs = []
+    for low, high in pairwise(ends):
+        source, at = divmod(int(numbers[low]), _ROWS)
+        runs.append(Run(sources[source].path, sources[source].start + at * nbytes, (high - low) * nbytes))
+    return tuple(runs)
+
+
+def _check(found: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], unused: Iterable[str]) -> None:
+    there = {name: found[name] for name in wanted if name in found}
+    faults = {
+        "missing": sorted(set(wanted) - set(there)),
+        "of another shape": [f"{n} {o.shape} instead of {wanted[n]}" for n, o in there.items() if o.shape != wanted[n]],
+        "not floating point": sorted(n for n, o in there.items() if not o.dtype.is_floating_point),
+        "in nobody's use": list(unused),
+    }
+    if any(faults.values()):
+        lines = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"
+                          for what, names in faults.items() if names)  # fmt: skip
+        raise BadCheckpoint(f"the checkpoint does not fit its config: {lines}")
