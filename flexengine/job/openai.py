@@ -1,0 +1,266 @@
+"""OpenAI's batch format: lines with a request in, lines with a response out.
+
+In: {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}. Fields of
+the body that are absent or null take the job's defaults, also where OpenAI has another one (temperature). A field that
+is not known here is refused, never passed over. Out: {"id", "custom_id", "response", "error"}, a function of the line
+and its result alone, so that a job that was interrupted gives the same bytes.
+"""
+
+import hashlib
+import math
+from array import array
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+from flexengine.config import Completion, Result
+from flexengine.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from flexengine.job.inputs import Row
+
+COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
+LINE_KEYS = ("custom_id", "method", "url", "body")
+MAX_ID_CHARACTERS = 512
+_SAME = (
+    "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
+    "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids",  # beyond OpenAI's, as vLLM takes them
+)  # fmt: skip
+_WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier")
+_CONFIRMED_AT_ONCE = 4096
+_VERY_UNLIKELY = -9999.0  # OpenAI's word for a log probability of minus infinity, which JSON cannot hold
+
+
+def is_batch_line(fields: dict[str, Any], prompt_fields: Iterable[str | None]) -> bool:
+    """Whether a JSON line is meant as a batch line: it has all four keys, or two of them and no prompt of its own."""
+    known = sum(key in fields for key in LINE_KEYS)
+    return known == len(LINE_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompt_fields if p))
+
+
+def custom_id_of(fields: dict[str, Any]) -> str:
+    """The line's custom_id, "" if it is not one."""
+    found = fields.get("custom_id")
+    return found if isinstance(found, str) and len(found) <= MAX_ID_CHARACTERS else ""
+
+
+def request_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """A batch line's request, named as in a plain row. Raises InvalidInput, which says what is wrong with the line;
+    values of sampling fields are left to SamplingParams."""
+    custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise InvalidInput(f"custom_id is {_shown(custom_id)}; it must be a string that is not empty")
+    if len(custom_id) > MAX_ID_CHARACTERS:
+        raise InvalidInput(f"custom_id has {len(custom_id)} characters; at most {MAX_ID_CHARACTERS} are allowed")
+    if fields.get("method") != "POST":
+        raise InvalidInput(f"method is {_shown(fields.get('method'))}; it must be POST")
+    if url not in URLS:
+        raise InvalidInput(f"url is {_shown(url)}; it must be {' or '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise InvalidInput(f"body is {type(body).__name__}; it must be an object")
+    if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
+        raise InvalidInput(f"has {misplaced} beside body; they belong into it")
+    given = {name: value for name, value in body.items() if value is not None}
+    request = _chat(given) if url == CHAT else _completion(given)
+    request |= _max_tokens(given)
+    request |= {name: given.pop(name) for name in _SAME if name in given}
+    if request.get("top_k") == -1:  # vLLM's word for all
+        request["top_k"] = 0
+    _drop_without_effect(given, request.get("n", 1))
+    if given:
+        raise InvalidInput(f"body has {sorted(given)}, which {url} does not support here; remove them")
+    return request
+
+
+def _drop_without_effect(given: dict[str, Any], n: Any) -> None:
+    """Removes what changes nothing: names and notes, and fields that have the only value there is."""
+    for name in _WITHOUT_EFFECT:
+        given.pop(name, None)
+    for name, only in (("stream", False), ("echo", False), ("best_of", n), ("logit_bias", {})):
+        if name in given and type(given[name]) is type(only) and given[name] == only:
+            del given[name]
+
+
+def _max_tokens(given: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
+    values = [given.pop(name) for name in names]
+    if len(values) == 2 and values[0] != values[1]:
+        both = " and ".join(f"{name} {_shown(value)}" for name, value in zip(names, values, strict=True))
+        raise InvalidInput(f"body has {both}; give one of them")
+    return {"max_tokens": values[0]} if values else {}
+
+
+def _completion(given: dict[str, Any]) -> dict[str, Any]:
+    prompt, logprobs = given.pop("prompt", None), given.pop("logprobs", None)
+    wanted = {} if logprobs is None else {"logprobs": logprobs}
+    if isinstance(prompt, str):
+        return {"prompt": prompt, **wanted}
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidInput(f"prompt is {_shown(prompt)}; it must be a string or a list of token ids")
+    if any(isinstance(part, (str, list)) for part in prompt):
+        raise InvalidInput(f"prompt is a list of {len(prompt)} prompts; a line has one answer: give each its own line")
+    return {"prompt_token_ids": prompt, **wanted}
+
+
+def _chat(given: dict[str, Any]) -> dict[str, Any]:
+    messages = given.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidInput(f"messages is {_shown(messages)}; it must be a list of messages that is not empty")
+    wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", None)
+    if not isinstance(wanted, bool):
+        raise InvalidInput(f"logprobs is {_shown(wanted)}; it must be true or false")
+    if top is not None and not wanted:
+        raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
+    return {"messages": [_message(m) for m in messages], **({"logprobs": top or 0} if wanted else {})}
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """role and content, the content as one string; name where there is one."""
+    if not isinstance(message, dict):
+        raise InvalidInput(f"messages holds {_shown(message)}; a message is an object with role and content")
+    said = {name: value for name, value in message.items() if value is not None}
+    if unknown := sorted(set(said) - {"role", "content", "name"}):
+        raise InvalidInput(f"a message has {unknown}; only role, content and name are supported")
+    if isinstance(said.get("content"), list):
+        said["content"] = "\n".join(map(_part, said["content"]))  # as vLLM and llama.cpp join them
+    return said
+
+
+def _part(part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return str(part["text"])
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise InvalidInput(f"a message has a part of type {_shown(kind)}; only text parts are supported")
+
+
+def duplicate_ids(rows: Iterable["Row"], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
+    """Up to `most` repeated custom_ids of batch lines, each with the line it is first found on and one that repeats it.
+
+    hashes: hash(custom_id) of every row that has one; they are put in order. Only where two are equal are the rows
+    gone through again, so that memory is that of `hashes`, 8 bytes a row, and one byte a row more.
+    """
+    import numpy as np
+
+    ordered = np.frombuffer(hashes, dtype=np.int64) if hashes else np.empty(0, np.int64)
+    ordered.sort()
+    suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
+    for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
+        if found := _confirmed(rows, set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), most):
+            return found
+    return []
+
+
+def _confirmed(rows: Iterable["Row"], suspects: set[int], most: int) -> list[tuple[str, int, int]]:
+    first: dict[str, int] = {}
+    found: list[tuple[str, int, int]] = []
+    for row in rows:
+        if row.custom_id and hash(row.custom_id) in suspects:
+            if row.custom_id in first:
+                found.append((row.custom_id, first[row.custom_id], row.line))
+                if len(found) == most:
+                    break
+            first.setdefault(row.custom_id, row.line)
+    return found
+
+
+def batch_line(row: "Row", result: Result, model_name: str, created: int) -> dict[str, Any]:
+    """The answer to a batch line.
+
+    A line that was refused (an error that names its place) is answered as OpenAI answers a bad request: status_code
+    400 and the reason in the response's body. A row that failed later has no response but an error. A custom_id that
+    cannot be one comes back as it was sent. created: Unix time of the job's start.
+    """
+    name = f"{row.index} {row.custom_id}".encode("utf-8", "surrogatepass")
+    digest = hashlib.blake2b(name, digest_size=16).hexdigest()
+    line: dict[str, Any] = {"id": f"batch_req_{digest}", "custom_id": row.fields.get("custom_id")}
+    if result.error is None:
+        status, body = 200, _body(row, result, digest)
+        body |= {"created": created, "model": model_name}
+    elif result.error.startswith(f"{row.place}: "):
+        status, body = 400, {"error": _bad_request(result.error)}
+    else:
+        return {**line, "response": None, "error": {"code": "generation_failed", "message": result.error}}
+    return {**line, "response": {"status_code": status, "request_id": f"req_{digest}", "body": body}, "error": None}
+
+
+def _bad_request(message: str) -> dict[str, Any]:
+    return {"message": message, "type": "invalid_request_error", "param": None, "code": None}
+
+
+def _body(row: "Row", result: Result, digest: str) -> dict[str, Any]:
+    chat = row.fields.get("url") == CHAT
+    samples: Sequence[Completion | Result] = result.samples or [result]
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{digest}",
+        "object": "chat.completion" if chat else "text_completion",
+        "choices": [{"index": i, **(_chat_choice if chat else _text_choice)(s)} for i, s in enumerate(samples)],
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": result.completion_tokens,
+            "total_tokens": result.prompt_tokens + result.completion_tokens,
+        },
+    }
+
+
+def _text_choice(sample: Completion | Result) -> dict[str, Any]:
+    logprobs = None if sample.logprobs is None else _text_logprobs(sample.logprobs)
+    return _choice(sample, {"text": sample.generated_text or ""}, logprobs)
+
+
+def _chat_choice(sample: Completion | Result) -> dict[str, Any]:
+    message = {"role": "assistant", "content": sample.generated_text or "", "refusal": None}
+    logprobs = None
+    if sample.logprobs is not None:
+        tops = [[_chat_token(other) for other in token["top_logprobs"]] for token in sample.logprobs]
+        tokens = [_chat_token(token) for token in sample.logprobs]
+        content = [{**token, "top_logprobs": top} for token, top in zip(tokens, tops, strict=True)]
+        logprobs = {"content": content, "refusal": None}
+    return _choice(sample, {"message": message}, logprobs)
+
+
+def _choice(sample: Completion | Result, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+    """token_ids are there only where no tokenizer could make a text of them."""
+    ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}
+    return {**said, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
+
+
+def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
+    """text_offset: characters of the tokens before, the prompt not counted."""
+    names = [_token(t) for t in tokens]
+    return {
+        "tokens": names,
+        "token_logprobs": [_finite(t["logprob"]) for t in tokens],
+        "top_logprobs": [_by_name([*t["top_logprobs"], t]) for t in tokens],
+        "text_offset": list(accumulate(map(len, names[:-1]), initial=0)) if names else [],
+    }
+
+
+def _by_name(tokens: list[dict[str, Any]]) -> dict[str, float]:
+    """Log probabilities by token; of several that read alike (parts of characters) the first, likeliest."""
+    named: dict[str, float] = {}
+    for token in tokens:
+        named.setdefault(_token(token), _finite(token["logprob"]))
+    return named
+
+
+def _chat_token(token: dict[str, Any]) -> dict[str, Any]:
+    """bytes: null where the token is part of a character, so that its text does not tell."""
+    name = _token(token)
+    known = token["token"] is not None and "\ufffd" not in name
+    return {"token": name, "logprob": _finite(token["logprob"]), "bytes": list(name.encode()) if known else None}
+
+
+def _token(token: dict[str, Any]) -> str:
+    return f"token_id:{token['token_id']}" if token["token"] is None else str(token["token"])
+
+
+def _finite(logprob: float) -> float:
+    return logprob if math.isfinite(logprob) else _VERY_UNLIKELY
+
+
+def _shown(value: object) -> str:
+    """The value for a message, shortened."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits or levels
+        text = f"a long {type(value).__name__}"
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,330 @@
+"""OpenAI batch lines, judged by hand-written lines of OpenAI's documentation and, where it is installed, by the types
+of its client library."""
+
+import json
+import math
+import subprocess
+import sys
+import tracemalloc
+from array import array
+from itertools import pairwise
+
+import pytest
+
+from flexengine.config import Completion, Result, SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.job.inputs import Row
+from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, is_batch_line, request_of
+from flexengine.job.prompts import encode
+
+
+def line(url: str = COMPLETIONS, **body) -> dict:
+    given = {"prompt": "hi"} if url == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
+    return {"custom_id": "r-1", "method": "POST", "url": url, "body": {**given, **body}}
+
+
+def request(url: str = COMPLETIONS, **body) -> dict:
+    return request_of(line(url, **body))
+
+
+def refusal(fields: dict) -> str:
+    with pytest.raises(InvalidInput) as caught:
+        request_of(fields)
+    return str(caught.value)
+
+
+# In
+
+
+def test_the_line_of_the_documentation():
+    text = (
+        '{"custom_id": "request-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "gpt-4o-mini",'
+        ' "messages": [{"role": "system", "content": "You are a helpful assistant."},'
+        ' {"role": "user", "content": "What is 2+2?"}], "max_tokens": 1000}}'
+    )
+    fields = json.loads(text)
+    assert is_batch_line(fields, ("prompt",))
+    assert request_of(fields) == {"messages": fields["body"]["messages"], "max_tokens": 1000}
+
+
+def test_every_field_arrives():
+    shared = {
+        "temperature": 0.5, "top_p": 0.9, "n": 2, "seed": 3, "stop": ["a"], "presence_penalty": 1, "top_k": 7,
+        "frequency_penalty": -1, "min_p": 0.1, "repetition_penalty": 1.1, "ignore_eos": True, "stop_token_ids": [4],
+    }  # fmt: skip
+    completion = request(max_tokens=5, logprobs=2, **shared)
+    assert completion == {"prompt": "hi", "max_tokens": 5, "logprobs": 2, **shared}
+    chat = request(CHAT, max_completion_tokens=5, logprobs=True, top_logprobs=2, **shared)
+    assert chat == {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 5, "logprobs": 2, **shared}
+    assert {*shared, "max_tokens", "logprobs"} == set(SamplingParams.__dataclass_fields__)  # none is out of reach
+    assert request(max_tokens=5, max_completion_tokens=5)["max_tokens"] == 5
+    assert request(top_k=-1)["top_k"] == 0
+    assert request(stop="a")["stop"] == "a"
+
+
+def test_kinds_of_prompts():
+    assert request(prompt=[5, 6]) == {"prompt_token_ids": [5, 6]}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    message = {"role": "user", "content": parts, "name": "Ann", "refusal": None, "tool_calls": None}
+    assert request(CHAT, messages=[message]) == {"messages": [{"role": "user", "content": "a\nb", "name": "Ann"}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"logprobs": None}, None), ({"logprobs": False}, None), ({"logprobs": True}, 0),
+     ({"logprobs": True, "top_logprobs": None}, 0), ({"logprobs": True, "top_logprobs": 3}, 3)],
+)  # fmt: skip
+def test_chat_logprobs(given, expected):
+    assert request(CHAT, **given).get("logprobs") == expected
+
+
+def test_what_has_no_effect_is_accepted():
+    quiet = {
+        "model": "m", "user": "u", "metadata": {"a": "b"}, "store": True, "stream": False, "service_tier": "flex",
+        "echo": False, "best_of": 2, "logit_bias": {}, "suffix": None, "tools": None, "response_format": None,
+    }  # fmt: skip
+    assert request(n=2, **quiet) == {"prompt": "hi", "n": 2}
+    assert request(best_of=1) == {"prompt": "hi"}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"stream": True}, {"echo": True}, {"best_of": 2}, {"best_of": 3, "n": 2}, {"logit_bias": {"5": -100}},
+     {"suffix": "x"}, {"max_new_tokens": 5}, {"guided_json": {}}, {"messages": []}, {"stream": 0}, {"best_of": True}],
+)  # fmt: skip
+def test_what_is_not_supported_is_refused_by_name(body):
+    assert f"'{next(iter(body))}'" in refusal(line(**body))
+
+
+@pytest.mark.parametrize("body", [{"tools": []}, {"response_format": {"type": "json_object"}}, {"prompt": "x"}])
+def test_what_chat_does_not_support_is_refused_by_name(body):
+    assert f"'{next(iter(body))}'" in refusal(line(CHAT, **body))
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"custom_id": 5}, "custom_id is 5"),
+        ({"custom_id": None}, "custom_id is None"),
+        ({"custom_id": ""}, "custom_id is ''"),
+        ({"custom_id": "x" * 513}, "513 characters; at most 512"),
+        ({"method": "GET"}, "method is 'GET'"),
+        ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be /v1/completions or /v1/chat/completions"),
+        ({"url": ["/v1/completions"]}, "url is"),
+        ({"body": "x"}, "body is str"),
+        ({"body": {}}, "prompt is None"),
+        ({"max_tokens": 5}, "has ['max_tokens'] beside body"),
+    ],
+)
+def test_wrong_lines(fields, words):
+    assert words in refusal({**line(), **fields})
+
+
+@pytest.mark.parametrize("missing", ["custom_id", "method", "url", "body"])
+def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
+    fields = line()
+    del fields[missing]
+    assert is_batch_line(fields, ("prompt", None))
+    assert missing in refusal(fields)
+    assert not is_batch_line({**fields, "prompt": "x"}, ("prompt", None))
+
+
+@pytest.mark.parametrize(
+    ("url", "body", "words"),
+    [
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "a list of 2 prompts; a line has one answer"),
+        (COMPLETIONS, {"prompt": ["a"]}, "a list of 1 prompts"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "a list of 2 prompts"),
+        (COMPLETIONS, {"prompt": []}, "prompt is []"),
+        (COMPLETIONS, {"prompt": 5}, "prompt is 5"),
+        (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens 6 and max_tokens 5"),
+        (CHAT, {"messages": []}, "messages is []"),
+        (CHAT, {"messages": ["hi"]}, "messages holds 'hi'"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
+        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "part of type 'str'"),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a message has ['tool_calls']"),
+        (CHAT, {"logprobs": 2}, "logprobs is 2; it must be true or false"),
+        (CHAT, {"top_logprobs": 2}, "without logprobs"),
+    ],
+)
+def test_wrong_bodies(url, body, words):
+    assert words in refusal(line(url, **body))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": [1, "a"]}, {"prompt": [1.5]}, {"prompt": [True]}, {"prompt": [-1]}, {"temperature": "x"}, {"n": 0},
+     {"logprobs": True}, {"max_tokens": 0}, {"stop": 5}, {"seed": 1.5}, {"top_p": 2}],
+)  # fmt: skip
+def test_wrong_values_become_errors_at_the_latest_when_encoded(body):
+    try:
+        row = Row(0, 4, line(**body), request=request(**body), custom_id="r-1")
+    except InvalidInput:
+        return
+    assert encode(row, None, 64, SamplingParams(max_tokens=4), vocab_size=9).error.startswith("line 4: ")
+
+
+def test_custom_ids():
+    longest = "x" * 512
+    given = ("a", longest, longest + "x", 5, None)
+    assert [custom_id_of({"custom_id": c}) for c in given] == ["a", longest, "", "", ""]
+
+
+# Repeated ids
+
+
+def rows_with(ids: list[str | None]) -> list[Row]:
+    return [Row(i, i + 1, {"x": 1}, custom_id=custom_id) for i, custom_id in enumerate(ids)]
+
+
+def hashes_of(rows: list[Row]) -> "array[int]":
+    return array("q", (hash(r.custom_id) for r in rows if r.custom_id))
+
+
+def repeated(ids: list[str | None], **options) -> list[tuple[str, int, int]]:
+    rows = rows_with(ids)
+    return duplicate_ids(rows, hashes_of(rows), **options)
+
+
+def test_repeated_ids_are_found_with_their_lines():
+    assert repeated([]) == repeated([None, None, "", ""]) == repeated(["a", None, "b", ""]) == []
+    assert repeated(["a", "b", None, "a", "c", "b", "a"]) == [("a", 1, 4), ("b", 2, 6), ("a", 1, 7)]
+    assert repeated(["a"] * 50, most=3) == [("a", 1, 2), ("a", 1, 3), ("a", 1, 4)]
+
+
+def test_equal_hashes_are_no_repetition(monkeypatch):
+    monkeypatch.setattr("flexengine.job.openai._CONFIRMED_AT_ONCE", 1)
+    rows = rows_with(["a", "b", "c", "d", "c"])
+    real = hashes_of(rows)
+    same = array("q", [real[0], real[0], *real[2:]])  # as if a and b had one hash; then the true pair, in a later part
+    assert duplicate_ids(rows, same) == [("c", 3, 5)]
+
+
+def test_memory_for_repeated_ids_is_small():
+    pytest.importorskip("numpy")
+    count = 100_000
+
+    class Many:
+        def __iter__(self):
+            return (Row(i, i + 1, {"x": 1}, custom_id=f"{i % (count // 2):0200}") for i in range(count))
+
+    hashes = array("q", (hash(row.custom_id) for row in Many()))
+    tracemalloc.start()
+    assert len(duplicate_ids(Many(), hashes, most=5)) == 5
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 32 * count  # all of them are repeated; their texts alone are 10 MB
+
+
+# Out
+
+
+def entry(token: str | None, logprob: float, number: int = 7, top=()) -> dict:
+    return {"token_id": number, "token": token, "logprob": logprob, "top_logprobs": list(top)}
+
+
+def answer(result: Result, url: str = COMPLETIONS, **fields) -> dict:
+    return batch_line(Row(4, 9, {**line(url), **fields}, custom_id="r-1"), result, "demo", 1700000000)
+
+
+def test_a_completion():
+    out = answer(Result(4, " there", [5, 6], "length", 3, 2))
+    body = out["response"]["body"]
+    assert out.keys() == {"id", "custom_id", "response", "error"}
+    assert (out["custom_id"], out["error"], out["response"]["status_code"]) == ("r-1", None, 200)
+    assert out["id"].startswith("batch_req_")
+    assert body.pop("id").startswith("cmpl-")
+    assert body == {
+        "object": "text_completion",
+        "created": 1700000000,
+        "model": "demo",
+        "choices": [{"index": 0, "text": " there", "finish_reason": "length", "logprobs": None}],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
+    }
+
+
+def test_a_chat_completion_with_samples():
+    samples = [Completion("a", [5], "stop"), Completion("b", [6, 7], "length")]
+    body = answer(Result(4, "a", [5], "stop", 3, 3, samples=samples), CHAT)["response"]["body"]
+    assert body.pop("id").startswith("chatcmpl-")
+    said = [{"role": "assistant", "content": text, "refusal": None} for text in "ab"]
+    assert body == {
+        "object": "chat.completion",
+        "created": 1700000000,
+        "model": "demo",
+        "choices": [
+            {"index": 0, "message": said[0], "finish_reason": "stop", "logprobs": None},
+            {"index": 1, "message": said[1], "finish_reason": "length", "logprobs": None},
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6},
+    }
+
+
+def test_logprobs_of_completions():
+    top = [entry("a", -0.1, 1), entry("\ufffd", -2.0, 2), entry("\ufffd", -3.0, 3)]
+    tokens = [entry("€", -4.0, 4, top), entry(None, -math.inf, 5), entry("xyz", -0.5, 6, [entry("xyz", -0.5, 6)])]
+    (choice,) = answer(Result(4, "x", [4, 5, 6], "stop", 1, 3, logprobs=tokens))["response"]["body"]["choices"]
+    assert choice["logprobs"] == {
+        "tokens": ["€", "token_id:5", "xyz"],
+        "token_logprobs": [-4.0, -9999.0, -0.5],
+        "top_logprobs": [{"a": -0.1, "\ufffd": -2.0, "€": -4.0}, {"token_id:5": -9999.0}, {"xyz": -0.5}],
+        "text_offset": [0, 1, 11],
+    }
+    empty = answer(Result(4, "", [], "stop", 1, 0, logprobs=[]))["response"]["body"]["choices"][0]["logprobs"]
+    assert empty == {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def test_logprobs_of_chat():
+    tokens = [entry("€", -1.0, 4, [entry("a", -0.5, 1)]), entry("\ufffd", -2.0, 5)]
+    (choice,) = answer(Result(4, "x", [4, 5], "stop", 1, 2, logprobs=tokens), CHAT)["response"]["body"]["choices"]
+    first = {"token": "a", "logprob": -0.5, "bytes": [97]}
+    assert choice["logprobs"] == {
+        "content": [
+            {"token": "€", "logprob": -1.0, "bytes": [226, 130, 172], "top_logprobs": [first]},
+            {"token": "\ufffd", "logprob": -2.0, "bytes": None, "top_logprobs": []},
+        ],
+        "refusal": None,
+    }
+
+
+def test_without_a_tokenizer_token_ids_are_given():
+    (choice,) = answer(Result(4, None, [5, 6], "stop", 1, 2))["response"]["body"]["choices"]
+    assert (choice["text"], choice["token_ids"]) == ("", [5, 6])
+
+
+def test_refused_and_failed_lines():
+    refused = answer(Result(4, error="line 9: url is None"))
+    assert refused["error"] is None
+    assert refused["response"]["status_code"] == 400
+    error = {"message": "line 9: url is None", "type": "invalid_request_error", "param": None, "code": None}
+    assert refused["response"]["body"] == {"error": error}
+    failed = answer(Result(4, error="logits are not finite"))
+    assert failed["response"] is None
+    assert failed["error"] == {"code": "generation_failed", "message": "logits are not finite"}
+    assert answer(Result(4, error="line 9: custom_id is 5"), custom_id=5)["custom_id"] == 5
+    row = Row(2, 3, custom_id="").refused("invalid JSON")
+    unread = batch_line(row, Result(2, error=row.error), "m", 1)
+    assert (unread["custom_id"], unread["response"]["status_code"]) == (None, 400)
+
+
+def test_ids_are_different_for_each_line_and_the_same_in_every_process():
+    out = [batch_line(Row(i, i + 1, line(), custom_id=c), Result(i, "x"), "m", 1) for i in range(3) for c in "ab"]
+    assert len({o["id"] for o in out}) == len({o["response"]["request_id"] for o in out}) == 6
+    code = "import json; from flexengine.job.openai import batch_line; from flexengine.job.inputs import Row\n"
+    code += "from flexengine.config import Result\n"
+    code += f"print(json.dumps(batch_line(Row(0, 1, {line()!r}, custom_id='a'), Result(0, 'x'), 'm', 1)))"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(other.stdout) == out[0]
+    assert all(a != b for a, b in pairwise(o["response"]["body"]["id"] for o in out))
+
+
+@pytest.mark.parametrize("url", [COMPLETIONS, CHAT])
+def test_the_client_library_reads_the_body(url):
+    types = pytest.importorskip("openai.types")
+    kind = types.Completion if url == COMPLETIONS else pytest.importorskip("openai.types.chat").ChatCompletion
+    tokens = [entry("€", -1.0, 4, [entry("a", -0.5, 1)]), entry("\ufffd", -math.inf, 5)]
+    samples = [Completion("a", [4, 5], "stop", tokens), Completion("b", [6], "length", [entry("b", -0.1)])]
+    body = answer(Result(4, "a", [4, 5], "stop", 3, 3, None, tokens, samples), url)["response"]["body"]
+    read = kind.model_validate(json.loads(json.dumps(body, allow_nan=False)), strict=True)
+    assert read.model_extra in ({}, None)
+    assert json.loads(read.model_dump_json(exclude_unset=True)) == body
