@@ -19,10 +19,12 @@ import greenlet
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
+from flexengine.errors import UnsupportedModel
+
 ATTENTION = "flexengine"
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 # Passed by some modules, and without effect on one packed, causal, inference-only forward.
-_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position"}
+_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position", "logits_to_keep"}
 
 
 class Embed(NamedTuple):
@@ -44,6 +46,7 @@ class Attend(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
+    mask: Tensor | None = None  # only ever a marker, in a trial pass (masks.py)
 
 
 class Head(NamedTuple):
@@ -66,7 +69,7 @@ def _pause(event: Any) -> Any:
     return parent.switch(event)
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -79,15 +82,14 @@ def _attend(
     **others: Any,
 ) -> tuple[Tensor, None]:
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
-    if unknown or attention_mask is not None:
-        what = ", ".join(unknown) or "a mask of its own"
-        raise NotImplementedError(f"its attention passes {what}, which the engine does not honour")
+    if unknown:
+        raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not honour")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return _pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux)), None
+    return _pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)), None
 
 
-AttentionInterface.register(ATTENTION, _attend)
+AttentionInterface.register(ATTENTION, attend)
 
 
 class PausingLayer(nn.Module):
@@ -125,8 +127,14 @@ class PausingEmbedding(nn.Module):
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
-        finally:
-            self.embedding._parameters["weight"] = table  # on the meta device: hold no rows between passes
+        finally:  # hold no rows between passes; but models ask the table where it is
+            rest = table if rows.is_meta or not table.is_meta else nn.Parameter(rows[:0], requires_grad=False)
+            self.embedding._parameters["weight"] = rest
+
+    @property
+    def weight(self) -> Tensor:
+        """A table without rows, for those who ask for its dtype or device."""
+        return self.embedding.weight
 
 
 class PausingHead(nn.Module):
@@ -134,7 +142,7 @@ class PausingHead(nn.Module):
 
     def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor]) -> None:
         super().__init__()
-        self.vocabulary, self.chunks, self.linear = vocabulary, chunks, linear
+        self.vocabulary, self.chunks, self.linear, self.bias = vocabulary, chunks, linear, None
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = None
@@ -161,6 +169,12 @@ class Inputs:
     keep: Tensor
 
 
+class _Pass(greenlet.greenlet):  # type: ignore[misc]
+    """positions: of the pass's tokens, for attention that needs them beyond what modules are told (adapters.py)."""
+
+    positions: Tensor
+
+
 class Forward:
     """One pass of one gpu_batch. It belongs to the thread that first resumes it."""
 
@@ -180,7 +194,8 @@ class Forward:
         """Goes on to the next pause, answering the last one with `value`."""
         with self._mode or nullcontext():
             if self._greenlet is None:
-                self._greenlet = greenlet.greenlet(self._run)
+                self._greenlet = _Pass(self._run)
+                self._greenlet.positions = self._inputs.positions
                 event: Pause = self._greenlet.switch()
             else:
                 event = self._greenlet.switch(value)

@@ -1,7 +1,7 @@
 """A model without weights: its modules on the meta device, cut into units, and whether it can be run exactly."""
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.model.adapters import ADAPTED, adapt
 from flexengine.model.config import load_config as load_config
 from flexengine.model.forward import (
     ATTENTION,
@@ -23,9 +24,11 @@ from flexengine.model.forward import (
     PausingEmbedding,
     PausingHead,
     PausingLayer,
+    attend,
 )
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
+from flexengine.model.masks import marked, window_of
 from flexengine.model.products import Loose, is_experts, use_product
 
 _COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
@@ -70,6 +73,7 @@ class Skeleton:
     product: Product
     loose: Loose | None
     loading: Loading
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer: tokens seen, None for all
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -112,10 +116,12 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
         skeleton = _cut(model, config, name)
         _probe(skeleton)
         _restore_buffers(model)
-    except UnsupportedModel:
-        raise
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
-        raise UnsupportedModel(f"{name}: {error or repr(error)}") from error
+        raise UnsupportedModel(
+            f"{name}: a trial pass without weights came to nothing: {type(error).__name__}: {error}"
+        ) from error
     return skeleton
 
 
@@ -130,23 +136,29 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")
-    if not getattr(kind, "_supports_attention_backend", False):
+    adapted = config.model_type in ADAPTED
+    if not adapted and not getattr(kind, "_supports_attention_backend", False):
         raise UnsupportedModel(f"{name} computes attention itself and accepts no registered attention")
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
+                config, attn_implementation="eager" if adapted else ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error}") from error
+    if adapted:
+        adapt(model, attend)
+        model.config._attn_implementation = ATTENTION  # no masks, then
     result: nn.Module = model.eval().requires_grad_(False)
     return result
 
 
 def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
-    """Parent, attribute and full name of the decoder's ModuleList."""
-    for name, module in model.named_modules():
+    """Parent, attribute and full name of the decoder's ModuleList. Other towers may have as many layers."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
+    for name, module in sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in inside):
         if isinstance(module, nn.ModuleList) and len(module) == count and all(hasattr(m, "forward") for m in module):
             parent = model.get_submodule(name.rpartition(".")[0])
             return parent, name.rpartition(".")[2], name
@@ -156,6 +168,7 @@ def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
 def _cut(model: Any, config: Any, name: str) -> Skeleton:
     """Names the parameters of each unit and puts pausing modules in place of layers, embedding and head."""
     loading = Loading(model)
+    _refuse_mixing(model)
     count = config.get_text_config().num_hidden_layers
     parent, attribute, path = _layer_list(model, count)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -197,6 +210,13 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )  # fmt: skip
 
 
+def _refuse_mixing(model: nn.Module) -> None:
+    """Tokens of several sequences lie side by side; only attention keeps them apart."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
+            raise UnsupportedModel(f"its {name} is a convolution over tokens; it keeps state beyond the KV cache")
+
+
 def _probe(skeleton: Skeleton) -> None:
     """Runs two packed tokens on the meta device: every layer must pause once, and once more in its attention.
 
@@ -207,6 +227,11 @@ def _probe(skeleton: Skeleton) -> None:
             if isinstance(module, FastLinear):
                 narrow = module.weight.to(torch.bfloat16)
                 module._parameters["weight"] = nn.Parameter(narrow, requires_grad=False)
+    with marked(ATTENTION):
+        _trial(skeleton)
+
+
+def _trial(skeleton: Skeleton) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.loose)
     seen: list[str] = []
@@ -220,10 +245,11 @@ def _probe(skeleton: Skeleton) -> None:
         elif isinstance(event, Layer):
             seen.append(f"layer {event.index}")
             if event.hidden.shape != (1, 2, skeleton.config.get_text_config().hidden_size):
-                raise UnsupportedModel(f"{skeleton.name}: hidden states are {tuple(event.hidden.shape)} between layers")
+                raise UnsupportedModel(f"hidden states are {tuple(event.hidden.shape)} between layers")
             answer = event.hidden
         elif isinstance(event, Attend):
             seen.append(f"attention {event.layer}")
+            skeleton.windows[event.layer] = _window(event)
             answer = _probe_attention(event, shapes)
         elif isinstance(event, Head):
             answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None
@@ -231,12 +257,23 @@ def _probe(skeleton: Skeleton) -> None:
     if seen != expected:
         pairs = zip_longest(seen, expected, fillvalue="the end")
         got, wanted = next((got, wanted) for got, wanted in pairs if got != wanted)
-        raise UnsupportedModel(f"{skeleton.name}: expected {wanted} but the model went to {got}; it keeps other state")
+        raise UnsupportedModel(f"expected {wanted} but the model went to {got}; it keeps other state")
     heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
-    skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), max(dims))
+    width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels like whole vectors
+    skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), width)
     if any(skeleton.cache.kv_heads % n for n in kv_heads) or any(n % skeleton.cache.kv_heads for n in heads):
-        raise UnsupportedModel(f"{skeleton.name}: its layers have {sorted(set(kv_heads))} KV heads for"
+        raise UnsupportedModel(f"its layers have {sorted(set(kv_heads))} KV heads for"
                                f" {sorted(set(heads))} heads, which cannot share one page size")  # fmt: skip
+
+
+def _window(event: Attend) -> int | None:
+    """Of what the attention is told and what the mask says, which must not contradict each other."""
+    if event.mask is None:
+        return event.window
+    window = window_of(event.mask)
+    if event.window not in (None, window):
+        raise UnsupportedModel(f"layer {event.layer} has a window of {event.window} and a mask of {window} tokens")
+    return window
 
 
 def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor:

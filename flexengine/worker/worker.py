@@ -144,6 +144,7 @@ class Worker:
         attend = run.forward.resume(hidden)
         del hidden
         assert isinstance(attend, Attend)
+        attend = attend._replace(window=self.skeleton.windows[attend.layer])
         return run.forward.resume(self.cache.attend(attend, run.view, run.batch.cache_home, task.cache))
 
     def _sample(self, run: Run, logits: Tensor) -> None:
