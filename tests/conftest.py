@@ -18,7 +18,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", dict(_GATED, sliding_window=9)),
     "qwen2": ("Qwen2", _GATED),
     "qwen3": ("Qwen3", dict(_GATED, head_dim=32)),
-}
+    "gemma2": ("Gemma2", dict(_GATED, head_dim=32, sliding_window=9, query_pre_attn_scalar=24, tie_word_embeddings=True)),
+    "gemma3": ("Gemma3Text", dict(_GATED, head_dim=32, sliding_window=9, tie_word_embeddings=True,
+                                  layer_types=["sliding_attention", "full_attention"] * 2)),
+    "phi3": ("Phi3", dict(_GATED, partial_rotary_factor=0.5, pad_token_id=0, sliding_window=None)),
+    "gpt-neox": ("GPTNeoX", dict(_COMMON, intermediate_size=112, rotary_pct=0.5)),
+    "olmo2": ("Olmo2", _GATED),
+    "mixtral": ("Mixtral", dict(_GATED, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3-moe": ("Qwen3Moe", dict(_GATED, head_dim=32, num_experts=6, num_experts_per_tok=2,
+                                   moe_intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=True)),
+    "gpt-oss": ("GptOss", dict(_GATED, head_dim=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=9,
+                               layer_types=["sliding_attention", "full_attention"] * 2)),
+    "bloom": ("Bloom", dict(vocab_size=601, hidden_size=64, n_layer=4, n_head=4)),
+}  # fmt: skip
 LENGTHS = (5, 17, 1, 40, 29, 8, 33, 17)  # ragged prompts
 NEW = 13  # tokens generated
 
@@ -30,7 +42,7 @@ def make_checkpoint(family: str, directory: Path, **save: Any) -> Any:
     kind, values = FAMILIES[family]
     config = getattr(transformers, f"{kind}Config")(**values, init_std=0.2, initializer_range=0.2, eos_token_id=2)
     torch.manual_seed(sum(map(ord, family)))
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():  # norms and biases that are all ones and zeros would hide that they were dropped
         for parameter in model.parameters():
             if parameter.dim() == 1:

