@@ -75,7 +75,7 @@ class Engine:
         self.machine = make_machine(device, device_bytes, host_bytes, offload, links)
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
-        self.source = resolve(str(model) if model is not None else None)
+        self.source = resolve(str(model) if model is not None else None, trust_remote_code)
         directory = self.source.directory
         self.dtype = choose_dtype(dtype, load_config(directory, trust_remote_code), self.machine.kind)
         with torch.no_grad():

@@ -5,7 +5,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -14,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 from transformers import (
@@ -131,7 +134,8 @@ def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=
     extra(writer)
     for name, weights in tensors:
         chosen = Q.F32 if weights.ndim == 1 else kind(name)
-        writer.add_tensor(name, quantize(np.ascontiguousarray(weights), chosen), raw_dtype=chosen)
+        stored = weights if weights.dtype == np.uint8 else quantize(np.ascontiguousarray(weights), chosen)
+        writer.add_tensor(name, stored, raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -261,6 +265,123 @@ def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
         except FlexError:
             refused += 1
     assert refused > 300
+
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 64}  # fmt: skip
+MADE = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.TQ1_0, Q.TQ2_0, Q.MXFP4)  # the package can quantise these
+DRAWN = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S, Q.IQ1_S, Q.IQ1_M,
+         Q.IQ4_NL, Q.IQ4_XS)  # fmt: skip
+
+
+def blocks_of(kind: Q, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Bytes of a quantised matrix: random blocks, those drawn again whose scale came out as infinity or NaN."""
+    block, size = GGML_QUANT_SIZES[kind]
+    count, rng = shape[0] * shape[1] // block, np.random.default_rng(seed)
+    out = rng.integers(0, 256, (count, size), dtype=np.uint8)
+    while (bad := ~np.isfinite(dequantize(out, kind)).all(axis=1)).any():
+        out[bad] = rng.integers(0, 256, (int(bad.sum()), size), dtype=np.uint8)
+    return out.reshape(shape[0], -1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("kind", [*MADE, *DRAWN], ids=lambda kind: kind.name)
+def test_every_quantisation(tmp_path, kind, monkeypatch):
+    """As the gguf package decodes the whole tensor, and for some as transformers loads the file."""
+    monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**BLOCKS, tie_word_embeddings=True)))
+    tensors, decoded = [], {}
+    for seed, (name, weights) in enumerate(gguf_tensors("llama", tiny_model("llama"))):
+        if weights.ndim == 1:
+            tensors.append((name, weights))
+            continue
+        stored = quantize(weights, kind) if kind in MADE else blocks_of(kind, weights.shape, seed)
+        tensors.append((name, stored))
+        decoded[name] = dequantize(stored, kind)
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: kind)
+    ours = load(prepared_gguf(path))
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
+    heads = {"attn_q": 4, "attn_k": 2}
+    for name, tensor in ours.items():
+        if tensor.ndim == 2:
+            stem = names.get_name(name.removesuffix(".weight"))
+            kept = tensor.numpy()
+            part = stem.rpartition(".")[2]
+            again = permute(kept, heads[part]) if part in heads else kept
+            assert np.array_equal(again, decoded[f"{stem}.weight"]), name
+    if kind in (Q.Q4_K, Q.Q6_K, Q.Q5_1, Q.IQ4_XS):
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="m.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        ).state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_1, Q.Q8_K, Q.Q1_0, Q.I8], ids=lambda kind: kind.name)
+def test_what_the_package_cannot_decode_is_refused(tmp_path, kind, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**BLOCKS)))
+    block, size = GGML_QUANT_SIZES[kind]
+    tensors = [
+        (name, np.zeros((len(weights), weights.shape[1] // block * size), np.uint8) if "ffn_up" in name else weights)
+        for name, weights in gguf_tensors("llama", tiny_model("llama"))
+    ]
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: kind if "ffn_up" in name else Q.F32)
+    with pytest.raises(UnsupportedModel, match=rf"ffn_up.*{kind.name}"):
+        prepared_gguf(path)
+
+
+def test_overlapping_and_repeated_tensors_are_refused(tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf")
+    good, (first, second) = path.read_bytes(), gguf.read_header(path).tensors[:2]
+    entry = second.name.encode() + struct.pack("<I", len(second.shape))
+    place = good.index(entry) + len(entry) + 8 * len(second.shape) + 4  # name, dimensions, their sizes, type: offset
+    path.write_bytes(good[:place] + bytes(8) + good[place + 8 :])
+    with pytest.raises(BadCheckpoint, match=rf"tensors {first.name} and {second.name} overlap"):
+        prepared_gguf(path)
+    repeated = good.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight")
+    path.write_bytes(repeated)
+    with pytest.raises(BadCheckpoint, match="one name"):
+        prepared_gguf(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("llama.block_count", 10**6), ("llama.block_count", 9999), ("llama.block_count", 0),
+    ("llama.embedding_length", 2**31),
+    ("llama.embedding_length", 0), ("llama.attention.head_count", 0), ("llama.attention.head_count", 10**9),
+    ("llama.vocab_size", 2**32 - 1), ("llama.expert_count", 10**6), ("llama.feed_forward_length", 0),
+    ("llama.attention.key_length", 10**9), ("llama.attention.sliding_window", "x"), ("llama.block_count", "x"),
+    ("llama.block_count", -1.5), ("llama.rope.freq_base", "x"), ("llama.attention.key_length", 7),
+    ("general.architecture", "nope"), ("general.architecture", "llama\0"), ("general.architecture", "../x"),
+    ("general.architecture", 3), ("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.model", "nope"),
+    ("split.count", "x"),
+])  # fmt: skip
+def test_hostile_gguf_values(tmp_path, cache, key, value):
+    """They pass the header and would break, or keep busy, whoever believed them."""
+    path = tiny_gguf(tmp_path / "m.gguf")
+
+    def extra(writer):
+        writer.kv_data[0].pop(key, None)
+        {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](key, value)
+
+    with pytest.raises(FlexError, match=r"m\.gguf"):
+        prepared_gguf(tiny_gguf(path, extra=extra))
+    assert not list(cache.glob("*.tmp-*"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_gguf_files_convert_or_are_refused(tmp_path, cache):
+    path, rng, refused = tmp_path / "m.gguf", random.Random(2), 0
+    good = tiny_gguf(path).read_bytes()
+    start = min(tensor.offset for tensor in gguf.read_header(path).tensors)
+    for _ in range(60):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(start)] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            prepared_gguf(path)
+        except FlexError:
+            refused += 1
+    assert refused > 20
+    assert not list(cache.glob("*.tmp-*"))
 
 
 # --- .bin files
@@ -473,6 +594,70 @@ def test_a_killed_conversion_is_cleaned_up_and_done_again(tmp_path, cache, same)
     assert not list(cache.glob("*.tmp-*"))
 
 
+STEPS = ("os.mkdir", "os.open", "os.chmod", "os.fsync", "os.rename", "fcntl.flock")
+
+
+def dies(file: Path, at: int, after: bool) -> bool:
+    """Prepares in a forked child that exits at step `at` (before or after doing it); False if it had no such step."""
+    if child := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    try:
+        left = iter(range(at, -1, -1))
+        for step in STEPS:
+            module, name = step.split(".")
+            real = getattr(sys.modules[module], name)
+
+            def counted(*args, real=real, **kwargs):
+                last = next(left) == 0
+                if last and not after:
+                    os._exit(9)
+                result = real(*args, **kwargs)
+                if last:
+                    os._exit(9)
+                return result
+
+            setattr(sys.modules[module], name, counted)
+        prepared(file, [file], two_files)
+        os._exit(0)
+    finally:  # an exception must not go on into the tests of the parent
+        os._exit(1)
+
+
+def two_files(directory: Path) -> None:
+    (directory / "model.safetensors").write_bytes(b"w" * 100_000)
+    (directory / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_at_any_step_leaves_nothing_or_all(tmp_path, cache, after):
+    file, complete, steps = tmp_path / "x.gguf", ["config.json", "model.safetensors", "prepared.json"], 0
+    file.write_bytes(b"x")
+    while dies(file, steps, after):
+        steps += 1
+        for final in (place for place in cache.glob("*") if place.is_dir() and ".tmp-" not in place.name):
+            assert sorted(part.name for part in final.iterdir()) == complete
+            assert (final / "model.safetensors").read_bytes() == b"w" * 100_000
+        found = prepared(file, [file], two_files)
+        assert sorted(part.name for part in found.iterdir()) == complete
+        assert not list(cache.glob("*.tmp-*"))
+        shutil.rmtree(cache.parent)
+    assert steps >= 15  # directories, lock, files, directory, rename
+
+
+def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """The rename comes after every file and the directory were synced, and the parent is synced after it."""
+    file, done = tmp_path / "x.gguf", []
+    file.write_bytes(b"x")
+    sync, rename = os.fsync, os.rename
+    monkeypatch.setattr(os, "fsync", lambda fd: (done.append(Path(os.readlink(f"/proc/self/fd/{fd}")).name), sync(fd)))
+    monkeypatch.setattr(os, "rename", lambda a, b: (done.append("rename"), rename(a, b)))
+    final = prepared(file, [file], two_files)
+    at = done.index("rename")
+    temporary = f"{final.name}.tmp-{os.getpid()}"
+    assert sorted(done[: at - 1]) == ["config.json", "model.safetensors", "prepared.json"]
+    assert done[at - 1 :] == [temporary, "rename", "prepared"]
+
+
 def test_a_failed_conversion_leaves_nothing(tmp_path, cache):
     file = tmp_path / "x.gguf"
     file.write_bytes(b"x")
@@ -528,10 +713,11 @@ def test_paths_that_are_not_there_are_named(tmp_path, monkeypatch):
 def test_hub_ids(tmp_path, monkeypatch):
     asked = []
 
-    def download(name, **kwargs):
-        asked.append(name)
+    def download(name, local_files_only, allow_patterns, **kwargs):
+        asked.append((name, local_files_only, "*.py" in allow_patterns))
         return str(tmp_path)
 
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: None)
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(ModelNotFound, match="no safetensors"):
         resolve("facebook/opt-125m")
@@ -539,14 +725,37 @@ def test_hub_ids(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     for name in ("facebook/opt-125m", "gpt2"):
         assert resolve(name) == source.Source(tmp_path, name)
+    resolve("gpt2", trust_remote_code=True)
+    assert asked == [("facebook/opt-125m", False, False)] * 2 + [("gpt2", False, False), ("gpt2", False, True)]
 
     def fail(*args, **kwargs):
         raise OSError("no route\nto host")
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    monkeypatch.setattr("huggingface_hub.model_info", fail)
+    assert resolve("gpt2").name == "gpt2"  # from the hub's cache
+    assert asked[-1] == ("gpt2", True, False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: fail())
     with pytest.raises(ModelNotFound, match=r"facebook/opt-125m.*OSError: no route to host.*--model DIR"):
         resolve("facebook/opt-125m")
-    assert asked == ["facebook/opt-125m", "facebook/opt-125m", "gpt2"]
+
+
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path, monkeypatch):
+    """In a process of its own: the hub's address is read when its package is imported."""
+    code = """
+import flexengine.model.source as source
+from flexengine.errors import ModelNotFound
+source._HUB_SECONDS = 0.5
+try:
+    source.resolve("some/model")
+except ModelNotFound as error:
+    assert "some/model is neither here" in str(error), error
+    print("given up")
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "given up\n", done.stderr
 
 
 def test_without_the_demo_package_the_message_says_what_to_type(monkeypatch):

@@ -4,17 +4,20 @@ import json
 import math
 import os
 import struct
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flexengine.errors import BadCheckpoint
+from flexengine.model.source import indexed_files, regular_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
+_MAX_DIMENSIONS = 64  # torch's limit
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
@@ -30,7 +33,11 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file. Raises BadCheckpoint naming the file and the fault."""
+    """The tensors of one safetensors file. Raises BadCheckpoint naming the file and the fault.
+
+    Held to the library's rules: no name twice, and the tensors fill the data without overlap, gap or rest.
+    """
+    regular_file(path)
     try:
         size = os.path.getsize(path)
         with path.open("rb") as f:
@@ -38,13 +45,27 @@ def read_header(path: Path) -> dict[str, Stored]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(_MAX_HEADER, size - 8):
                 raise BadCheckpoint(f"{path}: not a safetensors file (header of {length} bytes in a file of {size})")
-            header = json.loads(f.read(length))
+            header = json.loads(f.read(length).decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_constant)
         header.pop("__metadata__", None)
-        return {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
+        tensors = {name: _stored(path, name, entry, 8 + length, size) for name, entry in header.items()}
     except BadCheckpoint:
         raise
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise BadCheckpoint(f"{path}: unreadable safetensors header: {error!r}") from error
+    _check_filled(path, tensors, 8 + length, size)
+    return tensors
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name!r} is there twice")
+    return found
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
 
 
 def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
@@ -53,14 +74,26 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
     if entry["dtype"] not in _DTYPES:
         raise BadCheckpoint(f"{path}: tensor {name} has dtype {entry['dtype']}, which is not supported")
     dtype = _DTYPES[entry["dtype"]]
-    if not all(isinstance(n, int) and n >= 0 for n in (begin, end, *shape)):
-        raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape}")
+    if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 2**63 for n in (begin, end, *shape)):
+        raise BadCheckpoint(f"{path}: tensor {name} has offsets {begin}..{end} and shape {shape[:_MAX_DIMENSIONS]}")
     if end - begin != math.prod(shape) * dtype.itemsize or base + end > size:
         raise BadCheckpoint(
             f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
             " the file is truncated or its header wrong"
         )
     return Stored(path, base + begin, end - begin, dtype, shape)
+
+
+def _check_filled(path: Path, tensors: dict[str, Stored], start: int, size: int) -> None:
+    """Raises BadCheckpoint unless the tensors, one after the other, fill bytes `start` to `size` of the file."""
+    at = start
+    for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
+        if stored.start != at:
+            fault = "overlaps another" if stored.start < at else "lies after a gap"
+            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {at})")
+        at += stored.nbytes
+    if at != size:
+        raise BadCheckpoint(f"{path}: {size - at} bytes after the last tensor belong to none")
 
 
 def read_checkpoint(directory: Path) -> dict[str, Stored]:
@@ -76,23 +109,14 @@ def read_checkpoint(directory: Path) -> dict[str, Stored]:
 
 def _shards(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():  # where there are both, transformers takes this one
+    if os.path.lexists(single):  # where there are both, transformers takes this one
         return [single]
-    if not index.exists():
+    if not os.path.lexists(index):
         found = sorted(directory.glob("*.safetensors"))
         if not found:
             raise BadCheckpoint(f"{directory} holds no .safetensors file")
         return found
-    try:
-        names = set(json.loads(index.read_text())["weight_map"].values())
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise BadCheckpoint(f"{index}: unreadable: {error!r}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise BadCheckpoint(f"{index}: shard {name!r} is not a plain file name inside the model directory")
-        if not (directory / name).is_file():
-            raise BadCheckpoint(f"{index}: shard {name} is missing")
-    return [directory / name for name in sorted(names)]
+    return indexed_files(index)
 
 
 def match(

@@ -123,13 +123,11 @@ class PausingEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Any:
         rows, ids = _pause(Embed(ids))
-        table = self.embedding._parameters["weight"]
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
         finally:  # hold no rows between passes; but models ask the table where it is
-            rest = table if rows.is_meta or not table.is_meta else nn.Parameter(rows[:0], requires_grad=False)
-            self.embedding._parameters["weight"] = rest
+            self.embedding._parameters["weight"] = nn.Parameter(rows[:0], requires_grad=False)
 
     @property
     def weight(self) -> Tensor:

@@ -7,15 +7,14 @@ that path would drop silently (tensors without a place, RoPE scaling) is either 
 
 import logging
 import math
-import mmap
-import struct
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
+from flexengine.model.config import check_backed, check_limits, size_of
+from flexengine.model.gguf_header import Header, Stored, read_header
 from flexengine.model.shards import ShardWriter, check_room
 
 if TYPE_CHECKING:
@@ -26,39 +25,8 @@ _CHUNK_BYTES = 16 * 2**20  # of float32 dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRING, _ARRAY = 8, 9
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One tensor of the file. kind: a GGMLQuantizationType; shape: torch's order; offset, nbytes: in the file."""
-
-    name: str
-    kind: Any
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a GGUF file says of itself: scalar and string metadata (arrays are left out) and its tensors."""
-
-    path: Path
-    values: Mapping[str, Any]
-    tensors: tuple[Stored, ...]
-
-    def text(self, key: str) -> str:
-        """A string of the metadata, "" if it is not there."""
-        return str(self.values.get(key, ""))
-
-    @property
-    def architecture(self) -> str:
-        """llama.cpp's name of the family."""
-        return self.text("general.architecture")
 
 
 def convert(path: Path, directory: Path) -> None:
@@ -68,7 +36,17 @@ def convert(path: Path, directory: Path) -> None:
     quantised. Raises BadCheckpoint (damaged file), UnsupportedModel (with the reason) or OutOfMemory (disk).
     """
     header = read_header(path)
-    config = _config(header)
+    try:
+        _write(header, directory)
+    except FlexError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        # values of the wrong kind or shape surface wherever they are first used, most of them in transformers
+        raise BadCheckpoint(f"{path} contradicts itself: {type(error).__name__}: {error}") from error
+
+
+def _write(header: Header, directory: Path) -> None:
+    path, config = header.path, _config(header)
     model = _skeleton(path, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     check_room(directory, f"weights of {path}", sum(_result_bytes(tensor) for tensor in header.tensors))
@@ -91,103 +69,19 @@ def convert(path: Path, directory: Path) -> None:
     _save_tokenizer(header, config, directory)
 
 
-def read_header(path: Path) -> Header:
-    """Parses metadata and tensor table, checking every tensor against the file's size.
-
-    gguf.GGUFReader does the same in seconds and hundreds of megabytes when there is a vocabulary.
-    Raises BadCheckpoint (no GGUF, damaged, cut off) and UnsupportedModel (one of several parts).
-    """
-    with path.open("rb") as file:
-        if (magic := file.read(4)) != b"GGUF":
-            raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            try:
-                header = Header(path, *_Cursor(data).tables())
-            except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
-                raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
-    if (parts := header.values.get("split.count", 1)) not in (0, 1):
-        raise UnsupportedModel(f"{path} is one of {parts} parts; join them with `gguf-split --merge` first")
-    return header
-
-
-class _Cursor:
-    """Walks the header of a mapped GGUF file (version 2 or 3, little-endian)."""
-
-    def __init__(self, data: mmap.mmap) -> None:
-        self._data, self._at = data, 4
-
-    def tables(self) -> tuple[dict[str, Any], tuple[Stored, ...]]:
-        version, tensor_count, value_count = self._numbers("IQQ")
-        if version not in (2, 3):
-            raise ValueError(f"version {version} is not 2 or 3")
-        values = {}
-        for _ in range(value_count):
-            key, (kind,) = self._string(), self._numbers("I")
-            values[key] = self._value(kind)
-        infos = [self._info() for _ in range(tensor_count)]
-        alignment = int(values.get("general.alignment", 32))
-        start = -(-self._at // alignment) * alignment
-        return values, tuple(self._stored(start, *info) for info in infos)
-
-    def _numbers(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from("<" + form, self._data, self._at)
-        self._at += struct.calcsize("<" + form)
-        return found
-
-    def _skip(self, size: int) -> None:
-        if self._at + size > len(self._data):
-            raise ValueError(f"{size} bytes at {self._at} go beyond the end of the file")
-        self._at += size
-
-    def _string(self) -> str:
-        (size,) = self._numbers("Q")
-        self._skip(size)
-        return self._data[self._at - size : self._at].decode("utf-8", errors="replace")
-
-    def _value(self, kind: int) -> Any:
-        if kind == _STRING:
-            return self._string()
-        if kind != _ARRAY:
-            return self._numbers(_SCALARS[kind])[0]
-        element, count = self._numbers("IQ")
-        if element in _SCALARS:
-            self._skip(count * struct.calcsize("<" + _SCALARS[element]))
-        elif element == _STRING:
-            for _ in range(count):
-                self._skip(self._numbers("Q")[0])
-        else:
-            raise ValueError(f"array of type {element}")
-        return None
-
-    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        name, (dimensions,) = self._string(), self._numbers("I")
-        if not 1 <= dimensions <= 4:
-            raise ValueError(f"tensor {name} has {dimensions} dimensions")
-        shape = self._numbers(f"{dimensions}Q")
-        return name, tuple(reversed(shape)), *self._numbers("IQ")
-
-    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> Stored:
-        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
-        if 0 in shape or shape[-1] % block:
-            raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
-        stored = Stored(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
-        if stored.offset + stored.nbytes > len(self._data):
-            raise ValueError(f"tensor {name} goes beyond the end of the file")
-        return stored
-
-
 def _config(header: Header) -> Any:
     """The transformers config of the file, with the dtype of its weights and its RoPE scaling."""
     import torch
     from transformers import AutoConfig
 
     path = header.path
+    check_limits(path, header.values)
     try:
         config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        size = size_of(config)
     except Exception as error:
         raise UnsupportedModel(f"{path}: transformers has no config for it: {error}") from error
+    check_backed(path, size, [math.prod(tensor.shape) for tensor in header.tensors])
     config.dtype = getattr(torch, _dtype_name(header.tensors))
     _carry_shape(header, config)
     _carry_rope(header, config)

@@ -1,15 +1,17 @@
 """Old checkpoints: pytorch_model*.bin, read with weights_only=True and turned into safetensors."""
 
 import ctypes
-import json
 import mmap
+import os
 import shutil
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint
 from flexengine.model.shards import ShardWriter, check_room
+from flexengine.model.source import indexed_files, regular_file
 
 if TYPE_CHECKING:
     import torch
@@ -18,18 +20,9 @@ if TYPE_CHECKING:
 def bin_shards(path: Path) -> list[Path]:
     """The pytorch_model*.bin files of a directory, by its index if it has one. Raises BadCheckpoint."""
     index = path / "pytorch_model.bin.index.json"
-    if not index.is_file():
-        return sorted(path.glob("pytorch_model*.bin"))
-    try:
-        names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-        raise BadCheckpoint(f"{index} is not a shard index: {type(error).__name__}: {error}") from error
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
-        if not (path / name).is_file():
-            raise BadCheckpoint(f"{index} names the shard {name!r}, which is missing")
-    return [path / name for name in names]
+    if not os.path.lexists(index):
+        return [regular_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
+    return indexed_files(index)
 
 
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
@@ -55,12 +48,12 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
 
 
 def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
-    import zipfile
-
     import torch
 
     try:  # files of before torch 1.6 are no zip archives and cannot be mapped
-        state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+        state = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored_zip(file))
+    except BadCheckpoint:
+        raise
     except Exception as error:
         reason = str(error).strip().splitlines() or [""]
         raise BadCheckpoint(f"{file} is refused: {type(error).__name__}: {reason[0]}") from error
@@ -68,7 +61,30 @@ def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state.items()
     ):
         raise BadCheckpoint(f"{file} is refused: it does not hold a plain dictionary of tensors")
+    for name, tensor in state.items():
+        _check_plain(file, name, tensor)
     return dict(reversed(state.items()))
+
+
+def _is_stored_zip(file: Path) -> bool:
+    """Whether it is a zip archive; raises BadCheckpoint if it is compressed, which no size of the file would bound."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        if packed := [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]:
+            raise BadCheckpoint(f"{file} is refused: {packed[0]!r} in it is compressed, which torch.save never does")
+    return True
+
+
+def _check_plain(file: Path, name: str, tensor: "torch.Tensor") -> None:
+    """Raises BadCheckpoint unless the tensor is dense, on the CPU and no larger than the memory behind it."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
+        kind = "quantised" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        raise BadCheckpoint(f"{file} is refused: tensor {name} is {kind}; only dense tensors are converted")
+    if tensor.nbytes > (held := tensor.untyped_storage().nbytes()):
+        raise BadCheckpoint(f"{file} is refused: tensor {name} claims {tensor.nbytes:,} bytes of a storage of {held:,}")
 
 
 def _forget(tensor: "torch.Tensor") -> None:

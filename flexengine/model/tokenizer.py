@@ -1,33 +1,65 @@
 """What stands beside the weights and turns text into tokens and back: the tokenizer, and which tokens end a text."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
+from flexengine.model.source import regular_file
+
+_CONFIG = "tokenizer_config.json"
+_NAMES = ("tokenizer.json", "tokenizer.model", _CONFIG, "vocab.json")
+_READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
+_HINT = "; it brings Python code of its own, which runs only with --trust-remote-code: read it before you do"
 
 
-def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer beside the weights, None if there is none. Raises InvalidInput if there is one that cannot load."""
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if not any((directory / name).exists() for name in names):
+def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
+    """The tokenizer beside the weights, None if there is none; its own Python code runs only with the flag.
+
+    Raises BadCheckpoint for a file that lies elsewhere and InvalidInput for a tokenizer that cannot load.
+    """
+    if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
+    for file in sorted(file for pattern in _READ for file in directory.glob(pattern)):
+        regular_file(file, directory)
+    settings = _settings(directory)
+    for name in settings.get("fast_tokenizer_files") or []:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise InvalidInput(f"{directory / _CONFIG} names {name!r}, which is not a file name in that directory")
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:
-        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error}") from error
+        return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except BaseException as error:  # the Rust library's panics are no Exceptions
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
+        raise InvalidInput(f"the tokenizer in {directory} cannot be loaded: {error or repr(error)}{hint}") from error
+
+
+def _settings(directory: Path) -> dict[str, Any]:
+    path = directory / _CONFIG
+    try:
+        content = json.loads(path.read_bytes()) if path.exists() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: {type(error).__name__}: {error}") from error
+    if not isinstance(content, dict):
+        raise InvalidInput(f"{path} holds a JSON {type(content).__name__}; it must be an object")
+    return content
 
 
 def eos_tokens(directory: Path, config: Any) -> set[int]:
-    """End-of-sequence ids: those of generation_config.json, else the config's."""
+    """End-of-sequence ids: those of generation_config.json, else the config's.
+
+    Raises BadCheckpoint for a file that lies elsewhere and InvalidInput for one that makes no sense.
+    """
     value = getattr(config.get_text_config(), "eos_token_id", None)
     path = directory / "generation_config.json"
-    if path.exists():
+    if os.path.lexists(path):
         try:
-            value = json.loads(path.read_text()).get("eos_token_id", value)
-        except (OSError, ValueError, AttributeError) as error:
+            value = json.loads(regular_file(path).read_text()).get("eos_token_id", value)
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
             raise InvalidInput(f"{path}: {error}") from error
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in values):

@@ -1,0 +1,155 @@
+"""The header of a GGUF file: metadata and tensor table, parsed within the limits that the file's size sets."""
+
+import math
+import mmap
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flexengine.errors import BadCheckpoint, UnsupportedModel
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_LONGEST_TEXT = 16 * 2**20  # bytes of a string that is kept; chat templates are the longest
+_ALIGNMENTS = [2**power for power in range(3, 21)]
+_MOST_ENTRIES = 10**6  # of either table; real files have thousands of tensors and tens of values
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One tensor of the file. kind: a GGMLQuantizationType; shape: torch's order; offset, nbytes: in the file."""
+
+    name: str
+    kind: Any
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself: scalar and string metadata (arrays are left out) and its tensors."""
+
+    path: Path
+    values: Mapping[str, Any]
+    tensors: tuple[Stored, ...]
+
+    def text(self, key: str) -> str:
+        """A string of the metadata, "" if it is not there."""
+        return str(self.values.get(key, ""))
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the family."""
+        return self.text("general.architecture")
+
+
+def read_header(path: Path) -> Header:
+    """Parses metadata and tensor table, checking every tensor against the file's size.
+
+    gguf.GGUFReader does the same in seconds and hundreds of megabytes when there is a vocabulary.
+    Raises BadCheckpoint (no GGUF, damaged, cut off) and UnsupportedModel (one of several parts).
+    """
+    with path.open("rb") as file:
+        if (magic := file.read(4)) != b"GGUF":
+            raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            try:
+                header = Header(path, *_Cursor(data).tables())
+            except (ValueError, KeyError, TypeError, ArithmeticError, struct.error) as error:
+                raise BadCheckpoint(f"{path} is damaged or cut off: {type(error).__name__}: {error}") from error
+    if (parts := header.values.get("split.count", 1)) not in (0, 1):
+        raise UnsupportedModel(f"{path} is one of {parts} parts; join them with `gguf-split --merge` first")
+    return header
+
+
+class _Cursor:
+    """Walks the header of a mapped GGUF file (version 2 or 3, little-endian)."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data, self._at = data, 4
+
+    def tables(self) -> tuple[dict[str, Any], tuple[Stored, ...]]:
+        version, tensor_count, value_count = self._numbers("IQQ")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not 2 or 3")
+        if max(tensor_count, value_count) > _MOST_ENTRIES:
+            raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
+        values: dict[str, Any] = {}
+        for _ in range(value_count):
+            key, (kind,) = self._string(), self._numbers("I")
+            if key in values:
+                raise ValueError(f"{key!r} is there twice")
+            values[key] = self._value(kind)
+        infos = [self._info() for _ in range(tensor_count)]
+        alignment = values.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
+            raise ValueError(f"alignment {alignment} is not a power of 2 up to {_ALIGNMENTS[-1]}")
+        start = -(-self._at // alignment) * alignment
+        tensors = tuple(self._stored(start, *info) for info in infos)
+        _check_apart(tensors)
+        return values, tensors
+
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        found = struct.unpack_from("<" + form, self._data, self._at)
+        self._at += struct.calcsize("<" + form)
+        return found
+
+    def _skip(self, size: int) -> None:
+        if self._at + size > len(self._data):
+            raise ValueError(f"{size} bytes at {self._at} go beyond the end of the file")
+        self._at += size
+
+    def _string(self) -> str:
+        (size,) = self._numbers("Q")
+        if size > _LONGEST_TEXT:
+            raise ValueError(f"a string at {self._at} has {size} bytes")
+        self._skip(size)
+        return self._data[self._at - size : self._at].decode("utf-8", errors="replace")
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind != _ARRAY:
+            return self._numbers(_SCALARS[kind])[0]
+        element, count = self._numbers("IQ")
+        if element in _SCALARS:
+            self._skip(count * struct.calcsize("<" + _SCALARS[element]))
+        elif element == _STRING:
+            if 8 * count > len(self._data) - self._at:
+                raise ValueError(f"{count} strings at {self._at} go beyond the end of the file")
+            for _ in range(count):
+                self._skip(self._numbers("Q")[0])
+        else:
+            raise ValueError(f"array of type {element}")
+        return None
+
+    def _info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, (dimensions,) = self._string(), self._numbers("I")
+        if not 1 <= dimensions <= 4:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        shape = self._numbers(f"{dimensions}Q")
+        return name, tuple(reversed(shape)), *self._numbers("IQ")
+
+    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> Stored:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+        if 0 in shape or shape[-1] % block:
+            raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
+        stored = Stored(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
+        if stored.offset + stored.nbytes > len(self._data):
+            raise ValueError(f"tensor {name} goes beyond the end of the file")
+        return stored
+
+
+def _check_apart(tensors: tuple[Stored, ...]) -> None:
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise ValueError("two tensors have one name")
+    ordered = sorted(tensors, key=lambda tensor: tensor.offset)
+    for before, after in pairwise(ordered):
+        if before.offset + before.nbytes > after.offset:
+            raise ValueError(f"tensors {before.name} and {after.name} overlap")
