@@ -156,7 +156,9 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     if adapted:
         adapt(model, attend)
         model.config._attn_implementation = ATTENTION  # no masks, then
-    model.warn_if_padding_and_no_attention_mask = lambda *_: None  # there is no padding, and it looks at values
+    for module in model.modules():
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # looks at values; and there is no padding
+            module.warn_if_padding_and_no_attention_mask = lambda *_: None
     result: nn.Module = model.eval().requires_grad_(False)
     return result
 
