@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import combinations
 from pathlib import Path
@@ -18,7 +18,11 @@ from flexengine.errors import FlexError, InvalidInput
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
-    from flexengine.engine import Engine, Progress
+    from flexengine.engine import Engine
+    from flexengine.generation import Progress
+    from flexengine.job.inputs import Rows
+    from flexengine.job.interrupt import Interrupts
+    from flexengine.job.resume import Job
 
 DONE, ROW_ERRORS, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
@@ -32,91 +36,198 @@ def _named(text: str) -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line; defaults come from SamplingParams."""
-    p = argparse.ArgumentParser(prog="python -m flexengine.run", description="Finish a file of prompts.")
-    p.add_argument("input", metavar="INPUT", help=".jsonl with prompt, messages or prompt_token_ids; or .txt")
-    p.add_argument("--output", type=_named, metavar="OUT.jsonl",
-                   help="results in input order; without it they go to stdout")  # fmt: skip
-    p.add_argument("--model", type=_named, metavar="M",
-                   help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
-    p.add_argument("--max-tokens", type=int, default=_DEFAULT["max_tokens"], metavar="N",
-                   help="most tokens per prompt (default: %(default)s)")  # fmt: skip
-    p.add_argument("--policy", type=_named, metavar="FILE.json",
-                   help="block shape and placement (default: chosen to fit)")  # fmt: skip
-    p.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
-    p.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
-    p.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    p.add_argument("--offload-dir", type=_named, metavar="DIR", help="where KV cache and activations spill to disk")
-    p.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    p.add_argument("--temperature", type=float, default=_DEFAULT["temperature"], help="0 is greedy")
-    p.add_argument("--seed", type=int, default=_DEFAULT["seed"])
-    p.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    p = argparse.ArgumentParser(
+        prog="python -m flexengine.run", description="Finish a file of prompts.",
+        epilog="With --output the job can be stopped at any time, even killed: the same command goes on where it was.",
+    )  # fmt: skip
+    p.add_argument("input", metavar="INPUT",
+                   help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines;"
+                        " .txt, .csv, .tsv, .parquet or .arrow")  # fmt: skip
+    p.add_argument("--prompt-column", type=_named, metavar="NAME", help="column or field that holds the prompt")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
-    p.add_argument("--trace", type=_named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
-    p.add_argument("--json", action="store_true", help="the summary as JSON, last line of stdout")
+    _add_output(p.add_argument_group("output"))
+    _add_sampling(p.add_argument_group("sampling", "what a row does not say itself"))
+    _add_machine(p.add_argument_group("model and machine"))
     p.add_argument("--version", action="version", version=f"flexengine {__version__}")
     return p
 
 
+def _add_output(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--output", type=_named, metavar="OUT.jsonl",
+                       help="results in input order, and OUT.jsonl.journal to go on from;"
+                            " without it results go to stdout and an interrupted job starts anew")  # fmt: skip
+    group.add_argument("--restart", action="store_true", help="drop what an earlier run of this output left")
+    group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
+    group.add_argument("--json", action="store_true", help="the summary as JSON, last line of stdout")
+    group.add_argument("--trace", type=_named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
+
+
+def _add_sampling(group: "argparse._ArgumentGroup") -> None:
+    def add(name: str, kind: type, text: str, metavar: str = "X") -> None:
+        default = _DEFAULT[name.replace("-", "_")]
+        text += " (default: %(default)s)"
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+
+    add("max-tokens", int, "most tokens per prompt", "N")
+    add("temperature", float, "0 is greedy")
+    add("seed", int, "of all sampling noise", "N")
+    add("top-k", int, "sample from the K likeliest tokens; 0: from all", "K")
+    add("top-p", float, "sample from the likeliest tokens that hold this share")
+    add("min-p", float, "drop tokens less likely than this share of the likeliest")
+    add("repetition-penalty", float, "divides the logits of tokens in prompt and text")
+    add("presence-penalty", float, "taken from the logits of tokens in the text")
+    add("frequency-penalty", float, "the same, times how often they are in the text")
+    add("n", int, "samples per prompt", "N")
+    add("logprobs", int, "log probability of each token, and of the K likeliest", "K")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="text that ends a row, taken literally; may be repeated")  # fmt: skip
+    group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", dest="stop_token_ids",
+                       help="token that ends a row; may be repeated")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+
+
+def _add_machine(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--model", type=_named, metavar="M",
+                       help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
+    group.add_argument("--trust-remote-code", action="store_true",
+                       help="run Python code that comes with the checkpoint")  # fmt: skip
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    group.add_argument("--policy", type=_named, metavar="FILE.json",
+                       help="block shape and placement (default: chosen to fit)")  # fmt: skip
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
+    group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
+    group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
+    group.add_argument("--offload-dir", type=_named, metavar="DIR",
+                       help="where KV cache and activations spill to disk")  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed on the way,
-    130 interrupted."""
+    130 or 143 interrupted by SIGINT or SIGTERM."""
+    from flexengine.job.interrupt import Interrupted, Interrupts
+
     args = parser().parse_args(argv)
-    try:
-        return run(args)
-    except FlexError as error:
-        print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        print("flexengine: interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter's last flush fails again
-        print("flexengine: whoever reads the results has gone", file=sys.stderr)
-        return FAILED
-    except OSError as error:
-        print(f"flexengine: {error}", file=sys.stderr)
-        return FAILED
-    except Exception:  # a fault of ours: not 1, which would say that the job is done
-        traceback.print_exc()
-        return FAILED
+    with Interrupts() as interrupts:
+        try:
+            return run(args, interrupts)
+        except FlexError as error:
+            print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
+            return REFUSED
+        except KeyboardInterrupt as stop:
+            print(f"flexengine: {interrupts.standing()}", file=sys.stderr)
+            return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
+            print("flexengine: whoever reads the results has gone", file=sys.stderr)
+            return FAILED
+        except OSError as error:
+            print(f"flexengine: {error}", file=sys.stderr)
+            return FAILED
+        except Exception:  # a fault of ours: not 1, which would say that the job is done
+            traceback.print_exc()
+            return FAILED
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """The main job. Raises FlexError for what is refused, before weights are read where that can be known."""
-    from flexengine.job.prompts import read_rows
-    from flexengine.job.results import ResultWriter, check_output
+    from flexengine.job.inputs import Rows
+    from flexengine.job.results import check_output
 
-    if args.limit is not None and args.limit < 1:
-        raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
-    params = SamplingParams(args.max_tokens, args.temperature, args.seed, args.ignore_eos)
-    policy = Policy.load(args.policy) if args.policy else None
     check_output(args.output, args.input)
     _check_apart(args)
-    rows = list(read_rows(args.input, args.limit))
-
-    with _Bar() as bar:
-        engine = _engine_class()(
-            args.model, policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
-            trace=args.trace, on_sweep=bar.show,
-        )  # fmt: skip
-        with engine, ResultWriter(args.output) as writer:
-            for result in engine.stream(rows, params):
-                writer.write(rows[result.index], result)
-                bar.note(result)
-            summary = engine.summary
-    print(summary_line(summary), file=sys.stderr)
+    if args.limit is not None and args.limit < 1:
+        raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
+    params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
+    args.policy = Policy.load(args.policy) if args.policy else None
+    with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
+        with interrupts.guarding(job.save, job.standing):
+            summary = _finish(args, job, params, interrupts)
+        failed = job.failed
     if args.json:
         print(json.dumps(summary), flush=True)
-    return ROW_ERRORS if writer.failed else DONE
+    return ROW_ERRORS if failed else DONE
+
+
+def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
+    from flexengine.job.inputs import survey
+    from flexengine.job.results import journal_path
+    from flexengine.job.resume import KeptJob, PrintedJob
+
+    total = survey(rows)
+    if journal_path(args.output) is not None:
+        return KeptJob(rows, total, args.output, args.restart, args.retry_errors)
+    for option in ("restart", "retry_errors"):
+        if getattr(args, option):
+            raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file")
+    return PrintedJob(rows, total, args.output)
+def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
+    """Runs what is to be run and puts the output in place. Returns the summary."""
+    if job.note:
+        print(f"flexengine: {job.note}", file=sys.stderr)
+    bar = _Bar()
+
+    def sweep_ended(progress: "Progress") -> None:
+        interrupts.check()
+        if engine.layout is not None:
+            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens})
+        job.save(at_once=False)
+        bar.show(progress)
+
+    with _engine(args, sweep_ended) as engine:
+        rows = job.begin(_manifest(args, job, params, engine), engine.source.name)
+        if job.resumed:
+            print(f"flexengine: {job.resumed} of {job.total} rows were done before", file=sys.stderr)
+        # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
+        engine.fixed_prefill = job.settings.get("prefill_tokens")
+        if rows:
+            with bar:
+                for result in engine.stream(rows, params):
+                    job.take(result)
+                    bar.note(result)
+        summary = dict(engine.summary)
+    if not job.finished:
+        job.end()
+    print(_last_line(args, job, summary), file=sys.stderr)
+    counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
+    return {**summary, "job": counts}
+
+
+def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":
+    return _engine_class()(
+        args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
+        trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
+    )  # fmt: skip
+
+
+def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine") -> dict[str, Any]:
+    from flexengine.job.manifest import INPUT_DIGEST, make_manifest
+
+    given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "prompt_column": args.prompt_column,
+             "output_format": "jsonl"}  # fmt: skip
+    made = {"version": __version__, "model": engine.source.name, "model_fingerprint": engine.fingerprint,
+            **engine.numerics}  # fmt: skip
+    return make_manifest(params, given, made, {})
+
+
+def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:
+    if summary:
+        return summary_line(summary)
+    if not job.finished:
+        return f"{job.done} rows done, {job.failed} failed; all of them were in the journal"
+    failed = f"{job.failed} with errors" + ("; --retry-errors to run those again" if job.failed else "")
+    return f"finished already: {job.total} rows in {args.output} ({failed}); --restart to run it again"
 
 
 def _check_apart(args: argparse.Namespace) -> None:
     """Raises InvalidInput if a file to be written is read or written as something else, too."""
+    from flexengine.job.results import journal_path, part_path
+
     used = {"INPUT": args.input, "--policy": args.policy, "--output": args.output, "--trace": args.trace}
-    used["--output's unfinished part"] = f"{args.output}.part" if args.output else None
+    if (journal := journal_path(args.output)) is not None:
+        used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}
     for what, other in combinations(paths, 2):
-        written = {what, other} & {"--output", "--trace", "--output's unfinished part"}
+        written = {what, other} - {"INPUT", "--policy"}
         if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):
             raise InvalidInput(f"{what} and {other} are one file, {used[what]}; give each a file of its own")
 
@@ -139,10 +250,6 @@ class _Bar:
     """Progress in tokens: rate, ETA, rows done and failed."""
 
     def __init__(self) -> None:
-        from tqdm import tqdm
-
-        tqdm.monitor_interval = 0  # no thread of its own: threads begin with heaps of their own
-        self._bar = tqdm(unit="tok", file=sys.stderr, dynamic_ncols=True, mininterval=0.5, smoothing=0.1)
         self._failed = 0
 
     def show(self, progress: "Progress") -> None:
@@ -156,6 +263,10 @@ class _Bar:
             self._bar.write(f"row {result.index}: {result.error}"[:300], file=sys.stderr)
 
     def __enter__(self) -> "_Bar":
+        from tqdm import tqdm
+
+        tqdm.monitor_interval = 0  # no thread of its own: threads begin with heaps of their own
+        self._bar = tqdm(unit="tok", file=sys.stderr, dynamic_ncols=True, mininterval=0.5, smoothing=0.1)
         return self
 
     def __exit__(self, *_: object) -> None:

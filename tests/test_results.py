@@ -4,14 +4,14 @@ import io
 import json
 import os
 import random
-from contextlib import ExitStack
 
 import pytest
 
-from flexengine.config import Result
-from flexengine.errors import FlexError, InvalidInput
-from flexengine.job.prompts import Row
-from flexengine.job.results import ResultWriter, check_output
+from flexengine.config import Completion, Result
+from flexengine.errors import InvalidInput
+from flexengine.job.inputs import Row
+from flexengine.job.openai import batch_line
+from flexengine.job.results import ResultWriter, check_output, journal_path, line_encoder, part_path, write_output
 
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 
@@ -21,50 +21,85 @@ def pair(index: int, text: str | None = "ok", /, error: str | None = None, **fie
     return row, Result(index, text, [index], None if error else "stop", 2, 1, error)
 
 
+def lines_of(pairs):
+    """What a ResultWriter makes of (row, result) pairs, finished in this order."""
+    stream = io.BytesIO()
+    with ResultWriter(sorted((row for row, _ in pairs), key=lambda r: r.index), stream=stream) as writer:
+        for _, result in pairs:
+            writer.write(result)
+    return stream.getvalue().splitlines(keepends=True)
+
+
 @pytest.mark.parametrize("seed", range(5))
-def test_input_order_whatever_the_finish_order(tmp_path, seed):
-    out = tmp_path / "out.jsonl"
+def test_input_order_whatever_the_finish_order(seed):
     pairs = [pair(i, error="bad" if i % 7 == 0 else None, id=f"x{i}") for i in range(50)]
-    expected = [{"prompt": f"p{i}", "id": f"x{i}", **vars(result)} for i, (_, result) in enumerate(pairs)]
+    ours = [{name: vars(result)[name] for name in FIELDS} for _, result in pairs]
+    expected = [{"prompt": f"p{i}", "id": f"x{i}", **fields} for i, fields in enumerate(ours)]
     random.Random(seed).shuffle(pairs)
-    with ResultWriter(out) as writer:
-        for row, result in pairs:
-            writer.write(row, result)
-        assert not out.exists()
-    lines = [json.loads(line) for line in out.read_bytes().splitlines()]
+    stream = io.BytesIO()
+    with ResultWriter([row for row, _ in sorted(pairs, key=lambda p: p[0].index)], stream=stream) as writer:
+        for _, result in pairs:
+            writer.write(result)
+    lines = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert lines == expected
     assert list(lines[0]) == ["prompt", "id", *FIELDS]
     assert (writer.done, writer.failed) == (42, 8)
-    assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
-def test_lines_are_written_as_soon_as_it_is_their_turn(tmp_path):
-    part = tmp_path / "out.jsonl.part"
+def test_lines_are_written_as_soon_as_it_is_their_turn():
+    stream = io.BytesIO()
+    pairs = [pair(index) for index in range(4)]
     seen = []
-    with ResultWriter(tmp_path / "out.jsonl") as writer:
+    with ResultWriter((row for row, _ in pairs), stream=stream) as writer:
         for index in (1, 0, 3, 2):
-            writer.write(*pair(index))
-            seen.append(len(part.read_bytes().splitlines()))
+            writer.write(pairs[index][1])
+            seen.append(len(stream.getvalue().splitlines()))
     assert seen == [0, 2, 2, 4]
 
 
 def test_our_fields_win():
-    stream = io.BytesIO()
-    with ResultWriter(None, stream) as writer:
-        writer.write(*pair(0, error="line 1: no", index="theirs", token_ids="theirs", kept={"a": [1]}))
-    line = json.loads(stream.getvalue())
+    (written,) = lines_of([pair(0, error="line 1: no", index="theirs", token_ids="theirs", kept={"a": [1]})])
+    line = json.loads(written)
     assert line["index"] == 0
     assert line["token_ids"] == [0]
     assert line["error"] == "line 1: no"
     assert line["kept"] == {"a": [1]}
 
 
+def test_logprobs_and_samples_only_if_there_are_any():
+    row = Row(0, 1, {"prompt": "p"})
+    entry = {"token_id": 4, "token": "x", "logprob": -0.25, "top_logprobs": []}
+    sample = Completion("a", [4], "stop", [entry])
+    plain, with_logprobs, with_samples = (
+        json.loads(line_encoder("m", 0)(row, result))
+        for result in (Result(0, "a"), Result(0, "a", logprobs=[entry]), Result(0, "a", samples=[sample, sample]))
+    )
+    assert list(plain) == ["prompt", *FIELDS]
+    assert list(with_logprobs) == ["prompt", *FIELDS, "logprobs"]
+    assert with_logprobs["logprobs"] == [entry]
+    assert list(with_samples) == ["prompt", *FIELDS, "samples"]
+    made = {"generated_text": "a", "token_ids": [4], "finish_reason": "stop", "logprobs": [entry]}
+    assert with_samples["samples"] == [made, made]
+
+
+def test_batch_lines_answer_batch_lines():
+    fields = {"custom_id": "c1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}}
+    row, result = Row(0, 1, fields, request={"prompt": "p"}, custom_id="c1"), Result(0, "żó", [1], "stop", 3, 1)
+    line = line_encoder("m", 77)(row, result)
+    assert json.loads(line) == batch_line(row, result, "m", 77)
+    assert line.endswith(b"\n")
+    assert json.loads(line)["response"]["body"]["created"] == 77
+
+
+def test_numbers_that_json_has_not_are_null():
+    entry = {"token_id": 4, "token": "x", "logprob": float("-inf"), "top_logprobs": []}
+    (line,) = lines_of([(Row(0, 1, {}), Result(0, "\ud800ż", samples=[Completion("a", [4], "stop", [entry])]))])
+    assert json.loads(line, parse_constant=pytest.fail)["samples"][0]["logprobs"][0]["logprob"] is None
+    assert json.loads(line)["generated_text"] == "\ud800ż"
+
+
 def test_text_is_plain_utf8_and_half_surrogates_are_escaped():
-    stream = io.BytesIO()
-    with ResultWriter(None, stream) as writer:
-        writer.write(*pair(0, "zażółć 😀\n\u2028"))
-        writer.write(*pair(1, "ok", note="\ud800"))
-    first, second = stream.getvalue().split(b"\n")[:2]
+    first, second = lines_of([pair(0, "zażółć 😀\n\u2028"), pair(1, "ok", note="\ud800")])
     assert "zażółć 😀" in first.decode("utf-8")
     assert json.loads(first)["generated_text"] == "zażółć 😀\n\u2028"
     assert json.loads(second.decode("utf-8"))["note"] == "\ud800"
@@ -74,59 +109,80 @@ def test_fields_that_are_no_json_cost_only_themselves():
     deep: list = []
     for _ in range(5000):
         deep = [deep]
-    stream = io.BytesIO()
-    with ResultWriter(None, stream) as writer:
-        writer.write(*pair(0, note=object()))
-        writer.write(*pair(1, note=deep))
-    for line in stream.getvalue().splitlines():
+    for line in lines_of([pair(0, note=object()), pair(1, note=deep)]):
         value = json.loads(line)
         assert list(value) == FIELDS
         assert "left out" in value["error"]
-    assert (writer.done, writer.failed) == (0, 2)
 
 
-def test_an_exception_leaves_the_old_output_and_the_part(tmp_path):
+def test_lost_and_doubled_rows_are_noticed():
+    rows = [pair(i)[0] for i in range(3)]
+    with pytest.raises(RuntimeError, match="row 0"), ResultWriter(rows, stream=io.BytesIO()) as writer:
+        writer.write(Result(1))
+    with ResultWriter(rows, stream=io.BytesIO()) as writer:
+        for index in (0, 2):
+            writer.write(Result(index))
+            with pytest.raises(RuntimeError, match="twice"):
+                writer.write(Result(index))
+        writer.write(Result(1))
+
+
+def test_a_device_is_written_directly():
+    with ResultWriter([pair(0)[0]], "/dev/null") as writer:
+        writer.write(Result(0))
+    assert not os.path.isfile("/dev/null")
+    assert journal_path("/dev/null") is journal_path(None) is None
+
+
+# The output file.
+
+
+def put(out, pairs):
+    write_output(out, [row for row, _ in pairs], (result for _, result in pairs))
+
+
+def test_an_output_appears_whole(tmp_path):
+    out = tmp_path / "out.jsonl"
+    pairs = [pair(i, id=i) for i in range(3)]
+    seen = []
+
+    def results():
+        for _, result in pairs:
+            seen.append(sorted(os.listdir(tmp_path)))
+            yield result
+
+    write_output(out, [row for row, _ in pairs], results())
+    assert seen == [["out.jsonl.part"]] * 3
+    assert out.read_bytes() == b"".join(lines_of(pairs))
+    assert os.listdir(tmp_path) == ["out.jsonl"]
+
+
+@pytest.mark.parametrize("lengths", [(2, 3), (3, 2)])
+def test_an_exception_leaves_the_old_output_and_nothing_else(tmp_path, lengths):
     out = tmp_path / "out.jsonl"
     out.write_text("old")
-    with ExitStack() as stack:
-        stack.enter_context(pytest.raises(KeyError))
-        writer = stack.enter_context(ResultWriter(out))
-        writer.write(*pair(0))
-        writer.write(*pair(2))
-        raise KeyError
+    rows, results = ([pair(i)[which] for i in range(n)] for which, n in enumerate(lengths))
+    with pytest.raises(ValueError, match="argument"):
+        write_output(out, rows, iter(results))
     assert out.read_text() == "old"
-    assert [json.loads(line)["index"] for line in (tmp_path / "out.jsonl.part").read_text().splitlines()] == [0]
-
-
-def test_lost_and_doubled_rows_are_noticed(tmp_path):
-    with pytest.raises(FlexError, match="row 0"), ResultWriter(tmp_path / "out.jsonl") as writer:
-        writer.write(*pair(1))
-    assert not (tmp_path / "out.jsonl").exists()
-    with ResultWriter(None, io.BytesIO()) as writer:
-        for index in (0, 2):
-            writer.write(*pair(index))
-            with pytest.raises(FlexError, match="twice"):
-                writer.write(*pair(index))
-        writer.write(*pair(1))
+    assert os.listdir(tmp_path) == ["out.jsonl"]
 
 
 def test_an_empty_job_makes_an_empty_file(tmp_path):
-    with ResultWriter(tmp_path / "out.jsonl"):
-        pass
+    put(tmp_path / "out.jsonl", [])
     assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
-def test_symlinks_and_devices_stay_what_they_are(tmp_path):
+def test_a_link_stays_what_it_is(tmp_path):
     (tmp_path / "real").mkdir()
     link = tmp_path / "out.jsonl"
     link.symlink_to(tmp_path / "real" / "data.jsonl")
-    for target in (link, "/dev/null"):
-        check_output(target)
-        with ResultWriter(target) as writer:
-            writer.write(*pair(0))
+    check_output(link)
+    put(link, [pair(0)])
     assert link.is_symlink()
     assert json.loads((tmp_path / "real" / "data.jsonl").read_text())["index"] == 0
-    assert not os.path.isfile("/dev/null")
+    assert journal_path(link) == tmp_path / "real" / "data.jsonl.journal"
+    assert part_path(link) == tmp_path / "real" / "data.jsonl.part"
 
 
 def test_check_output(tmp_path):

@@ -153,7 +153,7 @@ def test_json_summary(job: Job) -> None:
 def test_seed_and_temperature(job: Job) -> None:
     found = []
     for seed in ("1", "1", "2"):
-        assert job("--temperature", "1.5", "--seed", seed) == 0
+        assert job("--temperature", "1.5", "--seed", seed, "--restart") == 0
         found.append([r["token_ids"] for r in job.rows])
     assert found[0] == found[1] != found[2]
     assert found[0] != job.family.expected
@@ -236,11 +236,11 @@ def test_refused_policy(job: Job, text: str, messages: list[str]) -> None:
 
 def test_refused_inputs(job: Job) -> None:
     gone = job.folder / "gone.jsonl"
-    suffix = job.folder / "in.csv"
+    suffix = job.folder / "in.xlsx"
     suffix.touch()
     for path, messages in (
         (gone, [f"input {gone} cannot be read (No such file", ".jsonl"]),
-        (suffix, [f"input {suffix} has suffix '.csv'; accepted are .jsonl"]),
+        (suffix, [f"input {suffix} has suffix '.xlsx'; accepted are .jsonl"]),
         (job.folder, ["input", ".jsonl"]),
     ):
         job.input = path
@@ -330,7 +330,7 @@ def test_a_temperature_too_large_for_a_float_is_a_bad_row(job: Job) -> None:
 
 @pytest.mark.parametrize("more", [
     ["--trace", "in.jsonl"], ["--trace", "p.json", "--policy", "p.json"], ["--trace", "out.jsonl"],
-    ["--trace", "out.jsonl.part"], ["--output", "p.json", "--policy", "p.json"],
+    ["--trace", "out.jsonl.part"], ["--trace", "out.jsonl.journal"], ["--output", "p.json", "--policy", "p.json"],
 ])  # fmt: skip
 def test_no_file_is_written_over_another(job: Job, more: list[str]) -> None:
     (job.folder / "p.json").write_text('{"gpu_batch_size": 2}')

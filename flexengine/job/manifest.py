@@ -1,0 +1,62 @@
+"""What a job's results depend on: a flat record kept in its journal and compared before a job goes on.
+
+Not in it is what results do not depend on: where tensors lie (policy, memory sizes, offload directory), how many rows
+are asked for, the trace. So a job may go on with other memory or a larger --limit.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+
+FORMAT = 1
+INPUT_DIGEST = "input_sha256"
+INFORMATIVE = frozenset({"input"})  # for people: a file may be renamed as long as its bytes are the same
+_ABSENT = "absent"
+_LONG = 60  # characters of a value in a message
+
+Manifest = dict[str, Any]
+
+
+def make_manifest(
+    sampling: SamplingParams, given: Mapping[str, Any], engine: Mapping[str, Any], lossy: Mapping[str, Any]
+) -> Manifest:
+    """The manifest of a job: name -> JSON value.
+
+    sampling: the job's defaults. given: what identifies its input and output. engine: what identifies the model and
+    its arithmetic. lossy: switches that trade quality for speed, by name.
+    """
+    parts = ({"format": FORMAT}, given, engine, asdict(sampling), {"lossy": dict(lossy)})
+    manifest = {name: value for part in parts for name, value in part.items()}
+    plain: Manifest = json.loads(json.dumps(manifest))  # as it will be read back: a tuple becomes a list
+    return plain
+
+
+def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One `name: was X, now Y` per compared value that differs, in the order of `now`."""
+    names = [name for name in dict.fromkeys((*now, *was)) if name not in INFORMATIVE]
+    pairs = [(name, _shown(was, name), _shown(now, name)) for name in names if not _equal(was, now, name)]
+    return [f"{name}: was {old}, now {new}" for name, old, new in pairs]
+
+
+def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) -> None:
+    """Raises InvalidInput, listing what differs, if results of the two jobs may not stand in one output."""
+    if changed := differences(was, now):
+        raise InvalidInput(
+            f"{journal} holds results of another job: {'; '.join(changed)}."
+            " Give what it was given to go on with it, --restart to start over, or name another --output"
+        )
+
+
+def _equal(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
+    return name in was and name in now and bool(was[name] == now[name]) and type(was[name]) is type(now[name])
+
+
+def _shown(manifest: Mapping[str, Any], name: str) -> str:
+    if name not in manifest:
+        return _ABSENT
+    text = json.dumps(manifest[name])
+    return text if len(text) <= _LONG else text[:_LONG] + "..."

@@ -1,0 +1,77 @@
+"""Manifests: every part of a job that its results depend on is noticed by name, nothing else is."""
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.job.manifest import check_same, differences, make_manifest
+
+GIVEN = {"input": "in.jsonl", "input_sha256": "a" * 64, "prompt_column": None}
+ENGINE = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "threads": [1, 2]}
+OTHER: dict[str, Any] = {
+    "max_tokens": 7, "temperature": 0.5, "seed": 9, "ignore_eos": True, "top_k": 4, "top_p": 0.5, "min_p": 0.1,
+    "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.2, "stop": ("x",),
+    "stop_token_ids": (5,), "n": 2, "logprobs": 0,
+}  # fmt: skip
+
+
+def manifest(given: dict[str, Any] = GIVEN, engine: dict[str, Any] = ENGINE, lossy: Any = None, **sampling: Any) -> Any:
+    return make_manifest(SamplingParams(**sampling), given, engine, lossy or {})
+
+
+def test_every_sampling_parameter_has_a_case() -> None:
+    assert set(OTHER) == {f.name for f in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_each_sampling_parameter_is_compared(name: str) -> None:
+    was, now = (json.dumps(value) for value in (getattr(SamplingParams(), name), OTHER[name]))
+    assert differences(manifest(), manifest(**{name: OTHER[name]})) == [f"{name}: was {was}, now {now}"]
+
+
+@pytest.mark.parametrize("name", ["input_sha256", "prompt_column"])
+def test_each_input_is_compared(name: str) -> None:
+    (found,) = differences(manifest(), manifest({**GIVEN, name: "other"}))
+    assert found.startswith(f"{name}: was ")
+
+
+@pytest.mark.parametrize("name", ENGINE)
+def test_each_fact_of_the_engine_is_compared(name: str) -> None:
+    (found,) = differences(manifest(), manifest(engine={**ENGINE, name: "other"}))
+    assert found.endswith('now "other"')
+    assert found.startswith(f"{name}: was ")
+
+
+def test_lossy_switches_are_compared() -> None:
+    assert differences(manifest(), manifest(lossy={"kv": "int8"})) == ['lossy: was {}, now {"kv": "int8"}']
+
+
+def test_the_name_of_the_input_is_not() -> None:
+    assert differences(manifest(), manifest({**GIVEN, "input": "renamed.jsonl"})) == []
+
+
+def test_a_value_of_another_type_or_missing_is_different() -> None:
+    assert differences({"a": 1, "b": 0, "gone": 2}, {"a": True, "b": 0, "new": "x"}) == [
+        "a: was 1, now true", 'new: was absent, now "x"', "gone: was 2, now absent"]  # fmt: skip
+
+
+def test_it_is_what_json_gives_back() -> None:
+    made = manifest(stop=("a", "b"), stop_token_ids=(1,))
+    assert json.loads(json.dumps(made)) == made
+    assert differences(json.loads(json.dumps(made)), made) == []
+
+
+def test_the_message_lists_all_and_says_what_to_do() -> None:
+    check_same(manifest(), manifest(), "j")
+    with pytest.raises(InvalidInput) as caught:
+        check_same(manifest(), manifest(seed=1, stop=("x" * 500,)), "out.jsonl.journal")
+    message = str(caught.value)
+    assert "out.jsonl.journal" in message
+    assert "seed: was 0, now 1; stop: was []" in message
+    assert "--restart" in message
+    assert "another --output" in message
+    assert len(message) < 500
