@@ -25,9 +25,10 @@ ALLOWED = {
     "runtime": {"errors", "schedule"},
     "worker": {"errors", "config", "policy", "schedule", "plan", "kernels", "tier", "kv", "model"},
     "job": {"errors", "config"},
+    "generation": {"config", "job", "model", "plan", "runtime", "schedule", "worker"},
     "engine": {"errors", "config", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime", "worker",
-               "job"},
-    "run": {"errors", "config", "policy", "job", "engine", "__version__"},
+               "job", "generation"},
+    "run": {"errors", "config", "policy", "job", "generation", "engine", "__version__"},
     "__init__": {"config", "policy", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.

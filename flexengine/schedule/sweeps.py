@@ -78,23 +78,25 @@ class Sweeps:
         self.sweep += 1
         policy = self.policy
         room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
-        while room > 0 and self.waiting and (home := self._home_for(self.waiting[0])):
+        there = {tier: [s.growing for s in self.live.values() if s.home == tier] for tier in self.pools}
+        while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], there)):
             sequence = self.waiting.popleft()
             sequence.home = home
             self.live[sequence.id] = sequence
+            there[home].append(sequence.growing)
             room -= 1
         for sequence in self.live.values():
             claim(sequence, pages_for(sequence.cached + sequence.pending, self.pools[sequence.home].page_tokens))
         return self._batches()
 
-    def _home_for(self, sequence: Sequence) -> str | None:
+    def _home_for(self, sequence: Sequence, there: dict[str, list[Growing]]) -> str | None:
+        """The tier that can take it in, if any. there: who lives in each."""
         for tier, pool in self.pools.items():
-            there = [s for s in self.live.values() if s.home == tier]
-            if len(there) >= self.places[tier]:
+            if len(there[tier]) >= self.places[tier]:
                 continue
             if pool.batch_pages and pages_for(sequence.peak_tokens, pool.page_tokens) > pool.batch_pages:
                 continue
-            if peak_pages([s.growing for s in (*there, sequence)], pool.page_tokens) <= pool.pages:
+            if peak_pages([*there[tier], sequence.growing], pool.page_tokens) <= pool.pages:
                 return tier
         return None
 
