@@ -16,9 +16,11 @@ from flexengine import kernels
 from flexengine.config import Result, SamplingParams, cache_root, parse_size
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.generation import Generation, Means, Progress
+from flexengine.job.columns import answered
 from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
 from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.linear import numerics
 from flexengine.model.loading import fingerprint, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
@@ -140,6 +142,35 @@ class Engine:
             if self._running is running:
                 self._running = None
 
+    def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
+        """A batch of columns, a dict (numpy arrays, lists) or a pyarrow Table, with columns for its results: the class
+        can be given to Ray Data, `ds.map_batches(Engine, batch_format="pyarrow", fn_constructor_kwargs={...},
+        fn_kwargs={"params": SamplingParams(...)}, ...)`, which makes an engine per actor. See examples/ray_data.py.
+
+        Prompts and sampling fields are columns of their names. Added are generated_text, token_ids, finish_reason,
+        prompt_tokens, completion_tokens and error (a row that cannot be run, or is too long for the memory there is,
+        costs no other row); as JSON text logprobs and samples, if `params` or columns logprobs and n may ask for them.
+        They have the same Arrow types in every batch. Why pyarrow: for numpy Ray makes nulls among numbers NaN before
+        the engine sees them, and its older versions (2.40, not 2.60) infer the types of what a dict holds anew.
+
+        Sampling noise (temperature above 0) depends on seed, row index, sample and token. The row index is that of
+        column `index` (whole numbers), else the row's place in its batch: then equal rows at the same place of
+        different batches get equal noise, and a row's text depends on how Ray cuts batches. A column `seed` with a
+        number per row prevents the first; an `index` that numbers the rows of the whole job prevents both, and the
+        results are then those of one `generate` of all rows in that order. Rows of a batch that share an index are
+        generated one after the other, so number them apart. At temperature 0 none of this matters.
+        """
+
+        def generate(rows: list[Row]) -> list[Result]:
+            try:
+                return self.generate(rows, params)
+            except OutOfMemory as error:  # no row of this batch is short enough; another batch's may be
+                if not error.what.startswith(ONE_SEQUENCE):
+                    raise
+                return [Result(r.index, error=r.error or r.refused(f"cannot be held: {error}").error) for r in rows]
+
+        return answered(batch, params or SamplingParams(), generate)
+
     def _results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
         if iter(prompts) is prompts:  # it can be walked only once
             prompts = list(prompts)
@@ -238,7 +269,7 @@ class Engine:
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": "cuda" if self.machine.kind == "cuda" else "cpu",
-            "kernels": self.kernels.name,
+            "kernels": "cuda" if self.machine.kind == "cuda" else numerics(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }
@@ -287,7 +318,7 @@ class Engine:
         """Drops the weights of an earlier job unless they lie where the layout wants them."""
         if self._weights is None:
             return
-        old, same = self._weights.layout, ("homes", "slot", "stage", "head_rows", "wide")
+        old, same = self._weights.layout, ("homes", "slot", "stage", "head_rows")
         if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
             self._drop_weights()
 

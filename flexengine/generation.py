@@ -167,7 +167,8 @@ class Generation:
         self.progress.prompt_tokens += prompt
         if row.error:
             self.progress.failed += 1
-            return Result(index, prompt_tokens=prompt, error=f"row {index}: {row.error}")
+            place = f"row {index}" + (f" (line {row.request.line})" if row.request.line else "")
+            return Result(index, prompt_tokens=prompt, error=f"{place}: {row.error}")
         samples = [row.samples[number] for number in sorted(row.samples)]
         first, total = samples[0], sum(len(s.token_ids) for s in samples)
         return Result(

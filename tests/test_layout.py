@@ -56,8 +56,6 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     homes = [pair for unit in placed(model, policy) for pair in unit]
     homes += [(t, "device") for t in model.others]
     account["device"]["weights"] = sum(up(t.elements * t.held, 4096) for t, home in homes if home == "device")
-    narrow = [t.elements * model.itemsize for t, _ in homes if t.held < model.itemsize]
-    account["device"]["widened weights"] = up(min(16 << 20, max(narrow, default=0)), 4096)
     account["host"]["weights"] = sum(up(t.elements * t.stored, 4096) for t, home in homes if home == "host")
     account["device"]["weight slots"] = policy.slots * up(slot, 4096)
     account["host"]["weight staging"] = policy.slots * up(stage, 4096) if staged else 0

@@ -166,7 +166,8 @@ def test_missing_file(tmp_path: Path) -> None:
 
 def test_from_fields() -> None:
     assert from_fields(SamplingParams, {"seed": 4}, "row") == SamplingParams(seed=4)
-    with pytest.raises(InvalidInput, match=r"row has unknown fields \['top_q'\]; it takes \['frequency_penalty', 'ignore_eos'"):
+    known = r"row has unknown fields \['top_q'\]; it takes \['frequency_penalty', 'ignore_eos'"
+    with pytest.raises(InvalidInput, match=known):
         from_fields(SamplingParams, {"top_q": 4}, "row")
 
 

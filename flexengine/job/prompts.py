@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from flexengine.config import SamplingParams
@@ -19,6 +19,7 @@ class Request:
     index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
+    line: int = field(default=0, compare=False)  # as in Row
 
 
 def encode(
@@ -44,7 +45,7 @@ def encode(
             )
     except InvalidInput as error:
         return row.refused(str(error))
-    return Request(row.index, ids, sampling)
+    return Request(row.index, ids, sampling, row.line)
 
 
 def _prompt_ids(asked: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:

@@ -185,9 +185,9 @@ def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
     try:
         for batch in _open(path)[1]:
             for first in range(0, batch.num_rows, _BATCH_ROWS):
-                for cells in _rows(batch.slice(first, _BATCH_ROWS)):
+                for cells in rows_of(batch.slice(first, _BATCH_ROWS)):
                     line += 1
-                    yield _record(line, cells, text_column)
+                    yield record_of(line, cells, text_column)
     except (pa.ArrowException, OSError) as error:
         raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
 
@@ -211,7 +211,7 @@ def _open(path: Path) -> tuple[Any, Iterator[Any]]:
     return file.schema, (file.get_batch(i) for i in range(file.num_record_batches))
 
 
-def _rows(batch: Any) -> Iterator[dict[str, Any]]:
+def rows_of(batch: Any) -> Iterator[dict[str, Any]]:
     """Rows as Python values; a cell that cannot be converted is its exception."""
     try:
         yield from batch.to_pylist()
@@ -231,7 +231,7 @@ def _cell(scalar: Any) -> Any:
             return error
 
 
-def _record(line: int, cells: dict[str, Any], text_column: str) -> Record:
+def record_of(line: int, cells: dict[str, Any], text_column: str) -> Record:
     fault = next((f"column {n}: {_first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
     text = cells.get(text_column)
     if isinstance(text, bytes):

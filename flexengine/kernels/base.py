@@ -88,16 +88,12 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def fuses(self, columns: int) -> bool:
-        """Whether `linear` widens weights of so many columns in registers; else it needs memory for all of them."""
-
-    @abstractmethod
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x @ weight.T + bias for few rows and a weight stored in fewer bits; it is widened on the way, exactly.
+        """x @ weight.T + bias for a weight stored in fewer bits; it is widened on the way, exactly.
 
         x: fp32 [..., k], any strides; weight: bf16 or fp16 [n, k], contiguous; bias: fp32 [n]. Returns fp32 [..., n].
-        Where it `fuses`, a row's result is bit for bit the same whatever other rows there are, and for any number of
-        threads.
+        On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
+        Beside its result it holds at most about 16 MiB of widened weights.
         """
 
     @abstractmethod

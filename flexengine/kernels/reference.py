@@ -1,14 +1,17 @@
 """The kernels in plain torch, on any device: what runs where the native ones cannot be built, and their measure."""
 
+import functools
+
 import torch
-from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch import Tensor, nn
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 
 SCORES = 2**24  # fp32 scores held at once by the explicit path: 64 MB
 BLOCK = 128  # queries per call on a CPU
+WIDENED = 16 << 20  # bytes of a 16-bit weight widened at a time
 
 
 class ReferenceKernels(base.Kernels):
@@ -100,16 +103,71 @@ class ReferenceKernels(base.Kernels):
             out[:, begin:end] = result.transpose(1, 2)
         return out
 
-    def fuses(self, columns: int) -> bool:
-        return False
-
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         base.check_linear(x, weight, bias)
-        return torch.nn.functional.linear(x, weight.float(), bias)
+        out = x.new_empty((*x.shape[:-1], weight.shape[0]))
+        step = max(1, WIDENED // max(1, weight.shape[1] * 4))
+        for low in range(0, weight.shape[0], step):
+            run = slice(low, low + step)
+            out[..., run] = linear_fp32(x, weight[run].float(), None if bias is None else bias[run])
+        return out
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         base.check_convert(source, target)
         target.copy_(source)
+
+
+def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias, all fp32. x [..., k], weight [n, k], bias [n]; returns [..., n].
+
+    On a CPU a row's result is bit for bit the same whatever other rows there are: by oneDNN or, in a torch without it,
+    MKL. oneDNN computes every row alike as soon as there are two. On AMD Zen 5 (2048 x 8192, 16 / 512 rows) MKL does
+    91 / 208, oneDNN 218 / 467 GFLOP/s.
+    """
+    if x.device.type != "cpu" or not x.numel():
+        return linear(x, weight, bias)
+    rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
+    if has_onednn():
+        more = few_sizes(rows.shape[0]) - rows.shape[0]
+        padded = nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
+    else:
+        out = _mkl_linear(rows, weight, bias)
+    return out[: rows.shape[0]].reshape(*x.shape[:-1], n)
+
+
+def few_sizes(rows: int) -> int:
+    """The least size a product is computed with for so many rows.
+
+    oneDNN keeps code and tables of some 300 kB for every size it has met, of up to 1024, so they should be few; and it
+    computes a single row in another way.
+    """
+    if rows <= 16:
+        return max(2, 1 << (rows - 1).bit_length())
+    step = 16 if rows <= 128 else 64
+    return -(-rows // step) * step
+
+
+def _mkl_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The same by MKL, padded to the sizes from which on it computes rows alike.
+
+    It takes other ways for fewer than 16 rows or two outputs, and from one alignment of a row to another.
+    """
+    (m, k), n = x.shape, weight.shape[0]
+    x = nn.functional.pad(x, (0, -k % 16, 0, max(0, 16 - m)))
+    weight = nn.functional.pad(weight, (0, -k % 16, 0, max(0, 2 - n)))
+    out = linear(x, weight)[:m, :n]
+    return out if bias is None else out + bias
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Whether this torch has oneDNN's product; else MKL's is used."""
+    try:
+        torch.ops.mkldnn._linear_pointwise(torch.zeros(2, 2), torch.zeros(2, 2), None, "none", [], "")
+    except (RuntimeError, AttributeError):
+        return False
+    return True
 
 
 def bad_sequence(i: int, pool: Tensor) -> InvalidInput:

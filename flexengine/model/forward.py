@@ -24,7 +24,8 @@ from flexengine.errors import UnsupportedModel
 ATTENTION = "flexengine"
 _HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
 # Passed by some modules, and without effect on one packed, causal, inference-only forward.
-_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position", "logits_to_keep"}
+_HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position",
+             "logits_to_keep"}  # fmt: skip
 
 
 class Embed(NamedTuple):

@@ -57,7 +57,8 @@ class _Outline:
         self._tensors = model.state_dict()
 
     def get_parameter(self, name: str) -> torch.Tensor:
-        return self._tensors[name]
+        tensor: torch.Tensor = self._tensors[name]
+        return tensor
 
 
 class Loading:

@@ -1,9 +1,10 @@
-"""Matrix products of a model that are not in an nn.Linear: experts, transposed projections, routers.
+"""Matrix products of a model that are not in an nn.Linear (experts, transposed projections, routers); activations.
 
-All go through the model's Product, for speed and because its result for a row does not depend on the other rows, which
-torch's own product does not promise.
+Products go through the model's Product, for speed and because its result for a row does not depend on the other rows,
+which torch's own does not promise; nor do its activation functions.
 """
 
+import math
 from typing import Any, cast
 
 import torch
@@ -32,7 +33,7 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     out = torch.zeros_like(hidden)
     experts, order = chosen.reshape(-1).sort(stable=True)
     shares, at = weights.reshape(-1), 0
-    for expert, count in zip(*(x.tolist() for x in experts.unique_consecutive(return_counts=True)), strict=True):
+    for expert, count in zip(*(x.tolist() for x in torch.unique_consecutive(experts, return_counts=True)), strict=True):
         picked = order[at : at + count]
         tokens = picked // chosen.shape[-1]
         result = _expert(module, hidden[tokens], expert) * shares[picked, None]
@@ -68,15 +69,48 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
         return self.product(x, self.weight.t(), self.bias)
 
 
-class Loose(TorchFunctionMode):
-    """While it is active, products written out as functional.linear (routers) go through a Product."""
+_VECTOR = 32  # elements of torch's unrolled vector loop
+_GRAIN, _GELU = 32768, 16384  # elements from which on torch computes with more threads, one per grain; gelu with all
+_F = nn.functional
+_UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, torch.sigmoid, Tensor.sigmoid}
+
+
+def padded_size(count: int, threads: int) -> int:
+    """The least size from `count` on of which every thread gets a multiple of _VECTOR elements."""
+    size = count
+    while True:
+        unit = _VECTOR * math.lcm(min(threads, -(-size // _GRAIN)), threads if size >= _GELU else 1)
+        if size % unit == 0:
+            return size
+        size = -(-size // unit) * unit
+
+
+def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """function(x), elementwise, such that a value's result does not depend on where in the tensor it stands.
+
+    torch computes what does not fill a vector by other code, which rounds otherwise; so the tensor is made to fill all.
+    """
+    count = x.numel()
+    size = padded_size(count, torch.get_num_threads())
+    if x.device.type != "cpu" or not count or (size == count and x.is_contiguous()):
+        return cast(Tensor, function(x, *args, **kwargs))
+    whole = x.new_zeros(size)
+    whole[:count].view(x.shape).copy_(x)
+    return cast(Tensor, function(whole, *args, **kwargs)[:count].view(x.shape))
+
+
+class Invariance(TorchFunctionMode):
+    """While it is active, what models compute for a token does not depend on the tokens beside it: products written
+    out as functional.linear (routers) go through a Product, and activation functions are made steady."""
 
     def __init__(self, product: Product) -> None:
         super().__init__()
         self.product = product
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.linear and not kwargs and self._ours(*args):
+        if func in _UNSTEADY and not (kwargs and kwargs.get("inplace")):
+            return steady(func, *args, **(kwargs or {}))
+        if func is _F.linear and not kwargs and self._ours(*args):
             return self.product(*args)
         return func(*args, **(kwargs or {}))
 
@@ -84,19 +118,12 @@ class Loose(TorchFunctionMode):
         return x.dtype == self.product.dtype == weight.dtype and weight.dim() == 2
 
 
-def use_product(model: nn.Module, product: Product) -> Loose | None:
-    """Gives `product` to the model's experts and transposed layers. Returns what must be active during a pass for the
-    products that no module of a known kind makes; None if the model has none."""
-    known: set[int] = set()
+def use_product(model: nn.Module, product: Product) -> None:
+    """Gives `product` to the model's experts and transposed layers."""
     for module in model.modules():
         if type(module) is Conv1D:
             module.__class__ = FastConv1D
-            module.product = product
+            module.product = product  # type: ignore[assignment]
         elif is_experts(module):
             module.product = product  # type: ignore[assignment]
             module.config._experts_implementation_internal = EXPERTS  # type: ignore[union-attr]
-        elif not isinstance(module, nn.Linear | nn.Embedding):
-            continue
-        known.update(id(p) for p in module.parameters(recurse=False))
-    loose = any(p.dim() > 1 and id(p) not in known for p in model.parameters())
-    return Loose(product) if loose else None

@@ -29,7 +29,7 @@ from flexengine.model.forward import (
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
 from flexengine.model.masks import marked, window_of
-from flexengine.model.products import Loose, is_experts, use_product
+from flexengine.model.products import Invariance, is_experts, use_product
 
 _BUFFERS = 1 << 30  # bytes of buffers that are no part of a checkpoint
 _COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
@@ -72,7 +72,7 @@ class Skeleton:
     width: int
     head_module: PausingHead
     product: Product
-    loose: Loose | None
+    invariance: Invariance  # to be active during a pass
     loading: Loading
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer: tokens seen, None for all
 
@@ -131,7 +131,7 @@ def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) 
     return skeleton
 
 
-def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     if getattr(config, "is_encoder_decoder", False):
@@ -148,8 +148,9 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     try:
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="eager" if adapted else ATTENTION, dtype=dtype, trust_remote_code=trust_remote_code
+            attention = "eager" if adapted else ATTENTION
+            model: Any = AutoModelForCausalLM.from_config(
+                config, attn_implementation=attention, dtype=dtype, trust_remote_code=trust_remote_code
             )
     except Exception as error:
         raise UnsupportedModel(f"{name}: {error}") from error
@@ -159,11 +160,10 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
     for module in model.modules():
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # looks at values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
-    result: nn.Module = model.eval().requires_grad_(False)
-    return result
+    return model.eval().requires_grad_(False)
 
 
-def _layer_list(model: nn.Module, count: int) -> tuple[nn.Module, str, str]:
+def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
     """Parent, attribute and full name of the decoder's ModuleList. Other towers may have as many layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
@@ -199,7 +199,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
             group[full] = Slot(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
     use_fast_linear(model, product)
-    loose = use_product(model, product)
+    use_product(model, product)
     modules = getattr(parent, attribute)
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)
@@ -214,8 +214,8 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         head=(f"{names[head]}.weight", tuple(head.weight.shape)),
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
         tied=any({target, source} == weights for target, source in loading.tied.items()),
-        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product, loose=loose,
-        loading=loading,
+        cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product,
+        invariance=Invariance(product), loading=loading,
     )  # fmt: skip
 
 
@@ -242,7 +242,7 @@ def _probe(skeleton: Skeleton) -> None:
 
 def _trial(skeleton: Skeleton) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
-    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.loose)
+    forward = Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)
     seen: list[str] = []
     shapes: set[tuple[int, int, int]] = set()
     vocabulary, hidden = skeleton.embedding[1]

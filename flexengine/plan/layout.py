@@ -17,7 +17,6 @@ ALIGN = 4096
 TENSOR_ALIGN = 64  # of tensors within a slot
 PAGE_TOKENS = 16  # of KV pages on the device
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
-WIDE = 16 << 20  # most bytes of a weight widened at a time
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
@@ -129,8 +128,7 @@ class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
     homes: tier of every tensor by name; head_rows: vocabulary rows per head chunk.
-    slot, stage: bytes of one weight slot and of its host staging; wide: of the buffer that weights held in fewer bits
-    are widened in.
+    slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     """
@@ -140,7 +138,6 @@ class Layout:
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
-    wide: int = 0
     pools: dict[str, Pool] = field(default_factory=dict)
     page_bytes: dict[str, int] = field(default_factory=dict)
     cache_buffer: int = 0
@@ -230,9 +227,6 @@ def _weights(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
         if home != "disk":  # the disk home of a weight is the user's own checkpoint
             layout.book(home, "weights", aligned(t.elements * (t.held if home == "device" else t.stored)))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
-    largest = max((t.elements for t in model.tensors if t.held < model.itemsize), default=0)
-    layout.wide = aligned(min(WIDE, largest * model.itemsize))
-    layout.book("device", "widened weights", layout.wide)
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
 

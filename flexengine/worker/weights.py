@@ -78,8 +78,6 @@ class Weights:
         self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
         staged = slots if machine.capacity.staged and layout.stage else 0
         self._stages = [take("host", layout.stage, "weight staging") for _ in range(staged)]
-        if layout.wide:
-            skeleton.product.wide = machine.device.view(take("device", layout.wide, "widened weights"))
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._bound: dict[int, int] = {}
 
@@ -221,7 +219,6 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
                 _bind(slot, _parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
-        self.skeleton.product.wide = None
         self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages):
             held.clear()

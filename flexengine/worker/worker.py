@@ -80,7 +80,7 @@ class Worker:
         self._runs = [Run(b, self._forward(b), self.cache.view(b, live)) for b in batches]
 
     def _forward(self, batch: Batch) -> Forward:
-        return Forward(self.skeleton.model, self._inputs(batch), self.skeleton.loose)
+        return Forward(self.skeleton.model, self._inputs(batch), self.skeleton.invariance)
 
     def _inputs(self, batch: Batch) -> Inputs:
         ids: list[int] = []

@@ -1,0 +1,51 @@
+"""A row's results are bit for bit the same in any company: with other rows, batches, schedules and placements."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.job.inputs import Row
+
+PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+SHAPES: list[dict[str, Any]] = [
+    dict(gpu_batch_size=1, num_gpu_batches=1),
+    dict(gpu_batch_size=3, num_gpu_batches=2, schedule="diagonal"),
+    dict(gpu_batch_size=5, num_gpu_batches=1, weights=(0, 0, 1), cache=(0.5, 0, 0.5)),
+]
+
+
+def answers(engine: Engine, rows: list[Row], params: SamplingParams = PARAMS) -> dict[int, Any]:
+    results = list(engine.stream(rows, params))
+    assert [r.error for r in results] == [None] * len(rows)
+    return {r.index: (r.token_ids, r.logprobs, r.samples) for r in results}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "opt-350m", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "bloom"])
+def test_logprobs_do_not_depend_on_the_company(families: Any, tmp_path: Any, family: str, dtype: torch.dtype) -> None:
+    known = families(family, dtype)
+    rows = [Row(i, 0, row) for i, row in enumerate(known.rows)]
+    with Engine(known.directory, Policy(gpu_batch_size=8, num_gpu_batches=1), device="cpu") as engine:
+        whole = answers(engine, rows)
+        for some in ([rows[0]], [rows[2]], rows[3:5], rows[::2]):
+            assert answers(engine, some) == {row.index: whole[row.index] for row in some}
+    for shape in SHAPES:
+        with Engine(known.directory, Policy(**shape), device="cpu", offload_dir=tmp_path) as engine:
+            assert answers(engine, rows) == whole
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_many_rows_at_once_change_nothing(families: Any, dtype: torch.dtype) -> None:
+    """More rows than any kernel takes at a time: long prompts beside single tokens, samples side by side."""
+    known = families("llama", dtype)
+    generator = torch.Generator().manual_seed(3)
+    lengths = [200, 3, 150, 77, 1, 2, 120, 31] * 4
+    ids = [torch.randint(3, 601, (n,), generator=generator).tolist() for n in lengths]
+    rows = [Row(i, 0, {"prompt_token_ids": p}) for i, p in enumerate(ids)]
+    params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0, temperature=0.9, n=2)
+    with Engine(known.directory, Policy(gpu_batch_size=64, num_gpu_batches=1), device="cpu") as engine:
+        whole = answers(engine, rows, params)
+        for some in (rows[:1], rows[4:6], rows[7:20]):
+            assert answers(engine, some, params) == {row.index: whole[row.index] for row in some}

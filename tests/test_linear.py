@@ -1,0 +1,123 @@
+"""The product of every pair of dtypes: right, and for a row the same bits whatever rows share its batch."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flexengine import kernels
+from flexengine.kernels import reference
+from flexengine.model.linear import FastLinear, Product, numerics, use_fast_linear
+
+ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 160, 161, 257, 513)
+SHAPES = [(1, 64), (1, 1000), (5, 17), (9, 1), (2, 4), (31, 2048), (192, 576), (257, 31), (100, 1030)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=["native", "reference", "without oneDNN"])
+def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Product]:
+    if request.param != "native":
+        monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
+    if request.param == "without oneDNN":
+        if not torch.backends.mkl.is_available():
+            pytest.skip("this torch has no MKL")
+        monkeypatch.setattr(reference, "has_onednn", lambda: False)
+    kernels.load.cache_clear()
+    yield Product(torch.float32)
+    kernels.load.cache_clear()
+
+
+def operands(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(max(ROWS), k), torch.randn(n, k).to(dtype), torch.randn(n)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_row_does_not_depend_on_the_rest(product: Product, n: int, k: int, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(n, k, dtype)
+    torch.set_num_threads(1)
+    whole, plain = product(x, weight, bias), product(x, weight)
+    for threads, counts in ((1, ROWS), (2, (1, 17, max(ROWS)))):
+        torch.set_num_threads(threads)
+        for rows in counts:
+            for low in {0, (max(ROWS) - rows) // 2, max(ROWS) - rows}:
+                part = slice(low, low + rows)
+                assert torch.equal(product(x[part], weight, bias), whole[part]), (threads, rows, low)
+            assert torch.equal(product(x[part], weight), plain[part]), (threads, rows, low)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_among_other_rows_in_another_order(product: Product, dtype: torch.dtype) -> None:
+    x, weight, bias = operands(100, 300, dtype)
+    order = torch.randperm(max(ROWS))
+    assert torch.equal(product(x[order], weight, bias), product(x, weight, bias)[order])
+    huge = x.clone()
+    huge[1:] *= 1e30
+    assert torch.equal(product(huge, weight, bias)[0], product(x, weight, bias)[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_is_the_formula(product: Product, n: int, k: int, dtype: torch.dtype) -> None:
+    """Within the worst-case bound of sums of k products in fp32, and a tenth of it at larger k."""
+    x, weight, bias = operands(n, k, dtype)
+    bound = (x.abs().double() @ weight.abs().double().T + bias.abs().double()) * (k + 1) * 2.0**-24
+    expected = x.double() @ weight.double().T + bias.double()
+    for rows in ROWS[::3]:
+        error = (product(x[:rows], weight, bias).double() - expected[:rows]).abs()
+        assert (error <= bound[:rows] * (0.1 if k > 100 else 1)).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shapes(product: Product, dtype: torch.dtype) -> None:
+    weight = torch.randn(6, 20).to(dtype)
+    for shape in ((20,), (1, 20), (1, 1, 20), (2, 3, 20), (0, 20), (2, 0, 20)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(product(x, weight), x @ weight.float().T)
+    strided = torch.randn(20, 7).T
+    torch.testing.assert_close(product(strided, weight), strided @ weight.float().T)
+
+
+def test_a_transposed_fp32_weight(product: Product) -> None:
+    x, weight = torch.randn(33, 300), torch.randn(300, 70).t()
+    whole = product(x, weight)
+    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+    for rows in (1, 2, 17):
+        assert torch.equal(product(x[:rows], weight), whole[:rows])
+
+
+def test_meta_tensors_and_other_activations(product: Product) -> None:
+    x = torch.zeros(2, 8, device="meta")
+    assert product(x, torch.zeros(3, 8, dtype=torch.bfloat16, device="meta")).shape == (2, 3)
+    x = torch.randn(2, 8).bfloat16()
+    weight = torch.randn(3, 8).bfloat16()
+    assert torch.equal(Product(torch.bfloat16)(x, weight), nn.functional.linear(x, weight))
+    with pytest.raises(NotImplementedError, match="bfloat16"):
+        product(x, weight)
+
+
+def test_linear_layers_take_it_over(product: Product) -> None:
+    model = nn.Sequential(nn.Linear(40, 30), nn.ReLU(), nn.Linear(30, 20, bias=False))
+    x = torch.randn(5, 40)
+    expected, names = model(x), list(model.state_dict())
+    use_fast_linear(model, product)
+    assert [type(module) for module in model] == [FastLinear, nn.ReLU, FastLinear]
+    assert list(model.state_dict()) == names
+    torch.testing.assert_close(model(x), expected)
+
+
+def test_numerics_names_what_computes(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flexengine.model.linear.has_onednn", reference.has_onednn)
+    found = numerics()
+    assert found.startswith("onednn " if reference.has_onednn() else "mkl ")
+    assert kernels.load().name in found
+    assert torch.backends.cpu.get_cpu_capability() in found
