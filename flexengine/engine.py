@@ -266,10 +266,14 @@ class Engine:
         """What the last bits of a result depend on besides the model and the request."""
         import transformers
 
+        cuda, policy = self.machine.kind == "cuda", self.policy
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": "cuda" if self.machine.kind == "cuda" else "cpu",
-            "kernels": "cuda" if self.machine.kind == "cuda" else numerics(),
+            # Where prompts are cut; and where products round differently in other batches, the batches' shape.
+            "prefill_tokens": policy.prefill_tokens if policy else None,
+            "policy": policy.to_json() if policy and cuda else None,
+            "device": "cuda" if cuda else "cpu",
+            "kernels": "cuda" if cuda else numerics(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }

@@ -1,6 +1,7 @@
 """The command line, in this process on a tiny checkpoint: exit codes, output rows, summaries and refusals."""
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 from conftest import NEW
+from test_inputs import mutate
 
 from flexengine import run
 
@@ -95,6 +97,27 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
         assert error.startswith(f"line {2 * line + 2}: ")
     assert all(r["finish_reason"] is None and r["token_ids"] == [] for r in job.rows[1::2])
     assert "8 rows done, 8 failed" in job.err
+
+
+def test_2000_mutated_lines(job: Job) -> None:
+    """Rows out equal rows in, whole rows get the reference's answer, errors name their lines, the exit code is 1."""
+    rng = random.Random(11)
+    whole = json.dumps({"prompt_token_ids": job.family.prompts[0], "max_tokens": 3, "id": 7}).encode()
+    lines = [mutate(whole, rng).replace(b"\n", b" ") if i % 10 else whole for i in range(2000)]
+    job.input.write_bytes(b"\n".join(lines))
+    assert job("--device", "cpu") == 1
+    places = [number for number, line in enumerate(lines, 1) if line.strip()]
+    assert [row["index"] for row in job.rows] == list(range(len(places)))
+    bad = 0
+    for place, row in zip(places, job.rows, strict=True):
+        if lines[place - 1] == whole:
+            assert row["token_ids"] == job.family.expected[0][:3]
+            assert row["id"] == 7
+        elif row["error"] is not None:
+            assert row["error"].startswith(f"line {place}: ")
+            bad += 1
+    assert 1000 < bad < 1800
+    assert f"{len(places) - bad} rows done, {bad} failed" in job.err
 
 
 def test_only_bad_rows(job: Job) -> None:
