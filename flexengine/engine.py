@@ -269,8 +269,7 @@ class Engine:
         cuda, policy = self.machine.kind == "cuda", self.policy
         return {
             "dtype": str(self.dtype).removeprefix("torch."),
-            # Where prompts are cut; and where products round differently in other batches, the batches' shape.
-            "prefill_tokens": policy.prefill_tokens if policy else None,
+            # Products there round differently in batches of another shape.
             "policy": policy.to_json() if policy and cuda else None,
             "device": "cuda" if cuda else "cpu",
             "kernels": "cuda" if cuda else numerics(),

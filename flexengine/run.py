@@ -178,7 +178,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if job.resumed:
             print(f"flexengine: {job.resumed} of {job.total} rows were done before", file=sys.stderr)
         # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
-        engine.fixed_prefill = job.settings.get("prefill_tokens")
+        engine.fixed_prefill = _prefill(args.policy, job.settings.get("prefill_tokens"))
         if rows:
             with bar:
                 for result in engine.stream(rows, params):
@@ -190,6 +190,16 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     print(_last_line(args, job, summary), file=sys.stderr)
     counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
     return {**summary, "job": counts}
+
+
+def _prefill(policy: Policy | None, began: int | None) -> int | None:
+    """The prefill_tokens to keep to. Raises InvalidInput if the policy has others than the job began with."""
+    if policy and began not in (None, policy.prefill_tokens):
+        raise InvalidInput(
+            f"policy prefill_tokens is {policy.prefill_tokens}, but the job began with {began}, on which the last bits"
+            " of its results depend; give it that, or --restart"
+        )
+    return began
 
 
 def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def cluster(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**OFFLINE, "FLEXENGINE_CACHE": str(cache), "HOME": directory}.items():
             patch.setenv(name, value)
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             context = ray.init(
                 address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 * 2**20,
@@ -56,6 +58,7 @@ def cluster(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
             yield context.address_info["gcs_address"]
         finally:
             ray.shutdown()
+            signal.signal(signal.SIGTERM, handler)  # it leaves one of its own
             shutil.rmtree(directory, ignore_errors=True)
 
 

@@ -134,7 +134,7 @@ def test_other_memory_and_placement_do_not_matter(job: Job, watch: Watch, whole:
 
 
 def test_a_finished_job_is_left_alone(job: Job, watch: Watch) -> None:
-    assert job() == 0
+    assert job() == 0, job.err
     watch.forget()
     before = state(job)
     assert job("--json") == 0
@@ -232,7 +232,7 @@ def test_prompts_are_cut_where_the_first_run_cut_them(job: Job, watch: Watch, mo
     (used,) = (r["settings"]["prefill_tokens"] for r in records(job) if "settings" in r)
     seen.clear()
     watch.forget()
-    assert job() == 0
+    assert job() == 0, job.err
     assert set(seen) == {used}
 
 
@@ -254,7 +254,7 @@ CHANGES = [
 
 
 def test_a_changed_job_is_refused_by_name(job: Job, watch: Watch) -> None:
-    assert job() == 0
+    assert job() == 0, job.err
     before = state(job)
     for arguments, difference in CHANGES:
         watch.forget()
@@ -266,7 +266,7 @@ def test_a_changed_job_is_refused_by_name(job: Job, watch: Watch) -> None:
 
 
 def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) -> None:
-    assert job() == 0
+    assert job() == 0, job.err
     text = job.input.read_text()
     job.input.write_text(text.replace('"id": 6', '"id": 7'))
     assert job() == 2
@@ -279,9 +279,9 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
 
 
 def test_renamed_input_goes_on(job: Job) -> None:
-    assert job() == 0
+    assert job() == 0, job.err
     job.input = job.input.rename(job.folder / "other.jsonl")
-    assert job() == 0
+    assert job() == 0, job.err
     assert "finished already" in job.err
 
 
@@ -298,17 +298,17 @@ def test_an_output_that_is_not_ours_is_refused(job: Job, watch: Watch) -> None:
 
 def test_a_damaged_journal_is_used_as_far_as_it_goes(job: Job, watch: Watch, whole: Any) -> None:
     expected = whole()
-    assert job() == 0
+    assert job() == 0, job.err
     data = journal_of(job).read_bytes()
     lines = data.splitlines(keepends=True)
     begin = sum(map(len, lines[:5]))
     journal_of(job).write_bytes(data[: begin + 30] + b"#" + data[begin + 31 :])
-    assert job() == 0
+    assert job() == 0, job.err
     assert f"was damaged: {len(data) - begin:,} bytes at its end dropped, their rows are run again" in job.err
     assert watch.ran == sorted(json.loads(line[9:])["index"] for line in lines[5:10])
     assert job.output.read_bytes() == expected
     journal_of(job).write_bytes(b"#" + data[1:])
-    assert job() == 0
+    assert job() == 0, job.err
     assert watch.ran == list(range(8))
     assert "the job starts over" in job.err
     assert job.output.read_bytes() == expected
@@ -320,7 +320,7 @@ def test_a_refused_job_leaves_no_journal(job: Job) -> None:
 
 
 def test_a_refused_restart_keeps_what_there_is(job: Job) -> None:
-    assert job() == 0
+    assert job() == 0, job.err
     before = state(job)
     assert job("--restart", "--model", "/nowhere/m") == 2
     assert state(job) == before
@@ -384,7 +384,7 @@ def test_a_disk_that_is_full_at_the_end(job: Job, watch: Watch, monkeypatch: pyt
     assert "8 of 8 rows are done; run the same command again to go on" in job.err
     assert sorted(p.name for p in job.folder.glob("out*")) == ["out.jsonl.journal"]
     watch.forget()
-    assert job() == 0
+    assert job() == 0, job.err
     assert watch.ran is None
     assert len(job.rows) == 8
 
@@ -397,7 +397,7 @@ def test_an_input_that_changes_while_the_job_runs(job: Job, watch: Watch) -> Non
     assert not job.output.exists()
     watch.forget()
     job.input.write_text(text)
-    assert job() == 0
+    assert job() == 0, job.err
 
 
 # Signals.
@@ -439,7 +439,7 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
     standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to go on\n"
     assert said.endswith(f"flexengine: {standing}")
     assert not job.output.exists()
-    assert job() == 0
+    assert job() == 0, job.err
     assert job.output.read_bytes() == expected
     return said
 
