@@ -21,7 +21,7 @@ from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.linear import numerics
-from flexengine.model.loading import fingerprint, origins
+from flexengine.model.loading import differ, fingerprint, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
 from flexengine.model.source import resolve
 from flexengine.model.stop import check_stops
@@ -82,7 +82,9 @@ class Engine:
         self.dtype = choose_dtype(dtype, load_config(directory, trust_remote_code), self.machine.kind)
         with torch.no_grad():
             self.skeleton: Skeleton = build(directory, self.dtype, trust_remote_code)
-        self._stored = origins(read_checkpoint(directory), self.skeleton.wanted, self.skeleton.loading)
+        tensors = read_checkpoint(directory)
+        self.skeleton.tied = self.skeleton.tied and not differ(tensors, self.skeleton)
+        self._stored = origins(tensors, self.skeleton.wanted, self.skeleton.loading)
         self._held = held_dtypes(self.skeleton, self._stored, self.dtype, self.machine.compute)
         self.facts = model_facts(self.skeleton, self._stored, self._held, self.dtype)
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
@@ -179,10 +181,11 @@ class Engine:
         most = sum(n * times for (p, n), times in workload.sizes.items() if p + n <= largest)
         progress = Progress(most=most)
         if layout is None:
-            rows = list(self._requests(prompts, params, 0))
-            progress.failed = len(rows)
+            for row in self._requests(prompts, params, 0):
+                assert isinstance(row, Row)
+                progress.failed += 1
+                yield Result(row.index, error=row.error)
             self.summary = self._summarise(progress, None, 0.0, {})
-            yield from (Result(row.index, error=row.error) for row in rows if isinstance(row, Row))
             return
         yield from self._generate(layout, self._requests(prompts, params, largest), progress)
 

@@ -81,7 +81,9 @@ class Generation:
             while self._bad:
                 yield self._bad.popleft()
             if sweeps.idle:
-                return
+                if not self._more:
+                    return
+                continue  # there were so many bad rows that no request was reached
             began = time.perf_counter()
             with torch.no_grad():
                 gone, prefill = self._sweep()

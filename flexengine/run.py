@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -178,7 +178,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if job.resumed:
             print(f"flexengine: {job.resumed} of {job.total} rows were done before", file=sys.stderr)
         # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
-        engine.fixed_prefill = _prefill(args.policy, job.settings.get("prefill_tokens"))
+        _keep_to(engine, job.settings.get("prefill_tokens"))
         if rows:
             with bar:
                 for result in engine.stream(rows, params):
@@ -192,14 +192,12 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     return {**summary, "job": counts}
 
 
-def _prefill(policy: Policy | None, began: int | None) -> int | None:
-    """The prefill_tokens to keep to. Raises InvalidInput if the policy has others than the job began with."""
-    if policy and began not in (None, policy.prefill_tokens):
-        raise InvalidInput(
-            f"policy prefill_tokens is {policy.prefill_tokens}, but the job began with {began}, on which the last bits"
-            " of its results depend; give it that, or --restart"
-        )
-    return began
+def _keep_to(engine: "Engine", began: int | None) -> None:
+    """Has prompts cut where the job began to cut them: the last bits of its results depend on it."""
+    engine.fixed_prefill, policy = began, engine.policy
+    if policy and began and policy.prefill_tokens != began:
+        print(f"flexengine: prefill_tokens stays {began}, with which the job began", file=sys.stderr)
+        engine.policy = replace(policy, prefill_tokens=began)
 
 
 def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":

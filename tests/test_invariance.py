@@ -49,3 +49,22 @@ def test_many_rows_at_once_change_nothing(families: Any, dtype: torch.dtype) -> 
         whole = answers(engine, rows, params)
         for some in (rows[:1], rows[4:6], rows[7:20]):
             assert answers(engine, some, params) == {row.index: whole[row.index] for row in some}
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "mish", "relu2",
+                                  "sigmoid", "laplace", "tanh", "elu", "softplus"])  # fmt: skip
+def test_activations(name: str) -> None:
+    """Alone or among others, at widths that fill no vector."""
+    import transformers.activations
+
+    from flexengine.model.linear import Product
+    from flexengine.model.products import Invariance
+
+    function = {"elu": torch.nn.functional.elu, "softplus": torch.nn.functional.softplus}.get(name)
+    function = function or transformers.activations.ACT2FN[name]
+    torch.manual_seed(1)
+    for width in (36, 37, 99, 1001):
+        x = torch.randn(600, width) * 3
+        with Invariance(Product(torch.float32)):
+            whole = function(x)
+            assert all(torch.equal(function(x[:m]), whole[:m]) for m in (1, 2, 3, 5, 17, 100, 333))

@@ -176,10 +176,10 @@ def test_output_is_up_to_date_until_a_row_is_added(path: Path) -> None:
     write(path, [0, 1])
     with Journal(path) as journal:
         assert journal.output is None
-        journal.add_output(2)
-        assert journal.output == 2
+        journal.add_output(2, 70)
+        assert journal.output == (2, 70)
     with Journal(path) as journal:
-        assert journal.output == 2
+        assert journal.output == (2, 70)
         journal.add(Result(1))
         assert journal.output is None
     with Journal(path) as journal:

@@ -194,3 +194,28 @@ def test_a_model_that_narrows_activations_to_its_weights_is_refused(families: An
     monkeypatch.setattr(mlp, "forward", lambda self, x: whole(self, x.to(self.up_proj.weight.dtype)))
     with pytest.raises(UnsupportedModel, match=r"computes a projection in torch.bfloat16"):
         build(families("llama").directory, torch.float32)
+
+
+def test_a_head_of_its_own_wins_over_tying(tmp_path: Path) -> None:
+    """As in transformers: if the checkpoint holds both and they differ, they are not one."""
+    from conftest import prompts_of, reference
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    make_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    prompts = prompts_of(601)[:3]
+    rows = [{"prompt_token_ids": p} for p in prompts]
+    found = []
+    for equal in (False, True):
+        if equal:
+            tensors = load_file(tmp_path / "model.safetensors")
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        expected = reference(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), prompts)
+        with Engine(tmp_path, device="cpu") as engine:
+            assert engine.skeleton.tied == equal
+            assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
+        found.append(expected)
+    assert found[0] != found[1]

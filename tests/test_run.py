@@ -398,3 +398,21 @@ def test_an_empty_name_is_refused(job: Job, option: str) -> None:
     with pytest.raises(SystemExit) as caught:
         job(option, "")
     assert caught.value.code == 2
+
+
+def test_thousands_of_bad_rows_before_the_first_good_one(job: Job) -> None:
+    job.write(["nonsense"] * 2500 + job.family.rows[:2])
+    assert job() == 1
+    assert [r["error"] is None for r in job.rows] == [False] * 2500 + [True] * 2
+    arguments = job.arguments()
+    del arguments[3:5]  # --output
+    assert run.main(arguments) == 1
+    assert len(job.capsys.readouterr().out.splitlines()) == 2502
+
+
+def test_an_output_cut_short_is_put_together_again(job: Job) -> None:
+    assert job() == 0
+    whole = job.output.read_bytes()
+    job.output.write_bytes(whole[:100])
+    assert job() == 0
+    assert job.output.read_bytes() == whole

@@ -656,10 +656,3 @@ def test_admission_is_not_worst_case_reservation() -> None:
     sweeps.add(Sequence(1, 1, 10))
     sweeps.begin(lambda sequence, pages: None)
     assert set(sweeps.live) == {0}
-
-
-def test_fits_alone() -> None:
-    sweeps = Sweeps(Policy(2, 1, cache=(0.5, 0.5, 0)), {"device": Pool(3, 4), "host": Pool(9, 4, 5)})
-    fits = {n: sweeps.fits_alone(Sequence(0, n, 5)) for n in (8, 9, 16, 17)}
-    assert fits == {8: True, 9: True, 16: True, 17: False}
-    assert not Sweeps(Policy(2, 1), {"device": Pool(3, 4)}).fits_alone(Sequence(0, 9, 5))

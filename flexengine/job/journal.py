@@ -88,8 +88,8 @@ class Journal:
     A record goes to the operating system at once, in one write, so kill -9 loses nothing that was finished.
 
     Attributes: manifest (None: a new journal), created (seconds since 1970 of its first start), dropped (what recovery
-    left out), settings (see set), output (rows of the output file that is up to date with the journal; None: there is
-    none).
+    left out), settings (see set), output (rows and bytes of the output file that is up to date with the journal; None:
+    there is none).
     Raises InvalidInput if another process holds the journal, or the file cannot be one.
     """
 
@@ -115,7 +115,7 @@ class Journal:
         self.manifest: dict[str, Any] | None = None
         self.created = 0
         self.settings: dict[str, Any] = {}
-        self.output: int | None = None
+        self.output: tuple[int, int] | None = None
         self._offsets, self._states = array("q"), bytearray()
         self._end = 0
         self._synced = (0, 0.0)  # up to which byte by this process, and when
@@ -149,8 +149,8 @@ class Journal:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
             self.manifest, self.created = value["manifest"], value["created"]
-        elif isinstance(value.get("output"), int):
-            self.output = value["output"]
+        elif isinstance(output := value.get("output"), list) and len(output) == 2:
+            self.output = (output[0], output[1])
         elif isinstance(value.get("settings"), dict):
             self.settings = value["settings"]
         elif isinstance(index := value.get("index"), int) and isinstance(value.get("result"), dict) and index >= 0:
@@ -188,10 +188,10 @@ class Journal:
         self._append({"settings": settings})
         self.settings = dict(settings)
 
-    def add_output(self, rows: int) -> None:
-        """Notes that the output file holds the first `rows` rows as they stand in the journal."""
-        self._append({"output": rows})
-        self.output = rows
+    def add_output(self, rows: int, nbytes: int) -> None:
+        """Notes that the output file, of `nbytes` bytes, holds the first `rows` rows as they stand in the journal."""
+        self._append({"output": [rows, nbytes]})
+        self.output = (rows, nbytes)
         self.sync()
 
     def state(self, index: int) -> int:

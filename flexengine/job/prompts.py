@@ -37,6 +37,8 @@ def encode(
     try:
         sampling = replace(defaults, **{k: asked[k] for k in OVERRIDES if asked.get(k) is not None})
         ids = _prompt_ids(asked, tokenizer, len(tokenizer) if vocab_size is None and tokenizer else vocab_size)
+        if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
+            raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
         if total > context_length:
             raise InvalidInput(

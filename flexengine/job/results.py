@@ -170,7 +170,8 @@ def write_output(
     """
     part, target = part_path(output), Path(output).resolve()
     try:
-        with part.open("wb") as file:
+        part.unlink(missing_ok=True)  # a link there would lead elsewhere
+        with part.open("xb") as file:
             for row, result in zip(rows, results, strict=True):
                 file.write(encode(row, result))
             file.flush()

@@ -110,6 +110,8 @@ class PrintedJob(Job):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._writer.__exit__(kind, error, trace)
+        if kind is None and self.done + self.failed != self.total:
+            raise RuntimeError(f"{self.total} rows came in, {self.done + self.failed} results out")
 
     def begin(self, manifest: Manifest, model: str) -> Iterable[Row]:
         self._writer.encode = line_encoder(model, int(time.time()))
@@ -172,7 +174,8 @@ class KeptJob(Job):
         settled = journal.settled(self.total, self._retry)
         self.resumed = settled.count(1)
         whole = self.resumed == self.total
-        self.finished = whole and journal.output == self.total and os.path.exists(self._output)
+        there = os.path.getsize(self._output) if os.path.exists(self._output) else -1
+        self.finished = whole and journal.output == (self.total, there)
         return () if whole else Pending(self.rows, settled)
 
     def take(self, result: Result) -> None:
@@ -202,7 +205,7 @@ class KeptJob(Job):
         with self._explained():
             encode = line_encoder(self._model, self.journal.created)
             write_output(self._output, self.rows, self.journal.results(range(self.total)), encode)
-            self.journal.add_output(self.total)
+            self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:
         return f"interrupted: {self._kept()}"
@@ -216,4 +219,5 @@ class KeptJob(Job):
             raise OSError(error.errno, f"{error.strerror}; {self._kept()}", str(self._output)) from error
 
     def _kept(self) -> str:
-        return f"{self.done + self.failed} of {self.total} rows are done; run the same command again to go on"
+        command = "the same command without --restart" if self._restart else "the same command"
+        return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to go on"

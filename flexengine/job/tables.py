@@ -47,6 +47,9 @@ class Cells(NamedTuple):
 # CSV and TSV, quoted as RFC 4180 says: a quoted cell may hold line ends, so a record is one line or several.
 
 
+_MOST_LINES = 1000  # of a record: else each stray quote would cost reading the rest of the file
+
+
 class _Feed(Iterator[str]):
     """Hands lines to the csv module; those of a record that came to nothing can be handed out again.
 
@@ -65,6 +68,8 @@ class _Feed(Iterator[str]):
         self._size += len(raw or b"")
         if raw is None or self._size > self._most + 2:  # the record's end does not count
             raise csv.Error(too_long(self._most))
+        if len(self.taken) > _MOST_LINES:
+            raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
         return raw.decode("utf-8", "surrogateescape")
 
     def begin(self) -> None:

@@ -5,7 +5,6 @@ import math
 import os
 import struct
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -117,36 +116,3 @@ def _shards(directory: Path) -> list[Path]:
             raise BadCheckpoint(f"{directory} holds no .safetensors file")
         return found
     return indexed_files(index)
-
-
-def match(
-    tensors: dict[str, Stored],
-    wanted: dict[str, tuple[int, ...]],
-    prefix: str,
-    ignorable: Iterable[str],
-) -> dict[str, Stored]:
-    """The stored tensor of every wanted name, with or without the base model's prefix in the file.
-
-    wanted: parameter name to shape. ignorable: names that may be in the file for nothing (tied copies and such).
-    Raises BadCheckpoint listing what is missing, of another shape, or in nobody's use.
-    """
-    found: dict[str, Stored] = {}
-    for name in wanted:
-        plain = name.removeprefix(f"{prefix}.")
-        for candidate in (name, plain, f"{prefix}.{name}"):
-            if candidate in tensors:
-                found[name] = tensors[candidate]
-                break
-    used = {id(stored) for stored in found.values()}
-    skip = tuple(ignorable)
-    faults = {
-        "missing": sorted(set(wanted) - set(found)),
-        "of another shape": [f"{n} {s.shape} instead of {wanted[n]}" for n, s in found.items() if s.shape != wanted[n]],
-        "not floating point": sorted(n for n, s in found.items() if not s.dtype.is_floating_point),
-        "in nobody's use": sorted(n for n, s in tensors.items() if id(s) not in used and not n.endswith(skip)),
-    }
-    if any(faults.values()):
-        lines = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"
-                          for what, names in faults.items() if names)  # fmt: skip
-        raise BadCheckpoint(f"the checkpoint does not fit its config: {lines}")
-    return found

@@ -53,6 +53,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
             raise TypeError(f"architectures is {config.architectures!r}; it must be a list of class names")
     except Exception as error:  # transformers checks configs in many ways, and some contradictions only by failing
         raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
+    counts["max_position_embeddings"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, value in counts.items():
         if isinstance(value, int | float) and not value >= 1:
             raise UnsupportedModel(f"{path}: {name} is {value}; it must be at least 1")

@@ -23,8 +23,8 @@ from flexengine.model.checkpoint import Stored
 
 # Buffers that old checkpoints carry along; models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
-_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja")
-_BLOCK = 1 << 16
+_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
+_BLOCK, _PIECE = 1 << 16, 1 << 24
 _ROWS = 1 << 40  # more than a tensor has; source number * _ROWS + row names a row
 
 
@@ -121,15 +121,40 @@ def origins(
     return {name: found[name] for name in wanted}
 
 
-def fingerprint(directory: Path, blocks: int = 64) -> str:
-    """Of the files of a model: their names, sizes, and bytes of `blocks` places spread over each large one.
+def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
+    """Whether the checkpoint holds an embedding and a head with other contents. Then transformers does not tie them,
+    whatever the config says. Only a checkpoint with both is read, a piece at a time."""
+    targets = {loading_name: s for n, s in tensors.items() if (loading_name := skeleton.loading.target(n)[0])}
+    one, other = targets.get(skeleton.embedding[0]), targets.get(skeleton.head[0])
+    if one is None or other is None or one == other:
+        return False
+    if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
+        return True
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        for at in range(0, one.nbytes, _PIECE):
+            size = min(_PIECE, one.nbytes - at)
+            if first.read(size) != second.read(size):
+                return True
+    return False
 
-    Independent of where the model lies and when it was copied.
+
+def fingerprint(directory: Path, blocks: int = 64) -> str:
+    """Of the files of a model: their names, sizes and contents; of weights the contents of `blocks` places spread over
+    each file and the time of its last change.
+
+    So a copy of a model made with other times is another model, and one changed on purpose to look the same is not.
     """
     digest = hashlib.sha256()
-    for path in sorted(p for p in directory.iterdir() if p.suffix in _FILES and p.is_file()):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
+    for path in sorted(p for p in directory.rglob("*") if p.suffix in _FILES and p.is_file()):
+        stat = path.stat()
+        size = stat.st_size
+        digest.update(f"{path.relative_to(directory)}\0{size}\0".encode())
+        if path.suffix != ".safetensors":
+            digest.update(path.read_bytes())
+            continue
+        digest.update(str(stat.st_mtime_ns).encode())
         with path.open("rb") as file:
             for block in range(blocks + 1):
                 file.seek(block * max(0, size - _BLOCK) // blocks)

@@ -5,6 +5,7 @@ But some models put a window into the mask alone, and others mask in ways the ke
 the meta device gets markers in place of masks, and what they say is checked against a causal window.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 from flexengine.errors import UnsupportedModel
 
 _LARGEST = 1 << 17  # of windows that are looked at as a whole
+_lock = threading.Lock()  # what is patched is everybody's
 
 
 @contextmanager
@@ -22,16 +24,17 @@ def marked(name: str) -> Iterator[None]:
     """While it is open, masks made for the attention implementation `name` are markers."""
     from transformers import AttentionMaskInterface, masking_utils
 
-    # Looks at values, of which a meta tensor has none; a trial pass has a single sequence.
-    find = masking_utils.find_packed_sequence_indices
+    # It looks at values, of which a meta tensor has none; a trial pass has a single sequence.
     masks = AttentionMaskInterface._global_mapping
-    masks[name] = _marker
-    masking_utils.find_packed_sequence_indices = lambda position_ids: None
-    try:
-        yield
-    finally:
-        masking_utils.find_packed_sequence_indices = find
-        del masks[name]
+    with _lock:
+        find = masking_utils.find_packed_sequence_indices
+        masks[name] = _marker
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+        try:
+            yield
+        finally:
+            masking_utils.find_packed_sequence_indices = find
+            del masks[name]
 
 
 def window_of(mask: Tensor) -> int | None:

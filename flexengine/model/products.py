@@ -72,7 +72,7 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
 _VECTOR = 32  # elements of torch's unrolled vector loop
 _GRAIN, _GELU = 32768, 16384  # elements from which on torch computes with more threads, one per grain; gelu with all
 _F = nn.functional
-_UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, torch.sigmoid, Tensor.sigmoid}
+_UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, _F.mish, _F.softplus, _F.elu, torch.sigmoid, Tensor.sigmoid}
 
 
 def padded_size(count: int, threads: int) -> int:

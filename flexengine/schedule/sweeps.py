@@ -66,13 +66,6 @@ class Sweeps:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def fits_alone(self, sequence: Sequence) -> bool:
-        """Whether some tier could hold the sequence at its longest with nobody else there."""
-        return any(
-            self.places[t] and pages_for(sequence.peak_tokens, p.page_tokens) <= min(p.pages, p.batch_pages or p.pages)
-            for t, p in self.pools.items()
-        )
-
     def begin(self, claim: Callable[[Sequence, int], None]) -> list[Batch]:
         """Admits who may enter, then forms the sweep's batches; `claim(sequence, pages)` gives it its pages."""
         self.sweep += 1
