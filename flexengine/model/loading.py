@@ -124,7 +124,7 @@ def origins(
 def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
     """Whether the checkpoint holds an embedding and a head with other contents. Then transformers does not tie them,
     whatever the config says. Only a checkpoint with both is read, a piece at a time."""
-    targets = {loading_name: s for n, s in tensors.items() if (loading_name := skeleton.loading.target(n)[0])}
+    targets = {skeleton.loading.target(name)[0]: stored for name, stored in tensors.items()}
     one, other = targets.get(skeleton.embedding[0]), targets.get(skeleton.head[0])
     if one is None or other is None or one == other:
         return False
@@ -147,7 +147,8 @@ def fingerprint(directory: Path, blocks: int = 64) -> str:
     So a copy of a model made with other times is another model, and one changed on purpose to look the same is not.
     """
     digest = hashlib.sha256()
-    for path in sorted(p for p in directory.rglob("*") if p.suffix in _FILES and p.is_file()):
+    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    for path in sorted(p for p in found if p.suffix in _FILES and p.is_file()):
         stat = path.stat()
         size = stat.st_size
         digest.update(f"{path.relative_to(directory)}\0{size}\0".encode())
