@@ -70,7 +70,7 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None or name != "logprobs":
                 _check_whole(name, value, low, high, limit)
         if not isinstance(self.ignore_eos, bool):
-            raise InvalidInput(f"ignore_eos is {_shown(self.ignore_eos)}; it must be true or false")
+            raise InvalidInput(f"ignore_eos is {shown(self.ignore_eos)}; it must be true or false")
         normal: dict[str, Any] = {name: _number(name, getattr(self, name), *limits) for name, limits in _REAL.items()}
         normal |= {"stop": _stop_strings(self.stop), "stop_token_ids": _stop_tokens(self.stop_token_ids)}
         for name, value in normal.items():
@@ -99,44 +99,44 @@ _REAL: dict[str, tuple[float, float, str]] = {
 
 def _check_whole(name: str, value: object, low: int, high: int, limit: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidInput(f"{name} is {_shown(value)}; it must be {limit}")
+        raise InvalidInput(f"{name} is {shown(value)}; it must be {limit}")
 
 
 def _number(name: str, value: object, low: float, high: float, limit: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InvalidInput(f"{name} is {_shown(value)}; it must be a number")
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number")
     if not low <= value <= high:
-        raise InvalidInput(f"{name} is {_shown(value)}; it must be {limit}")
+        raise InvalidInput(f"{name} is {shown(value)}; it must be {limit}")
     return float(value)
 
 
 def _stop_strings(value: object) -> tuple[str, ...]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)):
-        raise InvalidInput(f"stop is {_shown(value)}; it must be a string or a list of strings")
+        raise InvalidInput(f"stop is {shown(value)}; it must be a string or a list of strings")
     if len(texts) > MAX_STOPS:
         raise InvalidInput(f"stop holds {len(texts)} strings; it must hold at most {MAX_STOPS}")
     for text in texts:
         if not isinstance(text, str) or not text:
-            raise InvalidInput(f"stop holds {_shown(text)}; it must hold strings of at least one character")
+            raise InvalidInput(f"stop holds {shown(text)}; it must hold strings of at least one character")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InvalidInput(f"stop holds {_shown(text)}, with half a surrogate pair, which is no character")
+            raise InvalidInput(f"stop holds {shown(text)}, with half a surrogate pair, which is no character")
     return tuple(texts)
 
 
 def _stop_tokens(value: object) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)):
-        raise InvalidInput(f"stop_token_ids is {_shown(value)}; it must be a list of token ids")
+        raise InvalidInput(f"stop_token_ids is {shown(value)}; it must be a list of token ids")
     for token in value:
         _check_whole("a token of stop_token_ids", token, 0, _MAX_COUNT, f"a whole number from 0 to {_MAX_COUNT}")
     return tuple(value)
 
 
-def _shown(value: object) -> str:
-    """The value for a message: at most about 80 characters. Python refuses to print integers of thousands of digits."""
+def shown(value: object) -> str:
+    """The value for a message: at most about 80 characters. Python refuses to print thousands of digits or levels."""
     try:
         text = repr(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         text = f"{type(value).__name__} too long to print"
     return text if len(text) <= 80 else f"{text[:76]} ..."
 

@@ -20,9 +20,10 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
 from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.config import load_config
 from flexengine.model.linear import numerics
 from flexengine.model.loading import differ, fingerprint, origins
-from flexengine.model.skeleton import Skeleton, build, choose_dtype, load_config, named_dtype
+from flexengine.model.skeleton import Skeleton, build, choose_dtype, named_dtype
 from flexengine.model.source import resolve
 from flexengine.model.stop import check_stops
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
@@ -94,7 +95,6 @@ class Engine:
         self.layout: Layout | None = None  # of the last job
         self.fixed_prefill: int | None = None  # prefill_tokens that the rule must keep to
         self._weights: Weights | None = None
-        self._too_large: OutOfMemory | None = None
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
 
@@ -177,17 +177,17 @@ class Engine:
         if iter(prompts) is prompts:  # it can be walked only once
             prompts = list(prompts)
         workload = self._survey(prompts, params)
-        layout, largest = self._fitting(workload) if workload.count else (None, 0)
+        layout, largest, why = self._fitting(workload) if workload.count else (None, 0, None)
         most = sum(n * times for (p, n), times in workload.sizes.items() if p + n <= largest)
         progress = Progress(most=most)
         if layout is None:
-            for row in self._requests(prompts, params, 0):
+            for row in self._requests(prompts, params, 0, why):
                 assert isinstance(row, Row)
                 progress.failed += 1
                 yield Result(row.index, error=row.error)
             self.summary = self._summarise(progress, None, 0.0, {})
             return
-        yield from self._generate(layout, self._requests(prompts, params, largest), progress)
+        yield from self._generate(layout, self._requests(prompts, params, largest, why), progress)
 
     def _survey(self, prompts: Iterable[Any], params: SamplingParams) -> Workload:
         """The sizes of all sequences to come: what a plan is made from. Prompts are tokenised again when it is their
@@ -211,21 +211,25 @@ class Engine:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
-    def _requests(self, prompts: Iterable[Any], params: SamplingParams, largest: int) -> Iterator[Request | Row]:
-        """The requests of at most `largest` tokens; the others, and bad rows, as rows with an error."""
+    def _requests(
+        self, prompts: Iterable[Any], params: SamplingParams, largest: int, why: OutOfMemory | None
+    ) -> Iterator[Request | Row]:
+        """The requests of at most `largest` tokens; the others (and why they are), and bad rows, as rows with an
+        error."""
         for item in self._encoded(prompts, params):
             if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > largest:
                 size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
-                yield Row(item.index, item.line).refused(f"{size} cannot be held: {self._too_large}")
+                yield Row(item.index, item.line).refused(f"{size} cannot be held: {why}")
             else:
                 yield item
 
-    def _fitting(self, workload: Workload) -> tuple[Layout, int]:
-        """The job's layout, and the most tokens of a sequence in it. Sets aside the longest where they are why it
-        cannot be held; raises OutOfMemory if the shortest cannot."""
+    def _fitting(self, workload: Workload) -> tuple[Layout, int, OutOfMemory | None]:
+        """The job's layout, the most tokens of a sequence in it, and why not more. Sets aside the longest where they
+        are why it cannot be held; raises OutOfMemory if the shortest cannot."""
         totals = sorted({p + n for p, n in workload.sizes})
         low, high = 0, len(totals)
         layout: Layout | None = None
+        why: OutOfMemory | None = None
         middle = high - 1
         while low < high:
             sizes = {(p, n): times for (p, n), times in workload.sizes.items() if p + n <= totals[middle]}
@@ -235,12 +239,12 @@ class Engine:
             except OutOfMemory as error:
                 if not error.what.startswith(ONE_SEQUENCE):
                     raise
-                high, self._too_large = middle, error
+                high, why = middle, error
             middle = (low + high) // 2
         if layout is None:
-            assert self._too_large is not None
-            raise self._too_large
-        return layout, totals[low - 1]
+            assert why is not None
+            raise why
+        return layout, totals[low - 1], why
 
     def _generate(self, layout: Layout, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
         began = time.perf_counter()

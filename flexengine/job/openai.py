@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from flexengine.config import Completion, Result
+from flexengine.config import Completion, Result, shown
 from flexengine.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -48,13 +48,13 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     values of sampling fields are left to SamplingParams."""
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
-        raise InvalidInput(f"custom_id is {_shown(custom_id)}; it must be a string that is not empty")
+        raise InvalidInput(f"custom_id is {shown(custom_id)}; it must be a string that is not empty")
     if len(custom_id) > MAX_ID_CHARACTERS:
         raise InvalidInput(f"custom_id has {len(custom_id)} characters; at most {MAX_ID_CHARACTERS} are allowed")
     if fields.get("method") != "POST":
-        raise InvalidInput(f"method is {_shown(fields.get('method'))}; it must be POST")
+        raise InvalidInput(f"method is {shown(fields.get('method'))}; it must be POST")
     if url not in URLS:
-        raise InvalidInput(f"url is {_shown(url)}; it must be {' or '.join(URLS)}")
+        raise InvalidInput(f"url is {shown(url)}; it must be {' or '.join(URLS)}")
     if not isinstance(body, dict):
         raise InvalidInput(f"body is {type(body).__name__}; it must be an object")
     if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
@@ -84,7 +84,7 @@ def _max_tokens(given: dict[str, Any]) -> dict[str, Any]:
     names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
     values = [given.pop(name) for name in names]
     if len(values) == 2 and values[0] != values[1]:
-        both = " and ".join(f"{name} {_shown(value)}" for name, value in zip(names, values, strict=True))
+        both = " and ".join(f"{name} {shown(value)}" for name, value in zip(names, values, strict=True))
         raise InvalidInput(f"body has {both}; give one of them")
     return {"max_tokens": values[0]} if values else {}
 
@@ -95,7 +95,7 @@ def _completion(given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, **wanted}
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidInput(f"prompt is {_shown(prompt)}; it must be a string or a list of token ids")
+        raise InvalidInput(f"prompt is {shown(prompt)}; it must be a string or a list of token ids")
     if any(isinstance(part, (str, list)) for part in prompt):
         raise InvalidInput(f"prompt is a list of {len(prompt)} prompts; a line has one answer: give each its own line")
     return {"prompt_token_ids": prompt, **wanted}
@@ -104,10 +104,10 @@ def _completion(given: dict[str, Any]) -> dict[str, Any]:
 def _chat(given: dict[str, Any]) -> dict[str, Any]:
     messages = given.pop("messages", None)
     if not isinstance(messages, list) or not messages:
-        raise InvalidInput(f"messages is {_shown(messages)}; it must be a list of messages that is not empty")
+        raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages that is not empty")
     wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", None)
     if not isinstance(wanted, bool):
-        raise InvalidInput(f"logprobs is {_shown(wanted)}; it must be true or false")
+        raise InvalidInput(f"logprobs is {shown(wanted)}; it must be true or false")
     if top is not None and not wanted:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
     return {"messages": [_message(m) for m in messages], **({"logprobs": top or 0} if wanted else {})}
@@ -116,7 +116,7 @@ def _chat(given: dict[str, Any]) -> dict[str, Any]:
 def _message(message: Any) -> dict[str, Any]:
     """role and content, the content as one string; name where there is one."""
     if not isinstance(message, dict):
-        raise InvalidInput(f"messages holds {_shown(message)}; a message is an object with role and content")
+        raise InvalidInput(f"messages holds {shown(message)}; a message is an object with role and content")
     said = {name: value for name, value in message.items() if value is not None}
     if unknown := sorted(set(said) - {"role", "content", "name"}):
         raise InvalidInput(f"a message has {unknown}; only role, content and name are supported")
@@ -129,7 +129,7 @@ def _part(part: Any) -> str:
     if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise InvalidInput(f"a message has a part of type {_shown(kind)}; only text parts are supported")
+    raise InvalidInput(f"a message has a part of type {shown(kind)}; only text parts are supported")
 
 
 def duplicate_ids(rows: Iterable["Row"], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
@@ -255,12 +255,3 @@ def _token(token: dict[str, Any]) -> str:
 
 def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else _VERY_UNLIKELY
-
-
-def _shown(value: object) -> str:
-    """The value for a message, shortened."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):  # thousands of digits or levels
-        text = f"a long {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.model.adapters import ADAPTED, adapt
-from flexengine.model.config import load_config as load_config
+from flexengine.model.config import load_config
 from flexengine.model.forward import (
     ATTENTION,
     Attend,
