@@ -4,7 +4,6 @@ import contextlib
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -13,43 +12,45 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.config import Result, SamplingParams, cache_root, parse_size
+from flexengine.config import Result, SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.generation import Generation, Means, Progress
 from flexengine.job.columns import answered
-from flexengine.job.inputs import Row, row_of
-from flexengine.job.prompts import Request, encode
-from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.config import load_config
+from flexengine.job.inputs import Row
+from flexengine.job.prompts import Request
 from flexengine.model.linear import numerics
-from flexengine.model.loading import differ, fingerprint, origins
-from flexengine.model.skeleton import Skeleton, build, choose_dtype, named_dtype
-from flexengine.model.source import resolve
-from flexengine.model.stop import check_stops
+from flexengine.model.loading import fingerprint
+from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.plan.feedback import Watch
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
-from flexengine.plan.rule import default_policy, planned, reshaped
+from flexengine.plan.search import Options
+from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
-from flexengine.tier.machine import Links, make_machine
+from flexengine.survey import Reader
+from flexengine.tier.machine import Links
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.weights import Weights, held_dtypes, model_facts
+from flexengine.worker.opened import open_model
+from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
 
 
 class Engine:
     """Generates text with a model whose weights, KV cache and activations may live on device, host and disk.
 
-    model: a directory, a .gguf file or a hub id; None is the demo model. policy: None lets `plan.rule` choose.
+    model: a directory, a .gguf file or a hub id; None is the demo model. policy: None lets the planner choose.
     device: auto, cpu, cuda or sim. device_mem, host_mem: bytes or text such as "800M"; None takes what is free.
     offload_dir: where KV and activations spill. dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA),
     float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time.
     trace: file for Chrome trace JSON. on_sweep: called with a Progress after every sweep. trust_remote_code: run
-    Python that lies beside the weights, if the model needs it.
+    Python that lies beside the weights, if the model needs it. hardware: rates to plan with instead of this machine's
+    measured ones.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -69,31 +70,26 @@ class Engine:
         trace: str | Path | None = None,
         on_sweep: Callable[[Progress], None] | None = None,
         trust_remote_code: bool = False,
+        hardware: Hardware | None = None,
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
         named_dtype(dtype)  # a wrong name is refused before anything is converted
-        device_bytes, host_bytes = (parse_size(s) if s is not None else None for s in (device_mem, host_mem))
-        offload = Path(offload_dir) if offload_dir else cache_root() / "offload"
-        self.machine = make_machine(device, device_bytes, host_bytes, offload, links)
+        place = Place(device, device_mem, host_mem, offload_dir)
+        self.machine = place.machine(links)
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
-        self.source = resolve(str(model) if model is not None else None, trust_remote_code)
-        directory = self.source.directory
-        self.dtype = choose_dtype(dtype, load_config(directory, trust_remote_code), self.machine.kind)
-        with torch.no_grad():
-            self.skeleton: Skeleton = build(directory, self.dtype, trust_remote_code)
-        tensors = read_checkpoint(directory)
-        self.skeleton.tied = self.skeleton.tied and not differ(tensors, self.skeleton)
-        self._stored = origins(tensors, self.skeleton.wanted, self.skeleton.loading)
-        self._held = held_dtypes(self.skeleton, self._stored, self.dtype, self.machine.compute)
-        self.facts = model_facts(self.skeleton, self._stored, self._held, self.dtype)
+        opened = open_model(str(model) if model is not None else None, dtype, self.machine.kind, trust_remote_code)
+        self.source, self.dtype, self.skeleton, self.facts = opened.source, opened.dtype, opened.skeleton, opened.facts
+        self._opened, directory = opened, opened.source.directory
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
+        self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
         self.eos = eos_tokens(directory, self.skeleton.config)
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
+        self.planner = Planner(self.machine, opened, self.kernels, place.directory, hardware)
         self.summary: dict[str, Any] = {}
         self.layout: Layout | None = None  # of the last job
-        self.fixed_prefill: int | None = None  # prefill_tokens that the rule must keep to
+        self.fixed_prefill: int | None = None  # prefill_tokens that the planner must keep to
         self._weights: Weights | None = None
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
@@ -176,9 +172,10 @@ class Engine:
     def _results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
         if iter(prompts) is prompts:  # it can be walked only once
             prompts = list(prompts)
-        workload = self._survey(prompts, params)
+        workload = self.reader.survey(prompts, params)
         layout, largest, why = self._fitting(workload) if workload.count else (None, 0, None)
-        most = sum(n * times for (p, n), times in workload.sizes.items() if p + n <= largest)
+        fitting = Workload({(p, n): times for (p, n), times in workload.sizes.items() if p + n <= largest})
+        most = sum(n * times for (_, n), times in fitting.sizes.items())
         progress = Progress(most=most)
         if layout is None:
             for row in self._requests(prompts, params, 0, why):
@@ -187,36 +184,15 @@ class Engine:
                 yield Result(row.index, error=row.error)
             self.summary = self._summarise(progress, None, 0.0, {})
             return
-        yield from self._generate(layout, self._requests(prompts, params, largest, why), progress)
-
-    def _survey(self, prompts: Iterable[Any], params: SamplingParams) -> Workload:
-        """The sizes of all sequences to come: what a plan is made from. Prompts are tokenised again when it is their
-        turn, which costs little beside generating, so that no memory grows with their number."""
-        sizes: Counter[tuple[int, int]] = Counter()
-        for item in self._encoded(prompts, params):
-            if isinstance(item, Request):
-                sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
-        return Workload(sizes)
-
-    def _encoded(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
-        limit = self.skeleton.context_length or 1 << 40
-        vocabulary = self.skeleton.head[1][0]
-        for i, prompt in enumerate(prompts):
-            row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
-            item = encode(row, self.tokenizer, limit, params, vocabulary)
-            try:
-                if isinstance(item, Request):
-                    check_stops(item.sampling, self.tokenizer)
-                yield item
-            except InvalidInput as error:
-                yield row.refused(str(error))
+        watch = Watch(self.planner.cost(fitting), layout)
+        yield from self._generate(watch, self._requests(prompts, params, largest, why), progress)
 
     def _requests(
         self, prompts: Iterable[Any], params: SamplingParams, largest: int, why: OutOfMemory | None
     ) -> Iterator[Request | Row]:
         """The requests of at most `largest` tokens; the others (and why they are), and bad rows, as rows with an
         error."""
-        for item in self._encoded(prompts, params):
+        for item in self.reader.requests(prompts, params):
             if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > largest:
                 size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
                 yield Row(item.index, item.line).refused(f"{size} cannot be held: {why}")
@@ -246,9 +222,9 @@ class Engine:
             raise why
         return layout, totals[low - 1], why
 
-    def _generate(self, layout: Layout, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
-        began = time.perf_counter()
-        means = self._prepare(layout)
+    def _generate(self, watch: Watch, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
+        began, layout = time.perf_counter(), watch.layout
+        means = self._prepare(watch)
         loaded = time.perf_counter() - began
         before = self.machine.traffic()
         self.layout = layout
@@ -258,6 +234,7 @@ class Engine:
         finally:
             self.summary = self._summarise(progress, means, loaded, before)
             means.worker.close()
+            self.planner.learn(watch)
             self._write_trace()
 
     def _write_trace(self) -> None:
@@ -290,19 +267,18 @@ class Engine:
         return fingerprint(self.source.directory)
 
     def plan(self, workload: Workload) -> Layout:
-        """The layout a job of this workload gets: the given policy's, or the rule's. Raises OutOfMemory."""
+        """The layout a job of this workload gets: the given policy's, or the planner's. Raises OutOfMemory."""
         if self.policy is not None:
             return lay_out(self.facts, self.policy, workload, self.machine.capacity)
-        capacity = planned(self.machine.capacity)
         if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
             with contextlib.suppress(OutOfMemory):
-                kept = reshaped(self._weights.layout.policy, self.facts, workload, capacity, self.fixed_prefill)
-                return lay_out(self.facts, kept, workload, capacity)
-        policy = default_policy(self.facts, workload, capacity, self.fixed_prefill)
-        return lay_out(self.facts, policy, workload, capacity)
+                kept = Options(self.fixed_prefill, placed=self._weights.layout.policy)
+                return self.planner.search(workload, kept).best.layout
+        return self.planner.search(workload, Options(self.fixed_prefill)).best.layout
 
     @torch.no_grad()
-    def _prepare(self, layout: Layout) -> Means:
+    def _prepare(self, watch: Watch) -> Means:
+        layout = watch.layout
         self._drop_misplaced(layout)
         for tier in ("device", "host", "disk"):
             self.machine.tier(tier).ledger.restart_peak()
@@ -313,7 +289,7 @@ class Engine:
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)
             undo.callback(hidden.close)
             if self._weights is None:
-                self._weights = Weights(self.skeleton, self._stored, self._held, layout, self.machine, self.dtype)
+                self._weights = Weights(self._opened, layout, self.machine)
             weights = self._weights
             worker = Worker(self.skeleton, weights, cache, hidden, room)
             undo.pop_all()
@@ -322,7 +298,7 @@ class Engine:
         away = any(streamed) or layout.cache_buffer or layout.hidden_buffer
         executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
         self.machine.settle()
-        return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle)
+        return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)
 
     def _drop_misplaced(self, layout: Layout) -> None:
         """Drops the weights of an earlier job unless they lie where the layout wants them."""
@@ -359,4 +335,5 @@ class Engine:
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
             "policy": means.layout.policy.to_json() if means else None,
+            "plan": {"hardware": means.watch.cost.hardware.name, **means.watch.report()} if means else None,
         }

@@ -16,8 +16,10 @@ from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
+from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.runtime.execute import Executor
+from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.worker.worker import Text, Worker
@@ -47,6 +49,7 @@ class Means:
     program: Program
     executor: Executor
     settle: Callable[[], None]
+    watch: Watch
 
 
 @dataclass
@@ -86,8 +89,9 @@ class Generation:
                 continue  # there were so many bad rows that no request was reached
             began = time.perf_counter()
             with torch.no_grad():
-                gone, prefill = self._sweep()
+                batches, gone, prefill = self._sweep()
             seconds = time.perf_counter() - began
+            self.means.watch.note(batches, seconds, self.means.executor.busy)
             progress.sweeps += 1
             if prefill:
                 progress.prefill_seconds += seconds
@@ -121,8 +125,8 @@ class Generation:
             self.means.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
             self._next += 1
 
-    def _sweep(self) -> tuple[list[Sequence], bool]:
-        """One token further for everyone alive; returns who left, and whether a prompt was computed."""
+    def _sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
+        """One token further for everyone alive; returns the gpu_batches, who left, whether prompts were computed."""
         means = self.means
         sweeps, worker = means.sweeps, means.worker
         batches = sweeps.begin(worker.cache.claim)
@@ -137,7 +141,7 @@ class Generation:
         gone = sweeps.advance(batches, ended)
         for sequence in gone:
             worker.cache.release(sequence)
-        return gone, prefill
+        return batches, gone, prefill
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
         """Takes a sequence's new token; returns whether it was the last."""

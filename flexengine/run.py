@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from flexengine.job.interrupt import Interrupts
     from flexengine.job.resume import Job
 
+AUTO = "auto"  # --policy
 DONE, ROW_ERRORS, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
@@ -92,8 +93,11 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    group.add_argument("--policy", type=_named, metavar="FILE.json",
-                       help="block shape and placement (default: chosen to fit)")  # fmt: skip
+    group.add_argument("--policy", type=_named, metavar="FILE.json", default=AUTO,
+                       help="block shape and placement; auto (the default): what the planner predicts to be quickest")  # fmt: skip
+    group.add_argument("--dry-run", action="store_true",
+                       help="print the plan and what it predicts, without loading weights; python -m flexengine.plan"
+                            " does so for other machines too")  # fmt: skip
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
     group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
     group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
@@ -138,7 +142,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.limit is not None and args.limit < 1:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
-    args.policy = Policy.load(args.policy) if args.policy else None
+    args.policy = Policy.load(args.policy) if args.policy != AUTO else None
+    if args.dry_run:
+        return _dry_run(args, params)
     with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = _finish(args, job, params, interrupts)
@@ -146,6 +152,23 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.json:
         print(json.dumps(summary), flush=True)
     return ROW_ERRORS if failed else DONE
+
+
+def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
+    """Prints the plan; nothing is written but what is measured of the machine."""
+    from flexengine.job.inputs import Rows
+    from flexengine.plan.explain import report
+    from flexengine.plan.whatif import helps
+
+    with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
+        workload = engine.reader.survey(rows, params)
+        if not workload.count:
+            raise InvalidInput(f"{args.input} has no row that could be run; there is nothing to plan")
+        hardware = engine.planner.hardware()
+        prediction = engine.planner.cost(workload).predict(engine.plan(workload))
+        ideas = helps(engine.facts, hardware, workload, prediction)
+        print(report(engine.source.name, engine.facts, hardware, workload, prediction, ideas))
+    return DONE
 
 
 def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
@@ -201,10 +224,12 @@ def _keep_to(engine: "Engine", began: int | None) -> None:
 
 
 def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":
-    return _engine_class()(
+    engine = _engine_class()(
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
+    engine.planner.say = lambda what: print(f"flexengine: {what}, once and for all", file=sys.stderr)
+    return engine
 
 
 def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine") -> dict[str, Any]:
@@ -230,7 +255,8 @@ def _check_apart(args: argparse.Namespace) -> None:
     """Raises InvalidInput if a file to be written is read or written as something else, too."""
     from flexengine.job.results import journal_path, part_path
 
-    used = {"INPUT": args.input, "--policy": args.policy, "--output": args.output, "--trace": args.trace}
+    given = None if args.policy == AUTO else args.policy
+    used = {"INPUT": args.input, "--policy": given, "--output": args.output, "--trace": args.trace}
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}

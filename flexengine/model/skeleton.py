@@ -96,6 +96,20 @@ class Skeleton:
         return linear | experts | {self.embedding[0], self.head[0]}
 
     @property
+    def experts(self) -> dict[str, int]:
+        """Parameters that experts share, with the number of experts."""
+        slots = [item for layer in self.layers for item in layer.items()]
+        return {n: slot.shape[0] for n, slot in slots if len(slot.shape) == 3 and is_experts(slot.module)}
+
+    @property
+    def active(self) -> int:
+        """Experts that one token uses; 0 where there are none. Configs of different makers name it differently."""
+        config = self.config.get_text_config()
+        names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
+        found = (n for name in names if isinstance(n := getattr(config, name, None), int))
+        return next(found, 1) if self.experts else 0
+
+    @property
     def context_length(self) -> int | None:
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 

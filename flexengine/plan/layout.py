@@ -3,6 +3,7 @@
 All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
 """
 
+import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,12 +29,17 @@ def aligned(nbytes: int, to: int = ALIGN) -> int:
 
 @dataclass(frozen=True)
 class TensorFact:
-    """elements: how many; stored, held: bytes per element in the checkpoint and on the device."""
+    """elements: how many; stored, held: bytes per element in the checkpoint and on the device.
+
+    experts: how many experts share it, 0 if every token uses all of it. matrix: whether tokens are multiplied by it.
+    """
 
     name: str
     elements: int
     stored: int
     held: int
+    experts: int = 0
+    matrix: bool = True
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,8 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
+    () where all see all.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -54,6 +62,9 @@ class ModelFacts:
     kv_heads: int
     head_dim: int
     itemsize: int
+    kind: str = ""
+    active: int = 0
+    windows: tuple[int | None, ...] = ()
 
     @property
     def kv_token(self) -> int:
@@ -69,6 +80,17 @@ class ModelFacts:
     def edges(self) -> list[TensorFact]:
         """The output projection (the embedding, where they are tied), then an embedding of its own."""
         return [self.head, self.embedding] if self.head else [self.embedding]
+
+    def signature(self, layer: int) -> str:
+        """The same for layers whose computing takes the same time: under it `Hardware.layers` has the measured one."""
+        tensors = sorted((t.elements, t.held, t.experts, t.matrix) for t in self.layers[layer])
+        shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
+        return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
+
+    @property
+    def head_signature(self) -> str:
+        """The same for output projections that take the same time."""
+        return f"{self.vocabulary}x{self.hidden} held in {self.edges[0].held} bytes"
 
 
 @dataclass(frozen=True)
@@ -183,14 +205,15 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states where those are at home on the device.
+    there are any) to the end, and its hidden states unless those of all are at home elsewhere.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
     tokens = prompts + policy.block_size
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
-    return aligned(2 * tokens * model.hidden * model.itemsize + logits)
+    held = 2 if policy.activations[0] else 1
+    return aligned(held * tokens * model.hidden * model.itemsize + logits)
 
 
 def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:

@@ -1,64 +1,28 @@
 """Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flexengine.model.loading import Origin
-from flexengine.model.skeleton import Skeleton, Slot
-from flexengine.plan.layout import Layout, ModelFacts, TensorFact, slot_offsets
+from flexengine.model.skeleton import Slot
+from flexengine.plan.layout import Layout, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
+from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
 Pieces = list[Home]  # where the bytes of a tensor are, one piece after another
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
 
 
-def held_dtypes(
-    skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, compute: torch.device
-) -> dict[str, torch.dtype]:
-    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored."""
-    keep = skeleton.matrices if compute.type == "cpu" and dtype == torch.float32 else set[str]()
-    narrow = (torch.bfloat16, torch.float16)
-    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
-
-
-def model_facts(
-    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
-) -> ModelFacts:
-    """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
-
-    def facts(names: Iterable[str]) -> tuple[TensorFact, ...]:
-        sizes = ((n, stored[n].nbytes, stored[n].dtype.itemsize) for n in names)
-        return tuple(TensorFact(n, nbytes // size, size, held[n].itemsize) for n, nbytes, size in sizes)
-
-    head = None if skeleton.tied else facts([skeleton.head[0]])[0]
-    others = [*skeleton.others, *([skeleton.head_bias] if skeleton.head_bias else [])]
-    return ModelFacts(
-        tuple(facts(layer) for layer in skeleton.layers), facts(others), facts([skeleton.embedding[0]])[0], head,
-        vocabulary=skeleton.head[1][0], hidden=skeleton.config.get_text_config().hidden_size, width=skeleton.width,
-        heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
-        itemsize=dtype.itemsize,
-    )  # fmt: skip
-
-
 class Weights:
     """Homes of all weights under a layout, the slots, and what is bound to the modules right now."""
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        stored: dict[str, Origin],
-        held: dict[str, torch.dtype],
-        layout: Layout,
-        machine: Machine,
-        dtype: torch.dtype,
-    ) -> None:
-        self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, dtype
-        self._stored, self._held = stored, held
+    def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
+        skeleton = opened.skeleton
+        self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, opened.dtype
+        self._stored, self._held = opened.stored, opened.held
         self._regions = Regions(machine)
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}

@@ -1,0 +1,127 @@
+"""Our side of bench.plan: reads an Asked on stdin, prints one JSON line: what was predicted, and what came of it.
+
+flexengine is imported inside the functions, so that the driver can read this module without it.
+"""
+
+import contextlib
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from bench.harness import Job, Record, peak_rss, versions
+
+RUN, MEASURE, ASSUME = "run", "measure", "assume"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked of a process. task: RUN the job, MEASURE its machine and model, or ASSUME their rates.
+
+    links: bytes per second by link of a sim machine. hardware: fields of the rates to plan with.
+    """
+
+    job: Job
+    task: str = RUN
+    links: dict[str, float] | None = None
+    hardware: Record | None = None
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Asked":
+        """The reverse of to_json."""
+        fields = json.loads(text)
+        return Asked(**fields | {"job": Job.from_json(json.dumps(fields["job"]))})
+
+
+def engine_of(asked: Asked) -> Any:
+    """The engine, open but with nothing loaded."""
+    from flexengine import Engine, Policy
+    from flexengine.plan.hardware import Hardware
+    from flexengine.tier.machine import Links
+
+    job = asked.job
+    options: dict[str, Any] = {"device": job.device, "device_mem": job.device_mem, "offload_dir": job.scratch}
+    options |= {"policy": Policy(**job.policy) if job.policy else None}
+    options |= {"links": Links(**asked.links) if asked.links else None}
+    options |= {"hardware": Hardware.from_json(asked.hardware, "bench.plan") if asked.hardware else None}
+    return Engine(job.model, **{k: v for k, v in options.items() if v is not None})
+
+
+def rates(asked: Asked) -> Record:
+    """The hardware that all runs plan with. It is called not measured: then no run corrects what is kept of it."""
+    from flexengine.plan.assumed import assumed
+
+    with engine_of(asked) as engine:
+        began = time.perf_counter()
+        if asked.task == MEASURE:
+            engine.planner.say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+            hardware = engine.planner.hardware()
+        else:
+            hardware = assumed(engine.machine.kind, engine.machine.capacity)
+        seconds = time.perf_counter() - began
+    return {"hardware": {**hardware.to_json(), "measured": False}, "seconds": seconds, "versions": versions()}
+
+
+def run(asked: Asked) -> Record:
+    """Plans, predicts, runs; {"refused": why} where the policy does not fit."""
+    from flexengine import SamplingParams
+    from flexengine.errors import OutOfMemory
+    from flexengine.plan.layout import Workload
+
+    requests = asked.job.requests
+    sizes = Counter((len(r.prompt_token_ids), r.max_tokens) for r in requests)
+    rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in requests]
+    began = time.perf_counter()
+    with engine_of(asked) as engine:
+        opened = time.perf_counter()
+        try:
+            layout = engine.plan(Workload(sizes))
+            planned = time.perf_counter()
+            prediction = engine.planner.cost(Workload(sizes)).predict(layout)
+            start = time.perf_counter()
+            results = engine.generate(rows, SamplingParams(ignore_eos=True))
+        except OutOfMemory as error:
+            return {"refused": str(error), "versions": versions()}
+        seconds, summary = time.perf_counter() - start, dict(engine.summary)
+    if errors := [r.error for r in results if r.error]:
+        raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
+    return {
+        "generated_tokens": sum(len(r.token_ids) for r in results),
+        "seconds": seconds,
+        "open_seconds": opened - began,
+        "planning_seconds": planned - opened,
+        "peak_rss": peak_rss(),
+        "token_ids": [list(r.token_ids) for r in results],
+        "versions": versions(),
+        "summary": summary,
+        "predicted": {
+            "seconds": prediction.seconds,
+            "load_seconds": prediction.load_seconds,
+            "lanes": prediction.busy,
+            "sweeps": sum(prediction.counts.values()),
+            "fractions": prediction.fractions,
+        },
+    }
+
+
+def perform(asked: Asked) -> Record:
+    """What is asked."""
+    return run(asked) if asked.task == RUN else rates(asked)
+
+
+def main() -> None:
+    """One process."""
+    asked = Asked.from_json(sys.stdin.read())
+    with contextlib.redirect_stdout(sys.stderr):
+        line = perform(asked)
+    print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,199 @@
+"""The frozen cases of bench.plan: machines, workloads, given policies, and the grids that `auto` must keep up with.
+
+No torch and no flexengine here: policies are the fields of a policy file.
+"""
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from bench.cases import Case, Lengths, fixed
+
+Fields = dict[str, Any]
+Split = tuple[float, float, float]
+
+DEMO, OPT, TINY = "demo", "opt-1.3b", "opt-tiny"
+ALL: Split = (1.0, 0.0, 0.0)
+HOST: Split = (0.0, 1.0, 0.0)
+MIXED_IN, MIXED_OUT = Lengths(16, 256), Lengths(8, 32)
+
+
+@dataclass(frozen=True)
+class MachineCase:
+    """Where a case runs. links: bytes per second by link of a sim machine; memory: bytes of the process's cgroup;
+    without: device_mem where no cgroup can be made."""
+
+    device: str = "cpu"
+    device_mem: str | None = None
+    links: dict[str, float] | None = None
+    memory: int | None = None
+    without: str | None = None
+
+    @property
+    def rates(self) -> str:
+        """Equal for machines whose rates are measured once for all."""
+        return f"{self.device} {sorted((self.links or {}).items())} {self.memory}"
+
+
+CPU = MachineCase()
+LINKS = {"h2d": 3e9, "d2h": 3e9, "disk_read": 1e9, "disk_write": 5e8}
+SIM = MachineCase("sim", links=LINKS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A policy with defaults that suit a case; `policy` has the fields of a policy file."""
+
+    gpu_batch_size: int
+    num_gpu_batches: int = 1
+    weights: Split = ALL
+    cache: Split = ALL
+    activations: Split = ALL
+    slots: int = 2
+    schedule: str = "continuous"
+    prefill_tokens: int = 512
+
+    @property
+    def policy(self) -> Fields:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class ErrorCase:
+    """A run whose seconds are predicted: the given policy's, on that machine, for the rows of `case`."""
+
+    model: str
+    machine: MachineCase
+    case: Case
+    shape: Shape
+
+
+@dataclass(frozen=True)
+class AutoCase:
+    """A workload and a machine; `grid` is tried in its order until `tried` policies have run."""
+
+    name: str
+    model: str
+    machine: MachineCase
+    case: Case
+    grid: tuple[Shape, ...] = field(repr=False)
+    tried: int = 24
+
+
+def long_prompts(rows: int) -> Case:
+    """128 tokens in, 16 out."""
+    return Case("long prompts", rows, fixed(128), fixed(16))
+
+
+def mixed(rows: int, seed: int = 0) -> Case:
+    """16 to 256 tokens in, 8 to 32 out."""
+    return Case("mixed", rows, MIXED_IN, MIXED_OUT, seed)
+
+
+def long_outputs(rows: int) -> Case:
+    """16 tokens in, 24 out."""
+    return Case("long outputs", rows, fixed(16), fixed(24))
+
+
+# Two models, two machines, three workloads. Block shapes, schedules, slots and splits differ from run to run; nothing
+# in the measuring or the cost model has seen these. Rows are such that a run takes about 8 to 25 s on two cores.
+ERROR = (
+    ErrorCase(DEMO, CPU, long_prompts(80), Shape(20, 2, schedule="zigzag", prefill_tokens=256)),
+    ErrorCase(DEMO, CPU, mixed(80), Shape(24, 2, weights=(0.4, 0.0, 0.6))),
+    ErrorCase(DEMO, CPU, long_outputs(144), Shape(36, 2, cache=(0.5, 0.0, 0.5), schedule="diagonal")),
+    ErrorCase(OPT, CPU, long_prompts(12), Shape(6, 2, weights=(0.6, 0.0, 0.4), slots=1, schedule="zigzag")),
+    ErrorCase(OPT, CPU, mixed(10), Shape(5, 2, weights=(0.3, 0.3, 0.4), activations=(0.0, 0.0, 1.0))),
+    ErrorCase(OPT, CPU, long_outputs(36), Shape(36, 1, cache=(0.25, 0.0, 0.75), schedule="row")),
+    ErrorCase(DEMO, SIM, long_prompts(72), Shape(12, 4, weights=HOST, cache=HOST)),
+    ErrorCase(DEMO, SIM, mixed(64), Shape(16, 2, weights=(0.5, 0.5, 0.0), activations=HOST, slots=1)),
+    ErrorCase(DEMO, SIM, long_outputs(128), Shape(64, 2, weights=(0.2, 0.5, 0.3), schedule="diagonal")),
+    ErrorCase(OPT, SIM, long_prompts(12), Shape(4, 3, weights=(0.2, 0.8, 0.0), schedule="zigzag", prefill_tokens=256)),
+    ErrorCase(OPT, SIM, mixed(10), Shape(10, 1, weights=(0.7, 0.0, 0.3), cache=(0.5, 0.5, 0.0))),
+    ErrorCase(OPT, SIM, long_outputs(32), Shape(16, 2, (0.4, 0.6, 0.0), HOST, HOST, slots=1)),
+)
+
+
+def product(
+    shapes: Sequence[tuple[int, int]],
+    weights: Sequence[Split] = (ALL,),
+    caches: Sequence[Split] = (ALL,),
+    prefill_tokens: Sequence[int] = (512,),
+    schedules: Sequence[str] = ("continuous",),
+) -> list[Shape]:
+    """Every combination. shapes: (gpu_batch_size, num_gpu_batches)."""
+    axes = itertools.product(shapes, weights, caches, prefill_tokens, schedules)
+    return [Shape(g, n, split, kv, prefill_tokens=most, schedule=order) for (g, n), split, kv, most, order in axes]
+
+
+def spread(shapes: Sequence[Shape], spare: Sequence[Shape] = ()) -> tuple[Shape, ...]:
+    """In an order drawn once, so that the machine's moods fall on good and bad policies alike. spare: tried after them,
+    for those that do not fit."""
+    return (*random.Random("grid").sample(list(shapes), len(shapes)), *spare)
+
+
+def to_host(*device: float) -> list[Split]:
+    """Weights on the device up to these shares, the rest on the host."""
+    return [(share, round(1 - share, 3), 0.0) for share in device]
+
+
+def to_disk(*device: float) -> list[Split]:
+    """Weights on the device up to these shares, the rest on disk."""
+    return [(share, 0.0, round(1 - share, 3)) for share in device]
+
+
+# Everything fits: only block, gpu_batch, micro-batch and schedule matter.
+RESIDENT_GRID = spread(
+    [
+        *product([(32, 1), (32, 2), (32, 3), (96, 1)], prefill_tokens=(128, 512, 2048)),
+        *product([(16, 6), (48, 2)], prefill_tokens=(128, 512), schedules=("continuous", "zigzag", "diagonal")),
+    ],
+    product([(64, 1), (24, 4)], prefill_tokens=(256, 1024)),
+)
+# A device of 1.6 GB, of which the KV cache of all rows takes 0.3: the larger the block, the fewer weights stay.
+HOST_GRID = spread(
+    [
+        *product([(32, 1), (16, 2)], to_host(0.2, 0.3, 0.35, 0.4)),
+        *product([(32, 1), (16, 2)], to_host(0.3, 0.4, 0.45, 0.5), [HOST]),
+        *product([(16, 1), (8, 2)], to_host(0.4, 0.5)),
+        *product([(8, 4)], to_host(0.3, 0.4), prefill_tokens=(128,), schedules=("continuous", "diagonal")),
+    ],
+    product([(32, 1), (16, 2)], to_host(0.1, 0.25, 0.375), prefill_tokens=(256,)),
+)
+# About 1.5 GB of RAM for tensors, of which the KV cache of all rows takes 0.3.
+DISK_GRID = spread(
+    [
+        *product([(32, 1), (16, 2)], to_disk(0.1, 0.2, 0.275, 0.325, 0.35, 0.375, 0.4)),
+        *product([(16, 1)], to_disk(0.3, 0.35, 0.4), prefill_tokens=(128, 512)),
+        *product([(8, 4)], to_disk(0.2, 0.35), prefill_tokens=(128,), schedules=("continuous", "diagonal")),
+    ],
+    product([(32, 1), (16, 2)], to_disk(0.0, 0.15, 0.25, 0.3), prefill_tokens=(256,)),
+)
+
+STREAMED = Case("streamed", 32, fixed(16), fixed(8))
+HOST_MACHINE = MachineCase("sim", "1600M", LINKS)
+DISK_MACHINE = MachineCase("cpu", memory=2_000_000_000, without="1500M")
+AUTO = {
+    case.name: case
+    for case in (
+        AutoCase("resident", DEMO, CPU, Case("mixed", 96, Lengths(16, 96), Lengths(8, 32)), RESIDENT_GRID),
+        AutoCase("host", OPT, HOST_MACHINE, STREAMED, HOST_GRID),
+        AutoCase("disk", OPT, DISK_MACHINE, STREAMED, DISK_GRID),
+    )
+}
+
+# The same on a model of three small layers, for tests.
+_FEW = Case("few", 6, Lengths(3, 9), Lengths(2, 5))
+_SLOW = {"h2d": 2e8, "d2h": 2e8}
+ERROR_QUICK = (
+    ErrorCase(TINY, CPU, _FEW, Shape(2, 2, weights=(0.5, 0.0, 0.5), schedule="zigzag")),
+    ErrorCase(TINY, MachineCase("sim", links=_SLOW), _FEW, Shape(3, 1, HOST, HOST, HOST, slots=1)),
+)
+_QUICK_GRID = (Shape(2, 1, ALL), *product([(2, 1), (2, 3), (6, 1)], to_host(0.0, 0.3)))
+AUTO_QUICK = {
+    "resident": AutoCase("resident", TINY, CPU, _FEW, tuple(product([(2, 1), (2, 3), (6, 1), (3, 2)])), tried=4),
+    "host": AutoCase("host", TINY, MachineCase("sim", "520K", _SLOW), _FEW, _QUICK_GRID, tried=4),
+    "disk": AutoCase("disk", TINY, MachineCase("cpu", memory=1_500_000_000, without="1M"), _FEW,
+                     tuple(product([(2, 1), (2, 3), (6, 1)], to_disk(0.3, 0.6))), tried=4),
+}  # fmt: skip

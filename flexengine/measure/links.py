@@ -1,0 +1,197 @@
+"""How fast bytes cross each link, measured through the tiers themselves, so that throttles and detours count."""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
+from flexengine.plan.hardware import Table
+from flexengine.tier.base import ALIGN, Home
+from flexengine.tier.disk import DiskTier
+from flexengine.tier.machine import Machine
+from flexengine.tier.wrap import Throttled
+from flexengine.worker.regions import Regions
+
+KIB, MIB = 1 << 10, 1 << 20
+COPIES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)  # bytes of a transfer
+SPILLS = (64 * KIB, 256 * KIB, MIB, 8 * MIB)
+READS = (256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
+COPIED = 128 * MIB  # of each memory, which no cache holds
+SPILLED = 256 * MIB  # most of the offload directory
+LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
+WRITTEN = 128 * MIB  # of that file
+COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.2, 0.3  # for each size
+PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
+WHAT = "measuring"
+DTYPE = torch.bfloat16  # of what is moved; it lands as it is
+
+
+@dataclass(frozen=True)
+class LinkRates:
+    """links: by lane (bytes of a transfer, bytes per second); checkpoint_read: the same of the model's own files."""
+
+    links: Mapping[str, Table]
+    checkpoint_read: Table
+
+
+def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRates:
+    """Rates of this machine's links. checkpoint: the model's safetensors files, where there are any.
+
+    Takes about five seconds, and leaves the ledgers as they were. Raises OutOfMemory if not even a few pages are free,
+    InvalidInput if the offload directory cannot be written.
+    """
+    with unnoticed(machine):
+        links = _copies(machine) | _spills(machine)
+        return LinkRates(links, _checkpoint_read(machine, checkpoint))
+
+
+def _sizes(wanted: Sequence[int], most: int) -> list[int]:
+    """Those that fit, or the largest that does."""
+    return [size for size in wanted if size <= most] or [max(ALIGN, most // ALIGN * ALIGN)]
+
+
+def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine) -> Table:
+    """(size, bytes per second) of call(size, number), typically: a disk has good and bad moments of its own."""
+    points: list[tuple[float, float]] = []
+    for size in sizes:
+        if points and size / points[-1][1] > PATIENCE:
+            break
+        seconds = seconds_per_call(lambda i, size=size: call(size, i), budget, machine, median)  # type: ignore[misc]
+        points.append((float(size), size / seconds))
+    return tuple(points)
+
+
+def _copies(machine: Machine) -> dict[str, Table]:
+    """h2d and, where the device has a memory of its own, d2h."""
+    most = min(COPIED, room(machine, "device", "host"))
+    sizes = _sizes(COPIES, most // 2)
+    total = max(sizes[-1], most // sizes[-1] * sizes[-1])
+    regions = Regions(machine)
+    try:
+        home, near = (regions.take(tier, total, WHAT, DTYPE) for tier in ("host", "device"))
+        fill(machine.host.view(home))
+        target = fill(machine.device.view(near))
+
+        def load(size: int, i: int) -> None:
+            part, at = _part(home, size, i), _at(total, size, i) // DTYPE.itemsize
+            machine.host.load_all([(part, target[at : at + size // DTYPE.itemsize])])
+
+        def store(size: int, i: int) -> None:
+            part, at = _part(home, size, i), _at(total, size, i) // DTYPE.itemsize
+            machine.host.store(target[at : at + size // DTYPE.itemsize], part)
+
+        found = {"h2d": _table(sizes, COPY_SECONDS, load, machine)}
+        if not machine.capacity.shared:
+            found["d2h"] = _table(sizes, COPY_SECONDS, store, machine)
+    finally:
+        regions.free()
+    return found
+
+
+def _at(total: int, size: int, i: int) -> int:
+    """Where the i-th of the transfers that walk through `total` bytes begins."""
+    return i % max(1, total // size) * size
+
+
+def _part(home: Home, size: int, i: int) -> Home:
+    return home.part(_at(home.nbytes, size, i), size)
+
+
+def _spills(machine: Machine) -> dict[str, Table]:
+    """disk_write and disk_read of the offload directory. Where its files are read directly no cache answers; where
+    they cannot be, a cache answers the engine as well."""
+    tier = "device" if machine.capacity.shared else "host"
+    sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, "disk")))
+    total = max(sizes[-1], min(SPILLED, room(machine, "disk")) // sizes[-1] * sizes[-1])
+    regions = Regions(machine)
+    try:
+        spill = regions.take("disk", total, WHAT, DTYPE)
+        near = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
+        fill(near)
+        written = sizes[-1]
+
+        def write(size: int, i: int) -> None:
+            nonlocal written
+            part = _part(spill, size, i)
+            machine.disk.store(near[: size // DTYPE.itemsize], part)
+            written = max(written, part.start - spill.start + size)
+
+        def read(size: int, i: int) -> None:  # only what was written: a gap is read without the disk
+            machine.disk.load_all([(_part(spill.part(0, written), size, i), near[: size // DTYPE.itemsize])])
+
+        writes = _table(sizes, SPILL_SECONDS, write, machine)
+        return {"disk_write": writes, "disk_read": _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)}
+    finally:
+        regions.free()
+
+
+def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
+    tier = "device" if machine.capacity.shared else "host"
+    regions = Regions(machine)
+    try:
+        with readable(machine, checkpoint) as files:
+            sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
+            near = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE)))
+            streams = {size: stretches(machine, files, size) for size in sizes}
+
+            def read(size: int, _: int) -> None:
+                machine.disk.load_all([(next(streams[size]), near[: size // DTYPE.itemsize])])
+
+            return _table(sizes, READ_SECONDS, read, machine)
+    finally:
+        regions.free()
+
+
+def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Home]:
+    """Stretches of `size` bytes, one after the other through all files, over and over."""
+    while True:
+        for path, length in files.items():
+            for start in range(0, length - size + 1, size):
+                yield machine.disk.checkpoint(path, start, size, DTYPE)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
+    """Files to read, with their bytes, none of them cached: the model's own or, if it is small, one made for this."""
+    own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
+    if sum(own.values()) >= LEAST_CHECKPOINT:
+        for path in own:
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        yield own
+        return
+    regions = Regions(machine)
+    regions.take("disk", ALIGN, WHAT)  # makes the offload directory
+    try:
+        folder = offload_directory(machine)
+        with tempfile.NamedTemporaryFile(prefix="flexengine-", suffix=".measuring", dir=folder) as f:
+            length = _write(f.fileno(), min(WRITTEN, room(machine, "disk")))
+            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            machine.disk.checkpoint(Path(f.name), 0, length, DTYPE)  # type: ignore[attr-defined]
+            yield {Path(f.name): length}
+            f.truncate(0)  # the tier keeps it open, but it takes no room
+    finally:
+        regions.free()
+
+
+def _write(file: int, most: int) -> int:
+    """Bytes written and synced within about a second."""
+    block = fill(torch.empty(8 * MIB, dtype=torch.uint8), 50.0).numpy().data
+    began, done = time.perf_counter(), 0
+    while done < most and (not done or time.perf_counter() - began < PATIENCE):
+        done += os.write(file, block[: min(len(block), most - done)])
+        os.fdatasync(file)
+    return done // ALIGN * ALIGN or done
+
+
+def offload_directory(machine: Machine) -> Path:
+    disk = machine.disk.inner if isinstance(machine.disk, Throttled) else machine.disk
+    assert isinstance(disk, DiskTier)
+    return disk.directory

@@ -1,0 +1,260 @@
+"""How long the layers and the head of one model take, with random weights in its own modules; no checkpoint is read."""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flexengine.config import SamplingParams
+from flexengine.kernels import Kernels
+from flexengine.measure.links import WHAT
+from flexengine.measure.timing import fill, room, seconds_per_call, undisturbed, unnoticed
+from flexengine.model.forward import Attend, Embed, Forward, Inputs, Layer, Pause
+from flexengine.model.sample import Draw, sample
+from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.plan.hardware import Table
+from flexengine.plan.layout import ModelFacts, aligned
+from flexengine.tier.machine import Machine
+from flexengine.worker.regions import Regions
+
+TOKENS = (1, 4, 16, 64, 128, 256, 512)  # of a gpu_batch
+ROWS = (1, 8, 64)  # of logits
+UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
+LAYER_SECONDS, HEAD_SECONDS = 5.0, 0.5  # for all sizes of layers, for each of the head
+PASSES = 5  # at most, for each size
+
+
+def measure_model(
+    skeleton: Skeleton,
+    facts: ModelFacts,
+    held: Mapping[str, torch.dtype],
+    kernels: Kernels,
+    machine: Machine,
+    most_tokens: int = 512,
+) -> tuple[dict[str, Table], dict[str, Table]]:
+    """Tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention, and of
+    logits and greedy tokens by rows, with what a pass costs before its first layer.
+
+    What does not fit into the memory there is, or into the time, is missing. Takes up to eight seconds. Afterwards the
+    skeleton's modules hold what they held before. kernels: not used, since attention is not in the figures.
+    """
+    with torch.no_grad(), unnoticed(machine):
+        names = [facts.signature(j) for j in range(len(facts.layers))]
+        layers, start = _layers(skeleton, names, held, machine, [n for n in TOKENS if n <= most_tokens])
+        return layers, {facts.head_signature: _head(skeleton, held, machine, start)}
+
+
+def _layers(
+    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, tokens: Sequence[int]
+) -> tuple[dict[str, Table], float]:
+    """Seconds by signature and tokens, and those of a pass of one token before its first layer."""
+    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    start = 0.0
+    with random_weights(skeleton, names, held, machine) as bound:
+        if not bound:
+            return {}, start
+        began = time.perf_counter()
+        for i, n in enumerate(tokens):
+            spent = time.perf_counter() - began
+            last = max((points[-1][1] for points in tables.values()), default=0.0)
+            if spent + 2 * last > LAYER_SECONDS:
+                break  # rates are taken to be constant beyond the last point
+            budget = (LAYER_SECONDS - spent) / (len(tokens) - i)
+            found, before = time_layers(skeleton, names[:bound], machine, n, budget)
+            start = start or before
+            for name, seconds in found.items():
+                tables[name].append((float(n), seconds))
+    return {name: tuple(points) for name, points in tables.items()}, start
+
+
+def time_layers(
+    skeleton: Skeleton, names: Sequence[str], machine: Machine, tokens: int, budget: float
+) -> tuple[dict[str, float], float]:
+    """Seconds of a layer by signature, and of what comes before the first, at so many tokens. The layers named
+    have weights. Passes are begun for `budget` seconds; each is abandoned after those layers, or when every signature
+    was met and the time is over."""
+    found: dict[str, list[float]] = defaultdict(list)
+    starts: list[float] = []
+    trial = Trial(skeleton, machine, tokens)
+    began = time.perf_counter()
+    for number in range(PASSES):
+        for layer, seconds in trial.walk(len(names)):
+            late = time.perf_counter() - began > budget
+            if layer < 0:
+                starts.append(seconds)
+            elif number or layer or late:  # the very first layer meets cold code
+                found[names[layer]].append(seconds)
+            if late and len(found) == len(set(names)):
+                break
+        if time.perf_counter() - began > budget and found:
+            break
+    return {name: undisturbed(times) for name, times in found.items()}, undisturbed(starts)
+
+
+@dataclass
+class Trial:
+    """Passes of `tokens` packed tokens through a skeleton whose first layers have weights; attention costs nothing."""
+
+    skeleton: Skeleton
+    machine: Machine
+    tokens: int
+    answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+    def walk(self, count: int) -> Iterator[tuple[int, float]]:
+        """(layer, seconds) of the first `count` layers; layer -1 is what comes before them."""
+        inputs, rows = self._inputs()
+        self.machine.settle()
+        began = time.perf_counter()
+        forward = Forward(self.skeleton.model, inputs, self.skeleton.invariance)
+        event = forward.resume()
+        assert isinstance(event, Embed)
+        event = self._on(forward, (rows, inputs.positions - inputs.positions.min()))
+        yield -1, time.perf_counter() - began
+        while isinstance(event, Layer) and event.index < count:
+            layer, hidden = event.index, event.hidden
+            began = time.perf_counter()
+            attend = forward.resume(hidden)
+            assert isinstance(attend, Attend)
+            event = self._on(forward, self._answer(attend))
+            yield layer, time.perf_counter() - began
+
+    def _on(self, forward: Forward, value: Any) -> Pause:
+        event = forward.resume(value)
+        self.machine.settle()
+        return event
+
+    def _inputs(self) -> tuple[Inputs, Tensor]:
+        """Different tokens, so that experts are chosen as by real ones, and their embedding rows."""
+        on, width = self.machine.compute, self.skeleton.embedding[1][1]
+        positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
+        rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
+        inputs = Inputs(positions[None].to(on), positions[None].to(on), torch.zeros(1, dtype=torch.int64, device=on))
+        return inputs, rows
+
+    def _answer(self, event: Attend) -> Tensor:
+        shape = (1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
+        if shape not in self.answers:
+            self.answers[shape] = fill(event.q.new_empty(shape), 1.0)
+        return self.answers[shape]
+
+
+@contextmanager
+def random_weights(
+    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine
+) -> Iterator[int]:
+    """Puts random weights into the modules for a while; yields how many of the first layers have some.
+
+    That is as many as it takes to meet every signature with UNCACHED bytes of its layers, or all of them. Layers of one
+    signature share weights where memory is short; none has any where there is not even room for one of each.
+    """
+    regions, before = Regions(machine), _Before(skeleton)
+    try:
+        before.move_buffers(skeleton, machine.compute)
+        yield _give(skeleton, names, held, machine, regions)
+    finally:
+        before.restore()
+        regions.free()
+
+
+def _give(
+    skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
+) -> int:
+    """Binds the weights; see random_weights."""
+    left = room(machine, "device")
+    sizes = {name: _size(skeleton.layers[names.index(name)], held) for name in names}
+    if _size(skeleton.others, held) + sum(sizes.values()) > left:
+        return 0
+    left -= _size(skeleton.others, held)
+    copies = {name: min(names.count(name), -(-UNCACHED // sizes[name])) for name in sizes}
+    _bind(skeleton.others, _random(skeleton.others, held, machine, regions))
+    sets: dict[str, list[list[Tensor]]] = defaultdict(list)
+    met: dict[str, int] = defaultdict(int)
+    for j, name in enumerate(names):
+        needed = sum(sizes[other] for other in sizes if not sets[other] and other != name)
+        if len(sets[name]) < copies[name] and (not sets[name] or sizes[name] + needed <= left):
+            sets[name].append(_random(skeleton.layers[j], held, machine, regions))
+            left -= sizes[name]
+        _bind(skeleton.layers[j], sets[name][met[name] % len(sets[name])])
+        met[name] += 1
+        if all(met[other] >= copies[other] for other in sizes):
+            return j + 1
+    return len(names)
+
+
+def _size(slots: Mapping[str, Slot], held: Mapping[str, torch.dtype]) -> int:
+    """Bytes that random weights of these slots take, at least 1."""
+    return sum(aligned(_elements(slot) * held[name].itemsize) for name, slot in slots.items()) or 1
+
+
+def _elements(slot: Slot) -> int:
+    return int(torch.Size(slot.shape).numel())
+
+
+def _random(
+    slots: Mapping[str, Slot], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
+) -> list[Tensor]:
+    """Tensors for these slots, in their order."""
+    found = []
+    for name, slot in slots.items():
+        home = regions.take("device", _elements(slot) * held[name].itemsize, WHAT, held[name])
+        found.append(fill(machine.device.view(home)).view(slot.shape))
+    return found
+
+
+def _bind(slots: Mapping[str, Slot], tensors: Sequence[Tensor]) -> None:
+    for slot, tensor in zip(slots.values(), tensors, strict=True):
+        _place(slot)[slot.name] = torch.nn.Parameter(tensor, requires_grad=False)
+
+
+def _place(slot: Slot) -> dict[str, Any]:
+    """The module's dict that holds what this slot names."""
+    parameters: dict[str, Any] = slot.module._parameters  # type: ignore[assignment]
+    return parameters if slot.name in parameters else slot.module._buffers
+
+
+class _Before:
+    """What the skeleton's modules hold, to be put back. Buffers that have values go to the device meanwhile."""
+
+    def __init__(self, skeleton: Skeleton) -> None:
+        slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
+        self._held = [(_place(slot), slot.name, _place(slot)[slot.name]) for slot in slots]
+
+    def move_buffers(self, skeleton: Skeleton, device: torch.device) -> None:
+        for module in skeleton.model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
+                    self._held.append((module._buffers, key, buffer))
+                    module._buffers[key] = buffer.to(device)
+
+    def restore(self) -> None:
+        for place, name, held in self._held:
+            place[name] = held
+
+
+def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:
+    """Seconds of logits and their tokens by rows. Of a head too large for the memory, some rows stand for all."""
+    name, (vocabulary, width) = skeleton.head
+    dtype = held[name if name in held else skeleton.embedding[0]]
+    rows = min(vocabulary, max(1, room(machine, "device") // (width * dtype.itemsize)))
+    regions = Regions(machine)
+    try:
+        home = regions.take("device", rows * width * dtype.itemsize, WHAT, dtype)
+        weight = fill(machine.device.view(home)).view(rows, width)
+        points = []
+        for count in ROWS:
+            x = fill(torch.empty(1, count, width, dtype=skeleton.product.dtype, device=machine.compute), 1.0)
+            draws = [Draw(SamplingParams(), i, 0, (1,), ()) for i in range(count)]
+
+            def call(_: int, x: Tensor = x, draws: list[Draw] = draws) -> object:
+                return sample(skeleton.product(x, weight)[0].float(), draws)
+
+            seconds = seconds_per_call(call, HEAD_SECONDS, machine)
+            points.append((float(count), start + seconds * vocabulary / rows))
+        return tuple(points)
+    finally:
+        regions.free()

@@ -1,0 +1,92 @@
+"""What the engine's own bookkeeping costs: a layer's modules, handing over tasks, sweeps and their sequences."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+
+from flexengine import kernels as available
+from flexengine.config import SamplingParams
+from flexengine.measure.model import random_weights, time_layers
+from flexengine.measure.timing import MOST, seconds_per_call
+from flexengine.model.skeleton import build
+from flexengine.model.stop import Stops
+from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
+from flexengine.policy import Policy
+from flexengine.runtime.execute import Executor
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.program import Program
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.tier.machine import Machine
+from flexengine.worker.cache import Cache, packed
+
+SECONDS = 0.15  # for each figure
+LAYERS, BATCHES = 16, 4  # of an empty program
+SEQUENCES, PROMPT = 64, 200  # of a sweep: how many, of how many tokens
+TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, num_hidden_layers=4,
+            num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)  # fmt: skip
+
+
+def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
+    """Of one layer of a model so small that computing takes no time: calling modules, pausing and resuming."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        skeleton = build(Path(folder), dtype)
+    names = ["layer"] * len(skeleton.layers)
+    held = {name: dtype for group in (*skeleton.layers, skeleton.others) for name in group}
+    with random_weights(skeleton, names, held, machine):
+        return time_layers(skeleton, names, machine, 1, SECONDS)[0]["layer"]
+
+
+def task_seconds(machine: Machine) -> float:
+    """Of one task that does nothing, in a program whose weights are streamed: each cell waits for another lane."""
+    program = Program([("host",)] * LAYERS, LAYERS, 2, machine.routes)
+    batches = [Batch((Piece(k, 0, 1, True),), "device", "device") for k in range(BATCHES)]
+    counts: list[int] = []
+
+    def sweep(number: int) -> None:
+        tasks = list(program.sweep(number, batches, True))
+        counts.append(len(tasks))
+        executor.run(tasks)
+
+    with Executor(lambda _: None, machine.lanes) as executor:
+        seconds = seconds_per_call(sweep, SECONDS)
+    return seconds / counts[-1]
+
+
+def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
+    """(of a sweep, of each sequence in it): forming batches, the cache's tables, inputs, booking what was sampled."""
+    one, many = _sweep(machine, dtype, 1), _sweep(machine, dtype, SEQUENCES)
+    each = max(1e-9, (many - one) / (SEQUENCES - 1))
+    return max(1e-9, one - each), each
+
+
+def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
+    """Seconds of one sweep in which `count` sequences are alive and decode."""
+    tensor = TensorFact("w", 1, 1, 1)
+    facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
+    policy, workload = Policy(count, 1), Workload({(PROMPT, MOST + 2): count})
+    endless = Capacity(None, None, None, machine.capacity.shared, machine.capacity.staged)
+    layout = lay_out(facts, policy, workload, endless)
+    cache = Cache(facts, layout, machine, available.load(), dtype)
+    try:
+        sweeps = Sweeps(policy, layout.pools)
+        for i in range(count):
+            sweeps.add(Sequence(i, PROMPT, MOST + 2))
+        stops, generated = Stops(None, SamplingParams(), {-1}), list(range(PROMPT))
+
+        def sweep(_: int) -> None:
+            batches = sweeps.begin(cache.claim)
+            for batch in batches:
+                cache.view(batch, sweeps.live)
+                pieces = packed(batch)
+                for numbers in ([p.start for p in pieces], [p.count for p in pieces], [p.sequence for p in pieces]):
+                    torch.tensor([numbers]).to(machine.compute)
+            for _ in sweeps.live:
+                stops.reason(generated)
+            sweeps.advance(batches, set())
+
+        return seconds_per_call(sweep, SECONDS, machine)
+    finally:
+        cache.close()

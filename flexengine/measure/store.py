@@ -1,0 +1,196 @@
+"""What was measured, kept per machine, and put together with what is free now: `obtain` is what the engine calls."""
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+from flexengine import __version__
+from flexengine import kernels as available
+from flexengine.config import cache_root
+from flexengine.kernels import Kernels
+from flexengine.measure.kernels import measure_crosstalk, measure_kernels
+from flexengine.measure.links import measure_links
+from flexengine.measure.model import measure_model
+from flexengine.measure.timing import noticing
+from flexengine.model.linear import numerics
+from flexengine.model.skeleton import Skeleton
+from flexengine.plan.hardware import Hardware, Table
+from flexengine.plan.layout import ModelFacts
+from flexengine.tier.machine import Machine
+from flexengine.tier.wrap import Throttled
+
+PATIENCE = 30.0  # seconds after which crosstalk is left out
+LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0  # of a correction
+Say = Callable[[str], None]
+
+
+def obtain(
+    machine: Machine,
+    offload_dir: Path,
+    skeleton: Skeleton,
+    facts: ModelFacts,
+    held: Mapping[str, torch.dtype],
+    kernels: Kernels,
+    checkpoint_files: Sequence[Path],
+    measure: bool,
+    say: Say | None = None,
+) -> Hardware | None:
+    """This machine's Hardware with the model's own layers and head, and with what may be used of it now.
+
+    What the cache lacks is measured, within a minute, if `measure`; else it is missing, and without the machine itself
+    the answer is None. say: told what is being measured. Weights should not be loaded yet: they take the room.
+    """
+    key = key_of(machine, offload_dir, skeleton.product.dtype, checkpoint_files)
+    say = say or _silent
+    hardware = cached(key)
+    if hardware is None and not measure:
+        return None
+    if hardware is None:
+        hardware = measure_machine(machine, skeleton.product.dtype, checkpoint_files, say)
+        keep(key, hardware)
+    wanted = {facts.signature(j) for j in range(len(facts.layers))}
+    known = wanted <= set(hardware.layers) and facts.head_signature in hardware.heads
+    if measure and not known:
+        say("measuring the model's layers")
+        with noticing(say):
+            layers, heads = measure_model(skeleton, facts, dict(held), kernels, machine)
+        hardware = replace(hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads})
+        keep(key, hardware)
+    return with_capacity(hardware, machine)
+
+
+def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:
+    """All that does not depend on the model, its capacities apart. Takes about ten seconds."""
+    began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
+    with noticing(say):
+        say("measuring this machine's links")
+        links = measure_links(machine, checkpoint)
+        say("measuring this machine's kernels")
+        rates = measure_kernels(machine, dtype)
+        if time.perf_counter() - began < PATIENCE:
+            say("measuring what slows what")
+            crosstalk = measure_crosstalk(machine, checkpoint)
+    return Hardware(
+        machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
+        crosstalk=crosstalk, measured=True, **vars(rates),
+    )  # fmt: skip
+
+
+def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
+    """The same with what may be used of this machine now, which changes from run to run."""
+    capacity = machine.capacity
+    host = None if capacity.shared else capacity.host
+    return replace(hardware, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk)
+
+
+def corrected(hardware: Hardware, factors: Mapping[str, float], facts: ModelFacts) -> Hardware:
+    """What a run has shown: `factors` by lane, its real seconds over the predicted ones (0.2 to 5 are believed).
+
+    Links slow down by theirs, disk_read together with the reading of checkpoints; "device" lengthens the seconds of
+    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay.
+    """
+    by = {lane: min(MOST_FACTOR, max(LEAST_FACTOR, factor)) for lane, factor in factors.items()}
+    links = {lane: _times(table, 1 / by.get(lane, 1.0)) for lane, table in hardware.links.items()}
+    own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
+    device = by.get("device", 1.0)
+
+    def stretched(tables: Mapping[str, Table]) -> dict[str, Table]:
+        return {name: _times(table, device) if name in own else table for name, table in tables.items()}
+
+    return replace(
+        hardware, links=links, checkpoint_read=_times(hardware.checkpoint_read, 1 / by.get("disk_read", 1.0)),
+        layers=stretched(hardware.layers), heads=stretched(hardware.heads),
+    )  # fmt: skip
+
+
+def _times(table: Table, factor: float) -> Table:
+    return tuple((x, y * factor) for x, y in table)
+
+
+def key_of(machine: Machine, offload_dir: Path, dtype: torch.dtype, checkpoint: Sequence[Path]) -> str:
+    """What to keep this machine's figures under; they depend on the dtype of activations and the model's disk too."""
+    disks = sorted({_device_of(path) for path in checkpoint})
+    return _digest([fingerprint(machine, offload_dir), str(dtype), *map(str, disks)])
+
+
+def fingerprint(machine: Machine, offload_dir: Path) -> str:
+    """Of all that a machine's rates depend on: 32 hexadecimal digits."""
+    rates = [tier.rates for tier in (machine.host, machine.disk) if isinstance(tier, Throttled)]
+    parts = [
+        __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
+        torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
+        numerics(), available.load().name, rates, _device_of(offload_dir),
+    ]  # fmt: skip
+    return _digest([str(part) for part in parts])
+
+
+def _digest(parts: Sequence[str]) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def machine_name(machine: Machine) -> str:
+    """The GPU's name, or the processor's and its number of cores."""
+    if machine.kind == "cuda":
+        return str(torch.get_device_module(machine.compute).get_device_name())
+    model = next((line.partition(":")[2].strip() for line in _cpu().splitlines() if line.startswith("model name")), "")
+    return f"{model or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def _cpu() -> str:
+    """Model and instruction sets, as Linux tells them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _device_of(path: Path) -> int:
+    """The number of the device that a file or directory lies on, or would."""
+    here = path.absolute()
+    while not here.exists() and here != here.parent:
+        here = here.parent
+    return here.stat().st_dev
+
+
+def _file(key: str) -> Path:
+    return cache_root() / "hardware" / f"{key}.json"
+
+
+def cached(key: str) -> Hardware | None:
+    """What was kept under this key; None if nothing was, or nothing that can be used."""
+    try:
+        return Hardware.load(_file(key))
+    except (ValueError, TypeError, ArithmeticError, AttributeError):
+        return None
+
+
+def keep(key: str, hardware: Hardware) -> None:
+    """Puts it where `cached` finds it, readable for this user alone. Where that cannot be, it is measured anew."""
+    path = _file(key)
+    with suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(prefix=f"{key}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(hardware.to_json(), file)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+
+def _silent(_: str) -> None:
+    pass

@@ -1,0 +1,110 @@
+"""How long a call takes, within a budget; what of a machine may be used meanwhile, and whether others used it."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+from torch import Tensor
+
+from flexengine.tier.limits import usable_memory
+from flexengine.tier.machine import Machine
+
+LEAST = 3  # calls that count, if the budget allows
+MOST = 1000
+DISTURBED = 0.25  # cores; what other programs may take without being mentioned
+BURST = 8  # calls queued on a GPU between two waits, as a lane does
+
+
+def undisturbed(seconds: Sequence[float]) -> float:
+    """The lower quartile: what stands in the way of a computation only ever makes it slower, for most of a measurement
+    if another program is busy, and the very best may be luck."""
+    return sorted(seconds)[(len(seconds) - 1) // 4]
+
+
+def seconds_per_call(
+    call: Callable[[int], object],
+    budget: float,
+    machine: Machine | None = None,
+    middle: Callable[[Sequence[float]], float] = undisturbed,
+) -> float:
+    """Seconds of call(0), call(1), ... over about `budget` seconds, of which `middle` takes one.
+
+    The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget. machine: what
+    the calls queue on its GPU is waited for.
+    """
+    queued = machine is not None and machine.kind == "cuda"
+    settle = machine.settle if machine is not None else _nothing
+    number, found = 0, list[float]()
+    began = time.perf_counter()
+    while len(found) < MOST:
+        start = time.perf_counter()
+        count = BURST if queued and number else 1
+        for _ in range(count):
+            call(number)
+            number += 1
+        settle()
+        now = time.perf_counter()
+        if number > count or now - began >= budget:
+            found.append((now - start) / count)
+        if now - began >= budget and (len(found) >= LEAST or now - began >= 2 * budget):
+            break
+    return middle(found)
+
+
+def _nothing() -> None:
+    pass
+
+
+def room(machine: Machine, *tiers: str) -> int:
+    """Bytes that measuring may take of these memories together: half of what is left, a quarter of the RAM there is."""
+    sizes = [usable_memory() // 4]
+    for tier in tiers:
+        ledger = machine.tier(tier).ledger
+        if ledger.capacity is not None:
+            sizes.append((ledger.capacity - ledger.used) // 2)
+    if machine.kind == "cuda" and tiers == ("device",):
+        sizes = sizes[1:] or sizes
+    shared = machine.capacity.shared and {"device", "host"} <= set(tiers)
+    return min(sizes) // (2 if shared else 1)
+
+
+@contextmanager
+def unnoticed(machine: Machine) -> Iterator[None]:
+    """The ledgers' peaks, which tell of jobs, are afterwards what they were."""
+    ledgers = [machine.tier(tier).ledger for tier in ("device", "host", "disk")]
+    peaks = [ledger.peak for ledger in ledgers]
+    try:
+        yield
+    finally:
+        for ledger, peak in zip(ledgers, peaks, strict=True):
+            ledger.peak = max(peak, ledger.used)
+
+
+@contextmanager
+def noticing(say: Callable[[str], None]) -> Iterator[None]:
+    """Says afterwards if other programs took processor time that this one wanted."""
+    others, began = _others_seconds(), time.perf_counter()
+    yield
+    cores = (_others_seconds() - others) / max(1e-9, time.perf_counter() - began)
+    if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
+        say(f"other programs kept {cores:.1f} cores busy meanwhile; the machine will be taken for a slower one")
+
+
+def _others_seconds() -> float:
+    """Processor seconds that other programs have used so far."""
+    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    idle = machine.idle + getattr(machine, "iowait", 0.0)
+    return float(sum(machine) - getattr(machine, "guest", 0.0) - idle - own.user - own.system)
+
+
+def fill(target: Tensor, scale: float = 0.02) -> Tensor:
+    """Normal numbers, some of them repeated: pages nobody wrote to are all one page, which stays in the cache."""
+    flat = target.view(-1)
+    generator = torch.Generator().manual_seed(0)
+    block = (torch.randn(min(flat.numel(), 1 << 20), generator=generator) * scale).to(flat.device, flat.dtype)
+    for at in range(0, flat.numel(), 1 << 20):
+        part = flat[at : at + (1 << 20)]
+        part.copy_(block[: part.numel()])
+    return target

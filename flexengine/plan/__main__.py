@@ -1,0 +1,269 @@
+"""python -m flexengine.plan MODEL: says which policy a job gets and what it will take, without loading weights.
+
+python -m flexengine.plan measure: measures this machine.
+"""
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from flexengine.config import SamplingParams, parse_size
+from flexengine.errors import FlexError, InvalidInput
+from flexengine.plan import explain
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import ModelFacts, Workload, lay_out
+from flexengine.plan.picture import check, plot
+from flexengine.plan.search import Options, Search, frontier, search
+from flexengine.plan.whatif import BUDGET, Help, helps
+from flexengine.policy import Policy
+
+DONE, REFUSED, FAILED, INTERRUPTED = 0, 2, 3, 130
+PROMPT_TOKENS, ROWS = 512, 1000
+_MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
+_MAX_TOKENS = next(f.default for f in fields(SamplingParams) if f.name == "max_tokens")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of planning."""
+    p = argparse.ArgumentParser(
+        prog="python -m flexengine.plan", description="Choose and explain a policy without loading weights.",
+        epilog="python -m flexengine.plan measure --help: how to measure this machine.",
+    )  # fmt: skip
+    p.add_argument("model", metavar="MODEL", help="as for run; a directory with a config.json and no weights will do")
+    job = p.add_argument_group("job")
+    job.add_argument("--input", metavar="FILE", help="prompts, as for run")
+    job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
+    job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
+    job.add_argument("--prompt-tokens", type=int, metavar="N", help=f"without FILE: of each row ({PROMPT_TOKENS})")
+    job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: how many there are ({ROWS})")
+    job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
+                     help="tokens generated per row (default: %(default)s)")  # fmt: skip
+    _add_machine(p.add_argument_group("machine"))
+    p.add_argument("--hardware", metavar="FILE", help="a machine's numbers; without it this machine is measured")
+    asked = p.add_argument_group("what to tell")
+    asked.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one")
+    asked.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
+    asked.add_argument("--frontier", action="store_true", help="latency against throughput")
+    asked.add_argument("--latency", type=float, metavar="SECONDS", help="most that a row may take, in the mean")
+    asked.add_argument("--plot", metavar="FILE.png", help="draw it, too (needs matplotlib)")
+    asked.add_argument("--json", action="store_true", help="numbers for programs, on stdout")
+    asked.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
+    asked.add_argument("--verbose", action="store_true", help="all bytes, and all the time for what would help")
+    return p
+
+
+def measure_parser() -> argparse.ArgumentParser:
+    """The command line of measuring."""
+    p = argparse.ArgumentParser(prog="python -m flexengine.plan measure", description="Measure this machine.")
+    p.add_argument("--model", metavar="M", help="measure this model's layers, too")
+    _add_machine(p.add_argument_group("machine"))
+    p.add_argument("--again", action="store_true", help="even if it has been measured before")
+    p.add_argument("--json", action="store_true", help="as a hardware file, on stdout")
+    p.add_argument("--save", metavar="FILE.json", help="write a hardware file, for --hardware")
+    return p
+
+
+def _add_machine(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
+    group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
+    group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
+    group.add_argument("--offload-dir", metavar="DIR", help="where KV cache and activations spill to disk")
+    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if words[:1] == ["measure"]:
+            measure(measure_parser().parse_args(words[1:]))
+        else:
+            plan(parser().parse_args(words))
+        sys.stdout.flush()
+    except FlexError as error:
+        print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
+        return REFUSED
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
+        return FAILED
+    except OSError as error:
+        print(f"flexengine: {error}", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measures, prints and saves. Raises FlexError."""
+    hardware = _this_machine(args, args.model, args.again)
+    text = json.dumps(hardware.to_json(), indent=1)
+    if args.save:
+        _write(args.save, text)
+    print(text if args.json else explain.hardware_text(hardware))
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Plans, explains, and writes what is asked for. Raises FlexError."""
+    _check(args)
+    given = Policy.load(args.policy) if args.policy else None
+    compared = [(path, Policy.load(path)) for path in args.compare or ()]
+    hardware = _hardware(args)
+    from flexengine import planning
+
+    name, model = planning.model_facts(args.model, hardware.kind, args.dtype, args.trust_remote_code)
+    case = model, hardware, _workload(args)
+    options = Options(latency_limit=args.latency)
+    found = None if given else search(*case, options)
+    prediction = found.best if found else _priced(*case, given or Policy())
+    print(_told(args, name, case, found, prediction, compared))
+    if args.plot:
+        curve = frontier(found) if found and args.frontier else ()
+        plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
+    if args.save:
+        _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
+
+
+def _told(
+    args: argparse.Namespace, name: str, case: tuple[ModelFacts, Hardware, Workload], found: Search | None,
+    prediction: Prediction, compared: Sequence[tuple[str, Policy]],
+) -> str:  # fmt: skip
+    """What is printed: a comparison, a frontier, or the report."""
+    model, hardware, workload = case
+    head = {"model": name, "hardware": hardware.name}
+    title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
+    if compared:
+        entries = [(args.policy or "auto", prediction), *((path, _tried(*case, policy)) for path, policy in compared)]
+        if args.json:
+            return _json(head | {"policies": [{"name": n} | _entry(p, hardware) for n, p in entries]})
+        return title + explain.compare(entries, hardware)
+    if args.frontier and found:
+        curve = frontier(found)
+        if args.json:
+            return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
+        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.ROWS)
+    better = _helps(args, case, found, prediction)
+    if args.json:
+        return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
+    return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
+
+
+def _helps(
+    args: argparse.Namespace, case: tuple[ModelFacts, Hardware, Workload], found: Search | None, prediction: Prediction
+) -> list[Help]:
+    """What would help; a given policy is compared with the one that would be chosen."""
+    if found is not None:
+        options = Options(latency_limit=args.latency)
+        return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
+    own = search(*case).best
+    ratio = (prediction.seconds + prediction.load_seconds) / (own.seconds + own.load_seconds)
+    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= 1.03 else []
+
+
+def _priced(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
+    return Cost(model, hardware, workload).predict(lay_out(model, policy, workload, hardware.capacity))
+
+
+def _tried(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction | FlexError:
+    try:
+        return _priced(model, hardware, workload, policy)
+    except FlexError as error:
+        return error
+
+
+def _entry(found: Prediction | FlexError, hardware: Hardware) -> dict[str, Any]:
+    return {"error": str(found)} if isinstance(found, FlexError) else explain.as_json(found, hardware)
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False)
+
+
+# What is given.
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InvalidInput for what does not go together, is no size or cannot be written, before anything is done."""
+    for name, most in _MOST.items():
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and args.input:
+            raise InvalidInput(f"{option} and --input are both given; the rows of {args.input} say it, leave one out")
+        if value is not None and not 1 <= value <= most:
+            raise InvalidInput(f"{option} is {value}; it must be at least 1 and at most {most:,}")
+    if args.limit is not None and args.limit < 1:
+        raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
+    if args.latency is not None and not 0 < args.latency < math.inf:
+        raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
+    for option in ("frontier", "latency"):
+        if args.policy and getattr(args, option):
+            raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
+    if args.plot:
+        check(args.plot)
+    for name in filter(None, (args.plot, args.save)):
+        if not (parent := Path(name).absolute().parent).is_dir():
+            raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
+
+
+def _this_machine(args: argparse.Namespace, model: str | None, again: bool = False) -> Hardware:
+    from flexengine import planning
+    from flexengine.worker.opened import open_model
+
+    def say(text: str) -> None:
+        print(f"flexengine: {text}", file=sys.stderr)
+
+    place = planning.Place(args.device, args.device_mem, args.host_mem, args.offload_dir)
+    opened = None
+    if model is not None:
+        with closing(place.machine()) as machine:
+            kind = machine.kind
+        opened = open_model(model, args.dtype, kind, args.trust_remote_code, weights=False)
+    return planning.this_machine(place, opened, again, say)
+
+
+def _hardware(args: argparse.Namespace) -> Hardware:
+    """The machine to plan for. Sizes that are given replace those of a hardware file."""
+    if not args.hardware:
+        return _this_machine(args, args.model)
+    hardware = Hardware.load(args.hardware)
+    if args.device not in ("auto", hardware.kind):
+        raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
+    if args.host_mem and hardware.shared:
+        raise InvalidInput(f"--host-mem is for machines with a GPU, {args.hardware} has none; use --device-mem")
+    device = parse_size(args.device_mem) if args.device_mem else hardware.device_bytes
+    host = parse_size(args.host_mem) if args.host_mem else hardware.host_bytes
+    return replace(hardware, device_bytes=device, host_bytes=host)
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    """The job's sizes. Raises InvalidInput if there is no row to run."""
+    params = SamplingParams(max_tokens=args.max_tokens)
+    if not args.input:
+        return Workload({(args.prompt_tokens or PROMPT_TOKENS, params.max_tokens): args.rows or ROWS})
+    from flexengine import planning
+    from flexengine.job.inputs import Rows
+
+    with Rows(args.input, args.prompt_column, args.limit) as rows:
+        found = planning.workload(args.model, rows, params, args.trust_remote_code)
+    if not found.count:
+        raise InvalidInput(f"{args.input} has no row that can be run; check --prompt-column and the rows' lengths")
+    return found
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The virtual clock: a job's own tasks, each priced by what `plan.cost` prices sweeps by, and walked one by one.
+
+The cost model sums a sweep's work per lane and takes the longest. Here the sweeps are the schedule's own, the tasks the
+program's own, and each waits for what it needs: the difference is what the closed form leaves out (filling the
+pipeline, gpu_batches of uneven size, lanes that wait for each other). Lanes do not slow each other here: crosstalk is
+the closed form's alone.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexengine.plan.cost import Cost
+from flexengine.plan.hardware import at
+from flexengine.plan.layout import Layout
+from flexengine.plan.rates import Curve
+from flexengine.schedule import sweeps
+from flexengine.schedule.order import Batch, Cell, Piece, pages_for
+from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from flexengine.schedule.simulate import Forecast, simulate
+
+SEED = 0  # of the order in which a workload's rows come, where none is given
+
+Rows = Sequence[tuple[int, int]]  # (prompt tokens, tokens to generate), in order of entry
+Seconds = Callable[[Task], float]
+
+
+def task_seconds(cost: Cost, layout: Layout, batches: Sequence[Batch]) -> Seconds:
+    """Seconds of each task of a sweep of these gpu_batches under a layout."""
+    return Clock.of(cost, layout).seconds(batches)
+
+
+def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast:
+    """The whole job, task by task. rows: in order of entry; None takes the workload's in a random order, always the
+    same. With one slot nothing overlaps. Meant for small jobs: every task of every sweep is kept."""
+    if rows is None:
+        sizes = [size for size, times in sorted(cost.workload.sizes.items()) for _ in range(times)]
+        rows = [sizes[i] for i in np.random.default_rng(SEED).permutation(len(sizes))]
+    clock = Clock.of(cost, layout)
+    prices: dict[int, Seconds] = {}
+    tasks = clock.tasks(rows, prices)
+    return simulate(tasks, lambda task: prices[task.cell.sweep](task), overlap=layout.policy.slots > 1)
+
+
+@dataclass(frozen=True)
+class Clock:
+    """units: per layer, then head chunk, bytes streamed from each home; curves: of each layer's seconds; shares: of
+    the vocabulary, by head chunk."""
+
+    cost: Cost
+    layout: Layout
+    units: tuple[dict[str, int], ...]
+    curves: tuple[Curve, ...]
+    shares: tuple[float, ...]
+
+    @staticmethod
+    def of(cost: Cost, layout: Layout) -> "Clock":
+        model, homes = cost.model, layout.homes
+        units: list[dict[str, int]] = []
+        for layer in model.layers:
+            found = {home: sum(t.elements * t.stored for t in layer if homes[t.name] == home)
+                     for home in ("host", "disk")}  # fmt: skip
+            units.append({home: nbytes for home, nbytes in found.items() if nbytes})
+        head, chunks = model.edges[0], layout.head_chunks(model.vocabulary)
+        shares = tuple((high - low) / model.vocabulary for low, high in chunks)
+        away = homes[head.name] != "device"
+        units += [{homes[head.name]: round(s * head.elements * head.stored)} if away else {} for s in shares]
+        names = [model.signature(j) for j in range(len(model.layers))]
+        kinds = dict(zip(dict.fromkeys(names), (curve for curve, _ in cost.rates.layers), strict=True))
+        return Clock(cost, layout, tuple(units), tuple(kinds[name] for name in names), shares)
+
+    # The job.
+
+    def tasks(self, rows: Rows, prices: dict[int, Seconds]) -> Iterator[Task]:
+        """Tasks of all sweeps; `prices` gets each sweep's before its first task."""
+        policy, layers = self.layout.policy, len(self.curves)
+        routes = DIRECT if self.cost.hardware.shared else STAGED
+        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, routes)
+        walk = sweeps.Sweeps(policy, self.layout.pools)
+        for i, (prompt, outputs) in enumerate(rows):
+            walk.add(sweeps.Sequence(i, prompt, outputs))
+        while not walk.idle:
+            batches = walk.begin(lambda sequence, pages: None)
+            prices[walk.sweep] = self.seconds(batches)
+            yield from _closed(program.sweep(walk.sweep, batches, walk.another), walk.sweep)
+            walk.advance(batches, set())
+
+    # What a task takes.
+
+    def seconds(self, batches: Sequence[Batch]) -> Seconds:
+        """Of every task of a sweep."""
+        attention = [self._attention(batch) for batch in batches]
+        final = [sum(p.final for p in batch.pieces) for batch in batches]
+        hardware, live = self.cost.hardware, sum(final)
+        bookkeeping = hardware.sweep_seconds + hardware.sequence_seconds * live
+
+        def compute(layer: int, k: int) -> float:
+            if layer < 0:
+                return bookkeeping
+            if layer < len(self.curves):
+                work = float(self.curves[layer](batches[k].tokens)) + attention[k][layer]
+            else:
+                work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(final[k]))
+            return work + hardware.task_seconds
+
+        def price(task: Task) -> float:
+            if task.op is Op.COMPUTE:
+                return compute(task.cell.layer, task.cell.batch)
+            if task.op is Op.LOAD_WEIGHT:
+                return self._weight(task)
+            return self._moved(task, batches[task.cell.batch])
+
+        return price
+
+    def _weight(self, task: Task) -> float:
+        nbytes = self.units[task.cell.layer][task.home]
+        if task.lane == "disk_read":
+            return nbytes / at(self.cost.hardware.checkpoint_read, max(nbytes, 1.0))
+        return self.cost.hardware.link_seconds("h2d", nbytes, nbytes)
+
+    def _moved(self, task: Task, batch: Batch) -> float:
+        """KV pages or hidden states of one layer of a gpu_batch."""
+        links, model = self.cost.hardware.links, self.cost.model
+        lane = task.lane if task.lane in links else "h2d"
+        if task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
+            nbytes = batch.tokens * model.hidden * model.itemsize
+            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
+        page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
+        if task.op is Op.LOAD_CACHE:
+            pages = sum(pages_for(p.start, size) for p in batch.pieces)
+        else:
+            pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in batch.pieces)
+        return self.cost.hardware.link_seconds(lane, pages * page, page)
+
+    def _attention(self, batch: Batch) -> list[float]:
+        """Of every layer."""
+        rates, model = self.cost.rates, self.cost.model
+        decoding = [p.start + 1 for p in batch.pieces if _decodes(p)]
+        prompts = [p for p in batch.pieces if not _decodes(p)]
+        by_window: dict[int | None, float] = {}
+        for window in rates.windows:
+            seen = [min(n, window) if window else n for n in decoding]
+            pairs = sum(_pairs(p, window) for p in prompts)
+            length = sum(p.start + p.count for p in prompts) / max(1, len(prompts))
+            work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
+            by_window[window] = float(work) + float(rates.prompt_attention(pairs, length))
+        return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
+
+
+def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:
+    """A sweep's tasks, which wait for the sweep before, and its bookkeeping, which waits for all but weight loads."""
+    written: dict[Hashable, None] = {}
+    for task in tasks:
+        if task.op is not Op.LOAD_WEIGHT:
+            written |= dict.fromkeys(task.writes)
+        yield task._replace(reads=(*task.reads, ("swept", sweep - 1)))
+    yield Task(Op.COMPUTE, Cell(sweep, -1, -1), "device", tuple(written), (("swept", sweep),))
+
+
+def _decodes(piece: Piece) -> bool:
+    return piece.start > 0 and piece.count == 1
+
+
+def _pairs(piece: Piece, window: int | None) -> int:
+    """(query, key) pairs of a piece of a prompt."""
+    keys = np.arange(piece.start + 1, piece.start + piece.count + 1)
+    return int(np.minimum(keys, window).sum() if window else keys.sum())

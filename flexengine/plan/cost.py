@@ -1,0 +1,310 @@
+"""Seconds and bytes of a job before it runs: per lane, per sweep, as functions of model, machine, workload and policy.
+
+FlexGen's cost model (paper section 4.3, appendix A.2) with every literal a function of the model's config, and these
+decisions on its defects: all link traffic overlaps compute where there are two slots (its release adds the upload of
+weights); decode activations have one token; the disk's rate is measured, at the size of the transfers; sweeps are those
+of the real workload (`profile`), not n equal ones; lanes that share cores slow each other (`Hardware.crosstalk`).
+
+The seconds of a lane in a sweep are linear in what share of weights (w), KV cache (c) and hidden states (h) lies on the
+device (g), host (c) and disk (d). The linear program leaves these nine fractions open; a policy that was laid out has
+realised ones. Both are priced by the same terms.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+import numpy as np
+
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import Layout, ModelFacts, Workload, page_tokens
+from flexengine.plan.lp import Linear, Memory, Phase
+from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
+from flexengine.plan.rates import Rates
+from flexengine.policy import TIERS, Policy
+from flexengine.schedule.order import form_batches, split_prompt
+from flexengine.schedule.place import place
+
+SAMPLE = 256  # prompts that stand for all when batches are formed
+GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
+
+Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
+Fractions = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a policy will do. Seconds of the whole job, loading apart, unless a name says otherwise.
+
+    lanes: kind of sweep ("prefill": somebody enters, "decode") -> lane -> seconds of work in a mean sweep of that kind;
+    sweep_seconds: of such a sweep; counts: how many there are. busy: seconds of work by lane, of the whole job.
+    latency: mean seconds from a row's entry to its end. load_seconds: until the first sweep can begin.
+    fractions: the realised shares of weights (w), cache (c), hidden states (h) on device (g), host (c) and disk (d).
+    """
+
+    policy: Policy
+    layout: Layout
+    seconds: float
+    load_seconds: float
+    latency: float
+    rows: int
+    tokens: int
+    alive: float
+    counts: dict[str, float]
+    sweep_seconds: dict[str, float]
+    lanes: dict[str, dict[str, float]]
+    busy: dict[str, float]
+    fractions: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def tok_s(self) -> float:
+        """Generated tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that works longest."""
+        return max(self.busy, key=lambda lane: self.busy[lane])
+
+
+class Cost:
+    """Prices policies for one model, machine and workload; keeps what several policies have in common."""
+
+    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload) -> None:
+        self.model, self.hardware, self.workload = model, hardware, workload
+        self.rates = Rates.of(model, hardware)
+        self.windows = frozenset(w for w in self.rates.windows if w is not None)
+        self.longest = max(workload.longest(1), default=1)
+        self.away_page = page_tokens(model, "host", self.longest)
+        self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
+        streamed = [*(sum(t.elements * t.stored for t in layer) for layer in model.layers)]
+        head = model.edges[0]
+        self.units, self.unit_bytes = len(streamed) + 1, max(streamed)
+        self.streamed_bytes = sum(streamed) + head.elements * head.stored
+        self._units = cache(self._unit)
+        self._prefills = cache(self._prefill)
+
+    # The job's sweeps.
+
+    def sweeps(self, policy: Policy, room: float = np.inf, share: float = 0.0) -> Profile:
+        """The job's sweeps. room: page tokens there are; share: of the sequences whose cache lives off the device."""
+        each = self._units(policy.prefill_tokens, share)
+        shape = (policy.gpu_batch_size, policy.num_gpu_batches)
+        return profile(each, max(1, self.workload.count), policy.schedule, shape, room)
+
+    def _unit(self, prefill_tokens: int, share: float) -> Unit:
+        return unit(self.workload, prefill_tokens, Pages(16, self.away_page, share), self.windows)
+
+    def _prefill(self, gpu_batch_size: int, prefill_tokens: int) -> tuple[float, float, float]:
+        """Of prompts alone: tokens of a mean gpu_batch, seconds of all layers per token, gpu_batches per token."""
+        rng = np.random.default_rng(0)
+        sizes = sorted(self.workload.sizes.items())
+        weights = np.array([times for _, times in sizes], dtype=float)
+        chosen = rng.choice(len(sizes), min(SAMPLE, self.workload.count), p=weights / weights.sum())
+        pieces = [p for i, k in enumerate(chosen) for p in split_prompt(i, 0, sizes[k][0][0], prefill_tokens)]
+        batches = form_batches(pieces, gpu_batch_size, prefill_tokens, 16, None)
+        tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
+        total = tokens.sum()
+        return float(tokens.mean()), float(self.rates.stack(tokens).sum() / total), len(batches) / total
+
+    # Seconds by lane.
+
+    def terms(self, policy: Policy, sweeps: Profile, split: Iterable[float]) -> Terms:
+        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart."""
+        model, hardware = self.model, self.hardware
+        staged, layers = not hardware.shared, len(model.layers)
+        found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
+        found["device"][""] = self._compute(policy, sweeps, list(split))
+
+        def link(lane: str, name: str, nbytes: Array | float, transfer: float) -> None:
+            rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
+            found[lane][name] = np.broadcast_to(np.asarray(nbytes, dtype=float) / rate, sweeps.times.shape)
+
+        weights = self.streamed_bytes
+        link("h2d", "wc", weights, self.unit_bytes)
+        weights_disk = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
+        found["disk_read"]["wd"] = np.full(sweeps.times.shape, weights_disk)
+        page = self.away_page * model.kv_token
+        loaded, stored = (x * model.kv_token * layers for x in (sweeps.loaded, sweeps.stored))
+        hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
+        wide = policy.gpu_batch_size * model.hidden * model.itemsize
+        for lane, name, nbytes, transfer in (
+            ("h2d", "cc", loaded, page), ("d2h", "cc", stored, page), ("h2d", "hc", hidden, wide),
+            ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
+            ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
+        ):  # fmt: skip
+            link(lane, name, nbytes, transfer)
+        if staged:  # what comes from disk, or goes there, crosses the device's link as well
+            link("h2d", "wd", weights, self.unit_bytes)
+            for lane, name, nbytes, transfer in (
+                ("h2d", "cd", loaded, page), ("d2h", "cd", stored, page),
+                ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
+            ):  # fmt: skip
+                link(lane, name, nbytes, transfer)
+        return found
+
+    def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
+        """Seconds of the device lane by sweep. Sequences at home on different tiers are never in one gpu_batch."""
+        hardware, rates, g = self.hardware, self.rates, policy.gpu_batch_size
+        mean, per_token, per_batch = self._prefills(g, policy.prefill_tokens)
+        total = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
+        prompts = max(1e-9, float(self._units(policy.prefill_tokens, 0.0).prompt))
+        for share in (s for s in split if s > 0):
+            decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
+            full, rest = np.floor(decoding / g + 1e-9), decoding - g * np.floor(decoding / g + 1e-9)
+            few = prompt < mean  # then prompts join what is left of the decoding
+            whole = np.asarray(full * float(rates.stack(g)) + full * float(rates.head(g)))
+            joined = rates.stack(rest + prompt) + rates.head(rest + prompt / prompts)
+            apart = rates.stack(rest) + rates.head(rest) + prompt * per_token
+            apart = apart + prompt * per_batch * rates.head(min(g, mean / prompts))
+            total = total + whole + np.where(few, joined, apart)
+            cells = full + (rest > 0) + np.where(few, 0, prompt * per_batch)
+            total = total + cells * self.units * hardware.task_seconds
+        length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
+        for window, layers in rates.windows.items():
+            cached = sweeps.cached if window is None else sweeps.windows[window]
+            seen = length if window is None else np.minimum(length, window)
+            total = total + layers * rates.decode_attention(cached, seen)
+            total = total + layers * rates.prompt_attention(sweeps.pairs[window], prompts)
+        return np.asarray(total)
+
+    def sweep_seconds(self, terms: Terms, fractions: Fractions, policy: Policy) -> tuple[Array, dict[str, Array]]:
+        """Seconds of every sweep, and of each lane's work in it."""
+        lanes = {
+            lane: np.asarray(sum(x if not name else fractions.get(name, 0.0) * x for name, x in by.items()))
+            for lane, by in terms.items()
+            if by
+        }
+        used = {lane: seconds for lane, seconds in lanes.items() if np.any(seconds > 0)}
+        if policy.slots == 1:
+            return np.asarray(sum(used.values())), used
+        crosstalk = self.hardware.crosstalk
+        ends = [
+            seconds + sum(crosstalk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
+            for lane, seconds in used.items()
+        ]
+        return np.max(ends, axis=0), used
+
+    # A policy that was laid out.
+
+    def predict(self, layout: Layout) -> Prediction:
+        """What the job will take under a layout."""
+        policy, model = layout.policy, self.model
+        split, room = self._split(layout)
+        away = sum(split[tier] for tier in ("host", "disk"))
+        sweeps = self.sweeps(policy, room, round(away, 2))
+        terms = self.terms(policy, sweeps, split.values())
+        fractions = self.realised(layout, split)
+        seconds, lanes = self.sweep_seconds(terms, fractions, policy)
+        entering = sweeps.prompt > 1e-9
+        kinds = {"prefill": np.where(entering, sweeps.times, 0.0), "decode": np.where(entering, 0.0, sweeps.times)}
+        counts = {kind: float(times.sum()) for kind, times in kinds.items()}
+
+        def mean(values: Array, kind: str) -> float:
+            return float((values * kinds[kind]).sum() / counts[kind]) if counts[kind] else 0.0
+
+        total = float((seconds * sweeps.times).sum())
+        resident = sum(t.elements * t.stored for t in model.tensors if layout.homes[t.name] != "disk")
+        return Prediction(
+            policy, layout, total, resident / at(self.hardware.checkpoint_read, 8 << 20),
+            float((seconds * sweeps.times * sweeps.live).sum() / max(1, sweeps.rows)), sweeps.rows, self.tokens,
+            float((sweeps.live * sweeps.times).sum() / sweeps.times.sum()), counts,
+            {kind: mean(seconds, kind) for kind in kinds},
+            {kind: {lane: mean(x, kind) for lane, x in lanes.items()} for kind in kinds},
+            {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
+        )  # fmt: skip
+
+    def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
+        """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page
+        tokens there are."""
+        homes = place([1] * layout.policy.block_size, layout.policy.cache)
+        live = float(min(layout.policy.block_size, max(1, self.workload.count)))
+        each, room, counts = self._mean_peak(), 0.0, dict.fromkeys(TIERS, 0.0)
+        for tier, pool in layout.pools.items():
+            tokens = pool.pages * pool.page_tokens
+            counts[tier] = max(0.0, min(homes.count(tier), tokens / each, live - sum(counts.values())))
+            room += tokens
+        whole = sum(counts.values()) or 1.0
+        return {tier: n / whole for tier, n in counts.items()}, room
+
+    def _mean_peak(self) -> float:
+        """Cached tokens of a mean sequence at its end."""
+        sizes = self.workload.sizes.items()
+        return max(1.0, sum((p + n - 1) * times for (p, n), times in sizes) / max(1, self.workload.count))
+
+    def realised(self, layout: Layout, split: Mapping[str, float]) -> dict[str, float]:
+        """The nine fractions as they came out of rounding to tensors, sequences and gpu_batches."""
+        names = dict(zip(TIERS, "gcd", strict=True))
+        weights = dict.fromkeys(TIERS, 0.0)
+        for t in (*(t for layer in self.model.layers for t in layer), self.model.edges[0]):
+            weights[layout.homes[t.name]] += t.elements * t.stored
+        batches = -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size)
+        hidden = place([1] * max(1, batches), layout.policy.activations)
+        found = {f"w{names[t]}": n / self.streamed_bytes for t, n in weights.items()}
+        found |= {f"c{names[t]}": share for t, share in split.items()}
+        return found | {f"h{names[t]}": hidden.count(t) / len(hidden) for t in TIERS}
+
+    # The linear program's parts.
+
+    def phases(self, policy: Policy, sweeps: Profile) -> tuple[Phase, ...]:
+        """Sweeps grouped by how much they compute, prefill apart from decode."""
+        terms = self.terms(policy, sweeps, (1.0,))
+        found = []
+        entering = sweeps.prompt > 1e-9
+        for kind, there in (("prefill", entering), ("decode", ~entering)):
+            chosen = np.flatnonzero(there)
+            order = chosen[np.argsort(terms["device"][""][chosen], kind="stable")]
+            for number, group in enumerate(g for g in np.array_split(order, GROUPS) if len(g)):
+                times = sweeps.times[group]
+                lanes = {
+                    lane: Linear(
+                        float((by[""][group] * times).sum() / times.sum()) if "" in by else 0.0,
+                        {n: float((x[group] * times).sum() / times.sum()) for n, x in by.items() if n},
+                    )
+                    for lane, by in terms.items()
+                }
+                life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
+                found.append(Phase(f"{kind} {number + 1}", float(times.sum()), lanes, life))
+        return tuple(found)
+
+    def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
+        """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
+
+        corners: by tier, the layout with everything there, in memory without end. peak: page tokens the block needs.
+        """
+        capacity = self.hardware.capacity
+        limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
+        used = {tier: _straight(corners, tier, self._cache_bytes(peak)) for tier in TIERS}
+        if capacity.shared:
+            ram = used["device"] + used["host"]
+            pairs = [("device", ram, limits["device"]), ("disk", used["disk"], limits["disk"])]
+        else:
+            pairs = [(tier, used[tier], limits[tier]) for tier in TIERS]
+        return tuple(Memory(label, bytes_, float(limit)) for label, bytes_, limit in pairs if limit is not None)
+
+    def _cache_bytes(self, peak: float) -> float:
+        return peak * self.model.kv_token * len(self.model.layers)
+
+
+def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:
+    """Bytes of one tier. Buffers that exist as soon as anything is away are constants: the caller's switches."""
+    accounts = {at: layout.account[tier] for at, layout in corners.items()}
+    names = dict(zip(TIERS, "gcd", strict=True))
+    coefficients: dict[str, float] = {}
+    fixed = 0.0
+    for what in dict.fromkeys(what for account in accounts.values() for what in account):
+        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
+        if what == "KV cache":
+            coefficients[f"c{names[tier]}"] = cache_bytes
+        elif what in ("weights", "weight slots", "weight staging"):
+            least = min(booked.values())
+            fixed += least
+            for at_, nbytes in booked.items():
+                name = f"w{names[at_]}"
+                coefficients[name] = coefficients.get(name, 0.0) + nbytes - least
+        elif what == "hidden states":
+            coefficients[f"h{names[tier]}"] = booked.get(tier, 0.0)
+        else:
+            fixed += max(booked.values())
+    return Linear(fixed, coefficients)
+

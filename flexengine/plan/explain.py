@@ -1,0 +1,344 @@
+"""A prediction in plain text: the policy in words, what lies where, what the job waits for, what would help."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from flexengine.errors import FlexError, OutOfMemory
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.hardware import LANES, Hardware, Table, at
+from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.whatif import Help
+from flexengine.plan.words import clock, digits, lane_names, percent, size, tier_names
+from flexengine.policy import TIERS, Policy
+
+BAR = 40  # characters
+MARKS = dict(zip(TIERS, "#=.", strict=True))
+KINDS = {"weights": "w", "KV cache": "c", "hidden states": "h"}  # and the letters of their fractions
+ENTRY = {
+    "row": "one gpu_batch after the other",
+    "zigzag": "a block enters together and ends together",
+    "diagonal": "one gpu_batch enters per sweep",
+    "continuous": "a prompt enters as soon as another ends",
+}
+ROWS = 20  # most lines of a frontier
+
+
+# The parts of the report.
+
+
+def report(
+    model_name: str, model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction,
+    helps: Sequence[Help] | None = None, verbose: bool = False,
+) -> str:  # fmt: skip
+    """The whole explanation, about 30 lines; verbose: with every purpose's bytes on a line of its own. helps: of
+    `whatif.helps`; None leaves that part out."""
+    parts = [
+        [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
+        policy_words(prediction.policy), [""],
+        placement(model, workload, prediction, hardware.shared), [""],
+        memory(prediction, hardware, verbose), [""],
+        lanes_table(prediction, hardware.shared), [""],
+        bottleneck(model, hardware, workload, prediction), [""],
+        totals(prediction),
+        [] if helps is None else ["", *help_lines(helps)],
+    ]
+    return "\n".join(line.rstrip() for part in parts for line in part)
+
+
+def machine(hardware: Hardware) -> str:
+    origin = "measured" if hardware.measured else "numbers written by hand"
+    return f"{hardware.name} ({hardware.kind}, {origin})"
+
+
+def job_size(workload: Workload) -> str:
+    """How many rows, and of what sizes."""
+    if not workload.count:
+        return "no rows"
+    prompts, outputs = zip(*workload.sizes, strict=True)
+    rows = "1 row" if workload.count == 1 else f"{workload.count:,} rows"
+    return f"{rows} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated for each"
+
+
+def _range(values: Iterable[int]) -> str:
+    low, high = min(found := list(values)), max(found)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def policy_words(policy: Policy) -> list[str]:
+    batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
+    shape = f"{_count(batches, 'gpu_batch', 'gpu_batches')} of {_count(policy.gpu_batch_size, 'sequence', 'sequences')}"
+    overlap = "transfers wait for computing, and computing for them" if policy.slots == 1 else (
+        "the next layer comes in while one is computed")  # fmt: skip
+    return [
+        f"Policy      block of {policy.block_size:,}: {shape}; prompts in pieces of {policy.prefill_tokens:,} tokens",
+        f"            schedule {policy.schedule}: {ENTRY[policy.schedule]}",
+        f"            {_count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
+    ]
+
+
+def _count(number: int, one: str, many: str) -> str:
+    return f"{number:,} {one if number == 1 else many}"
+
+
+def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
+    """A bar per kind of thing, of where it lies, by the fractions as they came out of rounding."""
+    names = tier_names(shared)
+    sizes = kind_bytes(model, workload, prediction)
+    lines = []
+    for kind, letter in KINDS.items():
+        shares = {t: prediction.fractions.get(letter + place, 0.0) for t, place in zip(TIERS, "gcd", strict=True)}
+        where = ", ".join(f"{names[t]} {percent(share)}" for t, share in shares.items() if share > 0)
+        lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
+    used = [t for t in TIERS if not shared or t != "host" or prediction.fractions.get("wc", 0.0) > 0]
+    return ["Placement   " + "  ".join(f"{MARKS[t] * 3} {names[t]}" for t in used), *lines]
+
+
+def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) -> dict[str, int]:
+    """Bytes of each kind: weights as they are stored, the pages of the KV cache, hidden states at their most."""
+    account, block = prediction.layout.account, prediction.policy.block_size
+    tokens = workload.prompt_tokens(block) + min(block, workload.count)
+    return {
+        "weights": sum(t.elements * t.stored for t in model.tensors),
+        "KV cache": sum(account[tier].get("KV cache", 0) for tier in TIERS),
+        "hidden states": tokens * model.hidden * model.itemsize,
+    }
+
+
+def _stacked(shares: Mapping[str, float]) -> str:
+    """A bar of as many marks of each tier as its share; every tier that has a share has a mark."""
+    total = sum(shares.values()) or 1.0
+    counts = {t: max(1, round(BAR * share / total)) if share > 0 else 0 for t, share in shares.items()}
+    largest = max(counts, key=lambda t: counts[t])
+    counts[largest] += BAR - sum(counts.values()) if any(counts.values()) else 0
+    return "".join(MARKS[t] * n for t, n in counts.items()).ljust(BAR)
+
+
+def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[str, int], int | None]]:
+    """(name, bytes by purpose, capacity) of each memory. Where host and device are one, there is one."""
+    account, capacity = prediction.layout.account, hardware.capacity
+    if not hardware.shared:
+        return [(t, account[t], getattr(capacity, t)) for t in TIERS]
+    ram = {what: account["device"].get(what, 0) + account["host"].get(what, 0)
+           for what in dict.fromkeys([*account["device"], *account["host"]])}  # fmt: skip
+    return [("RAM", ram, capacity.device), ("disk", account["disk"], capacity.disk)]
+
+
+def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) -> list[str]:
+    """A bar per memory, of its bytes against its capacity, and the purposes they serve, the largest first."""
+    lines = ["Memory"]
+    for name, account, limit in tiers(prediction, hardware):
+        used = sum(account.values())
+        filled = "" if limit is None else f"  [{('#' * round(BAR * used / limit)).ljust(BAR)}] {percent(used / limit)}"
+        of = "no limit" if limit is None else f"of {size(limit)}"
+        lines.append(f"  {name:<8}{size(used):>8} {of:<12}{filled}")
+        purposes = sorted(account.items(), key=lambda item: -item[1])
+        if verbose:
+            lines += [f"    {what:<20}{n:>20,} bytes" for what, n in purposes]
+        elif purposes:
+            lines += _wrapped(", ".join(f"{what} {size(n)}" for what, n in purposes), 110, "    ")
+    return lines
+
+
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    lines = [""]
+    for part in text.split(", "):
+        if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
+            lines.append("")
+        lines[-1] += (", " if lines[-1] else "") + part
+    return [indent + line for line in lines]
+
+
+def lanes_table(prediction: Prediction, shared: bool) -> list[str]:
+    """Seconds of a mean sweep of each kind, and of every lane's work in it."""
+    names = lane_names(shared)
+    used = [lane for lane in LANES if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
+    lines = ["Seconds       sweeps  one sweep" + "".join(f"{names[lane]:>16}" for lane in used)]
+    for kind, by in prediction.lanes.items():
+        if prediction.counts[kind] > 0:
+            cells = "".join(f"{_seconds(by.get(lane, 0.0)):>16}" for lane in used)
+            lines.append(f"  {kind:<10}{_many(prediction.counts[kind]):>8}"
+                         f"{_seconds(prediction.sweep_seconds[kind]):>11}{cells}")  # fmt: skip
+    return lines
+
+
+def _many(count: float) -> str:
+    return f"{count:,.0f}" if count >= 9.95 else f"{count:.1f}"
+
+
+def _seconds(seconds: float) -> str:
+    return "-" if seconds <= 0 else f"{seconds:,.2f}" if seconds >= 9.995 else f"{seconds:.3g}"
+
+
+# What the job waits for.
+
+
+def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
+    """A sentence per kind of sweep, the kind that takes most of the job first."""
+    spent = {kind: prediction.counts[kind] * s for kind, s in prediction.sweep_seconds.items()}
+    total = sum(spent.values()) or 1.0
+    order = sorted((kind for kind in spent if spent[kind] > 0), key=lambda kind: -spent[kind])
+    heads = ["Bottleneck  ", *["            "] * len(order)]
+    cost = Cost(model, hardware, workload)
+    return [
+        f"{head}{kind} ({percent(spent[kind] / total)} of the job) {_waits(cost, prediction, kind)}"
+        for head, kind in zip(heads, order, strict=False)
+    ]
+
+
+def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
+    by, sweep = prediction.lanes[kind], prediction.sweep_seconds[kind]
+    lane = max(by, key=lambda name: by[name])
+    what = _waits_for(lane, cost.hardware.shared)
+    share = by[lane] / sweep
+    text = f"waits for {what}: busy {percent(min(1.0, share))} of a sweep"
+    if lane not in ("device", "cpu"):
+        text += ", carrying " + ", ".join(f"{n} {percent(x)}" for n, x in carried(cost, prediction, kind, lane).items())
+    if prediction.policy.slots == 1 and share < 0.95:
+        text += "; with one slot every lane waits for the others"
+    elif share < 0.95:
+        text += "; the rest is what lanes slow each other"
+    return text
+
+
+def _waits_for(lane: str, shared: bool) -> str:
+    if shared and lane == "h2d":
+        return "weights on their way from RAM to a slot"
+    words = ("reads from disk", "writes to disk", "the link from host to device", "the link from device to host")
+    return dict(zip(LANES, (*words, "computing", "computing on the host"), strict=True))[lane]
+
+
+def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[str, float]:
+    """Shares of a link's seconds in a mean sweep that serve weights, and the rest. In every sweep all weights that are
+    not at home on the device cross the links once."""
+    hardware, f = cost.hardware, prediction.fractions
+    share, table = {
+        "disk_read": (f.get("wd", 0.0), hardware.checkpoint_read),
+        "h2d": (f.get("wc", 0.0) + (0.0 if hardware.shared else f.get("wd", 0.0)), hardware.links["h2d"]),
+    }.get(lane, (0.0, hardware.links["h2d"]))
+    seconds = share * cost.streamed_bytes / at(table, max(1.0, cost.unit_bytes))
+    weights = min(1.0, seconds / prediction.lanes[kind][lane])
+    away = [name for name in ("KV cache", "hidden states") if f.get(KINDS[name] + "g", 1.0) < 1]
+    found = {"weights": weights, " and ".join(away) or "other": 1 - weights}
+    return {name: x for name, x in found.items() if x > 0.0005}
+
+
+def totals(prediction: Prediction) -> list[str]:
+    return [
+        f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
+        f" after loading for {clock(prediction.load_seconds)}",
+        f"            {prediction.rows:,} rows, {prediction.alive:,.0f} alive in a mean sweep;"
+        f" from entry to end a row takes {clock(prediction.latency)}",
+    ]
+
+
+def help_lines(helps: Sequence[Help]) -> list[str]:
+    """What would help, by what factor the whole job, loading included, would be shorter."""
+    width = max((len(h.label) for h in helps), default=0)
+    lines = [f"  {h.label:<{width}}  {'  ' if h.searched else '>='}{h.ratio:.2f}x" for h in helps]
+    if any(not h.searched for h in helps):
+        lines.append("  >= is what a few policies gave before time ran out; --verbose takes the time")
+    if not helps:
+        lines = ["  nothing that was tried makes it 3 % shorter"]
+    return ["Would help  (the whole job with loading, one change at a time)", *lines]
+
+
+# Several policies.
+
+
+def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Hardware) -> str:
+    """A table of named policies by falling tok/s; those that do not fit last, with the reason."""
+    fitting = [(name, p) for name, p in entries if isinstance(p, Prediction)]
+    fitting.sort(key=lambda entry: -entry[1].tok_s)
+    names = lane_names(hardware.shared)
+    width = max([len("policy"), *(len(name) for name, _ in entries)])
+    lines = [f"rank  {'policy':<{width}}{'tok/s':>10}{'job':>12}{'prefill sweep':>15}{'decode sweep':>14}  bottleneck"]
+    for rank, (name, p) in enumerate(fitting, 1):
+        sweeps = [_seconds(p.sweep_seconds[kind]) for kind in ("prefill", "decode")]
+        lines.append(f"{rank:>4}  {name:<{width}}{digits(p.tok_s):>10}{clock(p.seconds):>12}{sweeps[0]:>15}"
+                     f"{sweeps[1]:>14}  {names[p.bottleneck]}")  # fmt: skip
+    for name, error in entries:
+        if isinstance(error, FlexError):
+            lines.append(f"   -  {name:<{width}}  {misfit(error)}")
+    return "\n".join(lines)
+
+
+def misfit(error: FlexError) -> str:
+    """Why a policy cannot be used, in a line."""
+    if not isinstance(error, OutOfMemory):
+        return " ".join(str(error).split())
+    over = error.needed + error.used - error.capacity
+    return f"does not fit: {size(over)} too much for the {size(error.capacity)} of {error.tier} memory"
+
+
+def splits(prediction: Prediction) -> str:
+    """Realised percentages of weights, KV cache and hidden states on device/host/disk, such as w 3/15/82."""
+    f = prediction.fractions
+    return "  ".join(f"{k} " + "/".join(f"{100 * f.get(k + place, 0.0):.0f}" for place in "gcd") for k in "wch")
+
+
+def frontier_text(found: Sequence[Prediction], rows: int = ROWS) -> str:
+    """A table of predictions: latency, tok/s, block, splits. Of more than `rows` those in equal steps, and the last."""
+    step = -(-(len(found) - 1) // max(1, rows - 1)) or 1
+    shown = [p for i, p in enumerate(found) if i % step == 0 or i == len(found) - 1]
+    lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}  schedule    slots  device/host/disk % of w, c, h"]
+    lines += [
+        f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}  {p.policy.schedule:<12}"
+        f"{p.policy.slots:>5}  {splits(p)}"
+        for p in shown
+    ]
+    if len(shown) < len(found):
+        lines.append(f"  ({len(found) - len(shown)} more policies between these)")
+    return "\n".join(lines)
+
+
+def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
+    """The prediction's numbers for programs: seconds, bytes and shares, named as in `Prediction`."""
+    p = prediction
+    return {
+        "policy": p.policy.to_json(), "tok_s": p.tok_s, "seconds": p.seconds, "load_seconds": p.load_seconds,
+        "latency": p.latency, "rows": p.rows, "tokens": p.tokens, "alive": p.alive, "bottleneck": p.bottleneck,
+        "counts": p.counts, "sweep_seconds": p.sweep_seconds, "lanes": p.lanes, "busy": p.busy,
+        "fractions": p.fractions,
+        "memory": {name: {"bytes": account, "capacity": limit} for name, account, limit in tiers(p, hardware)},
+    }  # fmt: skip
+
+
+# A machine.
+
+
+def hardware_text(hardware: Hardware) -> str:
+    """A table of a machine's capacities and rates, at most one line per table of rates."""
+    names = lane_names(hardware.shared)
+    limits = [("RAM" if hardware.shared and t == "device" else t, getattr(hardware.capacity, t)) for t in TIERS]
+    limits = [item for item in limits if not (hardware.shared and item[0] == "host")]
+    rows = [(f"{name} capacity", "no limit" if limit is None else size(limit)) for name, limit in limits]
+    rows += [(names.get(lane, lane), _points(table, size, size, "/s")) for lane, table in hardware.links.items()]
+    rows.append(("model files", _points(hardware.checkpoint_read, size, size, "/s")))
+    rows += [(f"products {dtype}", _points(t, _rows, _flops, "")) for dtype, t in hardware.products.items()]
+    rows.append(("prompt attention", _points(hardware.prompt_attention, _rows, _flops, "")))
+    rows.append(("decode attention", _points(hardware.decode_attention, _rows, size, "/s")))
+    rows += [("host attention", f"{size(hardware.host_attention)}/s")] if hardware.host_attention else []
+    rows.append(("elementwise", f"{size(hardware.elementwise)}/s"))
+    for what in ("cell", "task", "sweep", "sequence"):
+        rows.append((f"one {what}", f"{getattr(hardware, f'{what}_seconds') * 1e6:,.1f} microseconds"))
+    for lane, others in hardware.crosstalk.items():
+        slowed = ", ".join(f"{percent(share)} of {names[other]}" for other, share in others.items() if share)
+        rows += [(f"{names[lane]} loses", slowed)] if slowed else []
+    layers, heads = _count(len(hardware.layers), "layer", "layers"), _count(len(hardware.heads), "head", "heads")
+    rows.append(("of single models", f"{layers}, {heads}"))
+    return "\n".join([machine(hardware), *(f"  {what:<20}{text}" for what, text in rows)])
+
+
+def _points(table: Table, x_text: Callable[[float], str], y_text: Callable[[float], str], per: str) -> str:
+    """At most four points of a table, its ends among them."""
+    chosen = sorted({round(i * (len(table) - 1) / 3) for i in range(4)})
+    points = [(x_text(table[i][0]), y_text(table[i][1])) for i in chosen]
+    return f"{points[0][1]}{per}" if len(points) == 1 else ", ".join(f"{y}{per} at {x}" for x, y in points)
+
+
+def _rows(count: float) -> str:
+    return f"{count:,.0f}"
+
+
+def _flops(rate: float) -> str:
+    return f"{digits(rate / 1e12)} TFLOP/s" if rate >= 1e12 else f"{digits(rate / 1e9)} GFLOP/s"

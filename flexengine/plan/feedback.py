@@ -1,0 +1,154 @@
+"""What a job really took against what was predicted for the very sweeps it made, lane by lane."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from flexengine.plan.cost import Cost
+from flexengine.plan.layout import Layout
+from flexengine.plan.profile import Array, Profile
+from flexengine.policy import TIERS
+from flexengine.schedule.order import Batch, Piece, pages_for
+
+TOLERATED = 0.25  # relative error that is let pass
+LEAST_SECONDS, LEAST_SWEEPS = 10.0, 8  # of a job, for its error to be called persistent
+LEAST_SHARE = 0.1  # of the job's time, for a lane's error to matter
+_FLUSH = 512  # sweeps kept before they are priced together
+
+
+@dataclass(frozen=True)
+class _Sweep:
+    """A sweep that was made: what it computed and moved, in the units of `Profile`, and where its sequences live."""
+
+    entering: int = 0
+    decoding: int = 0
+    prompt: int = 0
+    cached: int = 0
+    loaded: int = 0
+    stored: int = 0
+    homes: tuple[int, ...] = (0, 0, 0)  # sequences by tier of their cache
+    hidden: tuple[int, ...] = (0, 0, 0)  # gpu_batches by tier of their hidden states
+    windows: Mapping[int, int] = field(default_factory=dict)
+    pairs: Mapping[int | None, int] = field(default_factory=dict)
+
+
+class Watch:
+    """Collects sweeps as they are made; `report` compares. cost: of the job; layout: it runs under."""
+
+    def __init__(self, cost: Cost, layout: Layout) -> None:
+        self.cost, self.layout = cost, layout
+        self.seconds = self.predicted = 0.0
+        self.sweeps = 0
+        self.busy: dict[str, float] = {}
+        self.expected: dict[str, float] = {}  # seconds of work by lane
+        self.slowed: dict[str, float] = {}  # the same with what the other lanes add to it
+        self._made: list[_Sweep] = []
+
+    def note(self, batches: Sequence[Batch], seconds: float, busy: Mapping[str, float]) -> None:
+        """Tells of a sweep: its gpu_batches, the seconds it took, and each lane's seconds of work so far in the job."""
+        self._made.append(self._summed(batches))
+        self.seconds, self.sweeps, self.busy = self.seconds + seconds, self.sweeps + 1, dict(busy)
+        if len(self._made) >= _FLUSH:
+            self._price()
+
+    def _summed(self, batches: Sequence[Batch]) -> _Sweep:
+        """One pass over the pieces; a prompt counts when its last piece is computed."""
+        windows, away = self.cost.windows, self.cost.away_page
+        entering = decoding = prompt = cached = loaded = stored = 0
+        homes, hidden = [0, 0, 0], [0, 0, 0]
+        seen = dict.fromkeys(windows, 0)
+        pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
+        for batch in batches:
+            homes[TIERS.index(batch.cache_home)] += sum(p.final for p in batch.pieces)
+            hidden[TIERS.index(batch.hidden_home)] += 1
+            for piece in batch.pieces:
+                end = piece.start + piece.count
+                if piece.start and piece.count == 1:
+                    decoding, cached = decoding + 1, cached + end
+                    for w in windows:
+                        seen[w] += min(end, w)
+                else:
+                    entering, prompt = entering + piece.final, prompt + piece.count
+                    for window in pairs:
+                        pairs[window] += _pairs(piece, window)
+                if batch.cache_home != "device":
+                    before = pages_for(piece.start, away) * away
+                    loaded, stored = loaded + before, stored + pages_for(end, away) * away - piece.start // away * away
+        return _Sweep(entering, decoding, prompt, cached, loaded, stored, tuple(homes), tuple(hidden), seen, pairs)
+
+    def _price(self) -> None:
+        """Adds what was predicted for the sweeps collected so far."""
+        if not self._made:
+            return
+        made, self._made = self._made, []
+
+        def column(values: Sequence[float]) -> Array:
+            return np.array(values, dtype=float)
+
+        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
+        sums = {name: column([getattr(s, name) for s in made]) for name in names}
+        windows = {w: column([s.windows[w] for s in made]) for w in self.cost.windows}
+        pairs = {w: column([s.pairs[w] for s in made]) for w in (None, *self.cost.windows)}
+        profile = Profile(
+            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, rows=self.cost.workload.count, peak=0.0
+        )
+        policy = self.layout.policy
+        homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
+        away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted for these alone
+        terms = self.cost.terms(policy, profile, homes.mean(0))
+        fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
+        for i, place in enumerate("gcd"):
+            fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
+        seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
+        self.predicted += float(seconds.sum())
+        crosstalk = self.cost.hardware.crosstalk
+        for lane, work in lanes.items():
+            others = sum(crosstalk.get(lane, {}).get(other, 0.0) * lanes[other] for other in lanes if other != lane)
+            self.expected[lane] = self.expected.get(lane, 0.0) + float(work.sum())
+            self.slowed[lane] = self.slowed.get(lane, 0.0) + float((work + others).sum())
+
+    def report(self) -> dict[str, Any]:
+        """For the summary: seconds of all sweeps and of each lane's work, as predicted and as measured."""
+        self._price()
+        lanes = sorted({*self.busy, *self.expected})
+        return {
+            "predicted_seconds": self.predicted,
+            "measured_seconds": self.seconds,
+            "error": self.predicted / self.seconds - 1 if self.seconds else 0.0,
+            "lanes": {lane: {"predicted": self.expected.get(lane, 0.0), "measured": self.busy.get(lane, 0.0)}
+                      for lane in lanes},
+        }  # fmt: skip
+
+    def factors(self) -> dict[str, float]:
+        """By lane, how many times the predicted seconds it really took, where that is persistently off by more than
+        TOLERATED. A lane that was slowed by others as was to be expected is not off."""
+        self._price()
+        if self.seconds < LEAST_SECONDS or self.sweeps < LEAST_SWEEPS:
+            return {}
+        found = {}
+        for lane, least in self.expected.items():
+            real = self.busy.get(lane, 0.0)
+            nearest = min(max(real, least), self.slowed[lane])
+            matters = nearest > 0 and real > 0 and max(real, least) > LEAST_SHARE * self.seconds
+            if matters and abs(real / nearest - 1) > TOLERATED:
+                found[lane] = real / nearest
+        return found
+
+
+def _shares(counts: Sequence[Sequence[int]]) -> Array:
+    """Rows that add up to 1."""
+    table = np.array(counts, dtype=float)
+    return np.asarray(table / np.maximum(table.sum(1, keepdims=True), 1))
+
+
+def _pairs(piece: Piece, window: int | None) -> int:
+    """(query, key) pairs of a piece of a prompt."""
+    first, last = piece.start + 1, piece.start + piece.count
+    if window is None or last <= window:
+        return (first + last) * piece.count // 2
+    if first >= window:
+        return piece.count * window
+    inside = window - first + 1
+    return (first + window) * inside // 2 + (last - window) * window

@@ -1,0 +1,199 @@
+"""A machine in numbers: what it can hold, how fast bytes cross each link, how fast each kernel computes.
+
+Measured (`flexengine.measure`) or written by hand, as JSON, to plan for a machine one does not have.
+"""
+
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from flexengine.config import from_fields, shown
+from flexengine.errors import InvalidInput
+from flexengine.plan.layout import Capacity
+
+KINDS = ("cpu", "cuda", "sim")
+LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
+
+Table = tuple[tuple[float, float], ...]
+
+
+def at(table: Table, x: float) -> float:
+    """The table's value at x: on a straight line in log x and log y between two points, constant beyond the ends."""
+    place = bisect_left(table, (x, 0.0))
+    if place == 0 or place == len(table):
+        return table[max(0, place - 1)][1]
+    (x0, y0), (x1, y1) = table[place - 1], table[place]
+    share = math.log(x / x0) / math.log(x1 / x0)
+    return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine. Tables are points (x, y) with rising x; every number is positive.
+
+    kind: cpu (RAM is the device tier), cuda or sim (a device behind links; disk and device meet in host staging).
+    device_bytes, host_bytes, disk_bytes: what may be used of each; None is no limit. On cpu host_bytes is None: the
+        host is the device's RAM.
+    links: per lane (bytes of one transfer, bytes per second): disk_read and disk_write of the offload directory, h2d
+        and d2h; on cpu h2d is what brings 16-bit weights from RAM into a slot.
+    checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
+    products: by dtype a matrix is held in, (rows of activations, FLOP per second) of a matrix product.
+    prompt_attention: (tokens of the prompt, FLOP per second) of causal attention, 2 per multiply-add of what is seen.
+    decode_attention: (cached tokens of a sequence, bytes of KV per second) on the device.
+    host_attention: bytes of KV per second where the KV lies in host RAM; 0 if not known.
+    elementwise: bytes per second of what norms, activations and residuals read and write.
+    cell_seconds: fixed cost of one layer of one gpu_batch; task_seconds: of handing one task to its lane.
+    sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in it.
+    crosstalk: lane to lane: seconds that each busy second of the second adds to the first (they share cores or memory).
+    layers: by signature of a model's layer (see plan.cost), (tokens of a gpu_batch, seconds) of one layer without its
+        attention. heads: by signature of the output projection, (rows, seconds) of logits and sampled tokens.
+    measured: False for what was written by hand.
+    """
+
+    name: str
+    kind: str
+    device_bytes: int | None
+    host_bytes: int | None
+    disk_bytes: int | None
+    links: Mapping[str, Table]
+    checkpoint_read: Table
+    products: Mapping[str, Table]
+    prompt_attention: Table
+    decode_attention: Table
+    elementwise: float
+    host_attention: float = 0.0
+    cell_seconds: float = 0.0
+    task_seconds: float = 0.0
+    sweep_seconds: float = 0.0
+    sequence_seconds: float = 0.0
+    crosstalk: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    layers: Mapping[str, Table] = field(default_factory=dict)
+    heads: Mapping[str, Table] = field(default_factory=dict)
+    measured: bool = False
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise InvalidInput(f"hardware kind is {shown(self.kind)}; it must be one of {', '.join(KINDS)}")
+        for name in ("checkpoint_read", "prompt_attention", "decode_attention"):
+            object.__setattr__(self, name, _table(name, getattr(self, name)))
+        for name in ("links", "products", "layers", "heads"):
+            tables = _object(name, getattr(self, name))
+            object.__setattr__(self, name, {key: _table(f"{name} {key}", value) for key, value in tables.items()})
+        for name in ("device_bytes", "host_bytes", "disk_bytes"):
+            if (size := getattr(self, name)) is not None:
+                if _positive(name, size) < 1:
+                    raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
+                object.__setattr__(self, name, int(size))
+        _positive("elementwise", self.elementwise)
+        for name in ("host_attention", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds"):
+            if _number(name, getattr(self, name)) != 0:
+                _positive(name, getattr(self, name))
+        if not isinstance(self.name, str) or not isinstance(self.measured, bool):
+            raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be a string"
+                               " and true or false")  # fmt: skip
+        if not self.products:
+            raise InvalidInput("products is empty; it must have a rate for one dtype at least, such as float16")
+        self._check_lanes()
+
+    def _check_lanes(self) -> None:
+        needed = {"disk_read", "disk_write", "h2d"} | (set() if self.shared else {"d2h"})
+        if unknown := set(self.links) - set(LANES[:4]):
+            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {LANES[:4]}")
+        if missing := needed - set(self.links):
+            raise InvalidInput(f"hardware {self.name} has no links {sorted(missing)}; it must have {sorted(needed)}")
+        if self.shared and self.host_bytes is not None:
+            raise InvalidInput("hardware of kind cpu has host_bytes; its RAM is device_bytes, set host_bytes to null")
+        for lane, others in _object("crosstalk", self.crosstalk).items():
+            for other, share in _object(f"crosstalk {lane}", others).items():
+                if lane not in LANES or other not in LANES or not 0 <= _number(f"crosstalk {lane}", share) <= 2:
+                    raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
+                                       f" it must be 0 to 2, between lanes of {', '.join(LANES)}")  # fmt: skip
+
+    @property
+    def shared(self) -> bool:
+        """Whether host and device are one memory."""
+        return self.kind == "cpu"
+
+    @property
+    def capacity(self) -> Capacity:
+        return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, shared=self.shared, staged=not self.shared)
+
+    def link_seconds(self, lane: str, nbytes: float, transfer: float) -> float:
+        """Seconds that nbytes take on a lane in transfers of `transfer` bytes."""
+        return nbytes / at(self.links[lane], max(transfer, 1.0))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as they stand in a hardware file."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(values: object, what: str) -> "Hardware":
+        """The record of these fields. Raises InvalidInput naming `what` and the field that is wrong."""
+        if not isinstance(values, dict):
+            raise InvalidInput(f"{what} holds {type(values).__name__}, not an object of hardware fields")
+        required = {f.name for f in fields(Hardware)} - {f.name for f in fields(Hardware) if _has_default(f)}
+        if missing := required - set(values):
+            raise InvalidInput(f"{what} lacks {sorted(missing)}")
+        try:
+            hardware = from_fields(Hardware, values, what)
+        except (InvalidInput, TypeError) as error:
+            raise InvalidInput(f"{what}: {error}") from error
+        assert isinstance(hardware, Hardware)
+        return hardware
+
+    @staticmethod
+    def load(path: str | Path) -> "Hardware":
+        """Reads a hardware file. Raises InvalidInput naming the file and what is wrong with it."""
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"hardware file {path}: {error}") from error
+        return Hardware.from_json(values, f"hardware file {path}")
+
+
+def _has_default(f: Any) -> bool:
+    return f.default is not MISSING or f.default_factory is not MISSING
+
+
+def _object(name: str, value: object) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be an object")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    number = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        with suppress(OverflowError):  # whole numbers know no limit
+            number = float(value)
+    if not math.isfinite(number):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a number")
+    return number
+
+
+def _positive(name: str, value: object) -> float:
+    if (number := _number(name, value)) <= 0:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be positive")
+    return number
+
+
+def _table(name: str, value: object) -> Table:
+    """Checked points. A plain number means the same everywhere."""
+    if isinstance(value, (int, float)):
+        return ((1.0, _positive(name, value)),)
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of points [x, y]")
+    points = []
+    for point in value:
+        if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
+            raise InvalidInput(f"{name} holds {shown(point)}; it must hold points [x, y]")
+        points.append((_positive(name, point[0]), _positive(name, point[1])))
+    if any(a[0] >= b[0] for a, b in pairwise(points)):
+        raise InvalidInput(f"{name} is {shown(value)}; x must rise from point to point")
+    return tuple(points)

@@ -1,0 +1,407 @@
+"""The best placement for one block shape: a linear program over what share of each kind of data lies in each tier.
+
+FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3) with what the caller's cost model puts into it:
+
+    minimise    sum over phases p of times[p] * T[p]                                            seconds of the job
+    subject to  T[p] >= busy[p][lane] + sum over others o of crosstalk[lane][o] * busy[p][o]    one row per p, lane
+                T[p] >= sum over lanes of busy[p][lane]                                         or this, if no overlap
+                used[m] <= capacity[m]                                                          one row per memory m
+                wg + wc + wd = cg + cc + cd = hg + hc + hd = 1,  all >= 0
+                sum over phases p of life[p] * T[p] <= latency limit                             if there is one
+
+busy and used are linear in the nine fractions. `problem_text` prints a program with its numbers.
+"""
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+from flexengine.config import shown
+from flexengine.errors import InvalidInput, OutOfMemory
+
+KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
+PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
+FRACTIONS = tuple(kind + place for kind in KINDS for place in PLACES)
+SOLVERS: dict[str, dict[str, dict[str, str]]] = {  # to pulp's names and options, in order of preference
+    "HiGHS": {"HiGHS": {"presolve": "off"}},  # which takes longer than such a small program
+    "CBC": {"COIN_CMD": {}, "PULP_CBC_CMD": {}},
+}
+
+GB = 1e9  # bytes
+_TIE = 1e-9  # cost, relative to the job's, of holding everything one tier further from the device
+_TIE_KIND = {"w": 1.0, "c": 1.1, "h": 1.23}  # unequal: which of two kinds gives way is no accident either
+_COST = 1e4  # the job's cost as solvers see it: the ties then stand clear of their tolerance of 1e-7
+_SPREAD = 1e-4  # least capacity a memory row is scaled by, relative to its largest coefficient
+_NOISE = 1e-9  # fractions and relative excesses below this are rounding
+
+
+@dataclass(frozen=True)
+class Linear:
+    """constant + sum of coefficients[name] * fraction[name], in seconds or bytes."""
+
+    constant: float
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+    def value(self, fractions: Mapping[str, float]) -> float:
+        """Its value at these fractions; those not named are 0."""
+        return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
+
+    def __add__(self, other: "Linear") -> "Linear":
+        total = dict(self.coefficients)
+        for name, k in other.coefficients.items():
+            total[name] = total.get(name, 0.0) + k
+        return Linear(self.constant + other.constant, total)
+
+    def __mul__(self, factor: float) -> "Linear":
+        return Linear(self.constant * factor, {name: k * factor for name, k in self.coefficients.items()})
+
+    __rmul__ = __mul__
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Sweeps that are alike.
+
+    label: "prefill", "decode", ... times: how many such sweeps the job has. lanes: seconds of work per lane in one.
+    life: how many such sweeps a row lives through (for the latency limit).
+    """
+
+    label: str
+    times: float
+    lanes: Mapping[str, Linear]
+    life: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """label: "device", "host", "disk", "RAM"; used, capacity: bytes. An infinite capacity is no limit."""
+
+    label: str
+    used: Linear
+    capacity: float
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One block shape. Labels may repeat: the second phase "decode" is then called "decode 2".
+
+    crosstalk: lane to lane: seconds that each busy second of the second adds to the first. overlap: False where the
+    lanes wait for one another, so that their seconds add up. allowed: fractions that may be above 0.
+    latency_limit: seconds; the sum of life * T over the phases stays below.
+    """
+
+    phases: tuple[Phase, ...]
+    memories: tuple[Memory, ...]
+    crosstalk: Mapping[str, Mapping[str, float]]
+    overlap: bool
+    allowed: frozenset[str]
+    latency_limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """fractions: all nine, each kind summing to 1. seconds: of the job. phase_seconds: of one sweep of each phase."""
+
+    fractions: dict[str, float]
+    seconds: float
+    phase_seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Variable:
+    """An unknown, 0 or more. The solver sees value / scale. cost: of one unit, in the unit of what is minimised."""
+
+    symbol: str
+    meaning: str
+    unit: str
+    cost: float = 0.0
+    scale: float = 1.0
+    tie: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Row:
+    """sum of terms[symbol] * variable <= limit, or == if equal, in `unit`. The solver sees both sides / scale."""
+
+    label: str
+    unit: str
+    terms: Mapping[str, float]
+    limit: float
+    scale: float = 1.0
+    equal: bool = False
+
+
+@dataclass(frozen=True)
+class _Program:
+    goal: str
+    variables: list[_Variable]
+    rows: list[_Row]
+
+
+def solve(problem: Problem, solver: str | None = None) -> Solution:
+    """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
+
+    solver: "HiGHS" or "CBC"; None takes the first that is installed. Raises OutOfMemory naming the memory that is
+    shortest, InvalidInput for a latency limit that nothing meets (with the least possible), for numbers that are not
+    finite and where no solver is installed.
+    """
+    problem = _checked(problem)
+    try:
+        fractions = _fractions(_optimum(_job_program(problem), solver))
+    except _Infeasible as error:
+        raise _why(problem, solver) or error from None
+    seconds = {phase.label: _seconds(phase, problem, fractions) for phase in problem.phases}
+    return Solution(fractions, sum(phase.times * seconds[phase.label] for phase in problem.phases), seconds)
+
+
+def problem_text(problem: Problem) -> str:
+    """The program in rows for people: variables with symbol and unit, then what is minimised and each constraint."""
+    problem = _checked(problem)
+    program = _job_program(problem)
+    lines = ["variables, all 0 or more"]
+    lines += [f"  {v.symbol:<3} {v.meaning} [{v.unit}]" for v in program.variables]
+    lines += [f"minimise {program.goal}", f"  {_sum_text({v.symbol: v.cost for v in program.variables})}", "subject to"]
+    width = max(len(row.label) for row in program.rows)
+    for row in program.rows:
+        sign = "=" if row.equal else "<="
+        lines.append(f"  {row.label:<{width}}  {_sum_text(row.terms)} {sign} {row.limit:.6g}  [{row.unit}]")
+    closed = [name for name in FRACTIONS if name not in problem.allowed]
+    return "\n".join([*lines, *([f"  {'not allowed':<{width}}  {' = '.join([*closed, '0'])}"] if closed else [])])
+
+
+def _sum_text(terms: Mapping[str, float]) -> str:
+    """3 x + y - 0.5 z"""
+    text = ""
+    for symbol, k in terms.items():
+        if k:
+            sign = (" - " if k < 0 else " + ") if text else ("-" if k < 0 else "")
+            text += sign + (symbol if abs(k) == 1 else f"{abs(k):.6g} {symbol}")
+    return text or "0"
+
+
+# The programs: fewest seconds of the job; and, where that has no solution, what it would take.
+
+
+def _job_program(problem: Problem) -> _Program:
+    times, time_rows = _time_part(problem, [phase.times for phase in problem.phases])
+    rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
+    if problem.latency_limit is not None:
+        lives = {v.symbol: phase.life for v, phase in zip(times, problem.phases, strict=True)}
+        rows.append(_Row("latency of a row", "s", lives, problem.latency_limit, scale=problem.latency_limit))
+    return _Program("seconds of the job", [*_share_variables(problem), *times], rows)
+
+
+def _latency_program(problem: Problem) -> _Program:
+    """Fewest seconds that a row lives."""
+    times, time_rows = _time_part(problem, [phase.life for phase in problem.phases])
+    rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
+    return _Program("seconds a row lives", [*_share_variables(problem), *times], rows)
+
+
+def _shortage_program(problem: Problem) -> _Program:
+    """Fewest bytes too many, each memory's relative to its capacity; seconds do not matter."""
+    rows = _memory_rows(problem)
+    slacks = [_Variable(f"S{i}", f"too much in {row.label}", "GB", 1 / row.scale, row.scale)
+              for i, row in enumerate(rows, 1)]  # fmt: skip
+    loose = [replace(row, terms={**row.terms, s.symbol: -1.0}) for row, s in zip(rows, slacks, strict=True)]
+    return _Program("relative excess", [*_share_variables(problem), *slacks], [*_share_rows(problem), *loose])
+
+
+def _share_variables(problem: Problem) -> list[_Variable]:
+    return [
+        _Variable(name, f"share of the {KINDS[name[0]]} {PLACES[name[1]]}", "1", tie=_TIE_KIND[name[0]] * rank)
+        for name, rank in zip(FRACTIONS, (0, 1, 2) * len(KINDS), strict=True)
+        if name in problem.allowed
+    ]
+
+
+def _share_rows(problem: Problem) -> list[_Row]:
+    """Everything lies somewhere."""
+    return [
+        _Row(f"all {what}", "1", {kind + p: 1.0 for p in PLACES if kind + p in problem.allowed}, 1.0, equal=True)
+        for kind, what in KINDS.items()
+    ]
+
+
+def _time_part(problem: Problem, costs: Sequence[float]) -> tuple[list[_Variable], list[_Row]]:
+    """T1, T2, ...: seconds of one sweep of each phase, and what each is at least."""
+    variables, rows = [], []
+    for i, (phase, cost) in enumerate(zip(problem.phases, costs, strict=True), 1):
+        bounds = [(label, _open(least, problem)) for label, least in _bounds(phase, problem)]
+        numbers = (abs(k) for _, least in bounds for k in (least.constant, *least.coefficients.values()))
+        scale = max(numbers, default=0.0) or 1.0
+        time = _Variable(f"T{i}", f"seconds of one {phase.label} sweep; the job has {phase.times:g}", "s", cost, scale)
+        variables.append(time)
+        rows += [
+            _Row(f"{phase.label}: {label}", "s", {**least.coefficients, time.symbol: -1.0}, -least.constant, scale)
+            for label, least in bounds
+        ]
+    return variables, rows
+
+
+def _memory_rows(problem: Problem) -> list[_Row]:
+    rows = []
+    for memory in problem.memories:
+        if memory.capacity < math.inf:
+            used = _open(memory.used, problem) * (1 / GB)
+            largest = max((abs(k) for k in used.coefficients.values()), default=0.0)
+            scale = max(memory.capacity / GB, _SPREAD * largest) or 1.0
+            room = (memory.capacity - memory.used.constant) / GB
+            rows.append(_Row(f"{memory.label} memory", "GB", used.coefficients, room, scale))
+    return rows
+
+
+def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
+    """What a sweep of the phase takes at least: a label and seconds."""
+    if not problem.overlap:
+        return [("all lanes", sum(phase.lanes.values(), Linear(0.0)))] if phase.lanes else []
+    return [
+        (lane, sum((phase.lanes[o] * share for o, share in problem.crosstalk.get(lane, {}).items()
+                    if share and o != lane and o in phase.lanes), busy))
+        for lane, busy in phase.lanes.items()
+    ]  # fmt: skip
+
+
+def _seconds(phase: Phase, problem: Problem, fractions: Mapping[str, float]) -> float:
+    """Of one sweep of the phase."""
+    return max((0.0, *(least.value(fractions) for _, least in _bounds(phase, problem))))
+
+
+def _open(line: Linear, problem: Problem) -> Linear:
+    """The line without the fractions that are not allowed, which are 0."""
+    return Linear(line.constant, {name: k for name, k in line.coefficients.items() if name in problem.allowed})
+
+
+# The solver
+
+
+@cache
+def _solver(name: str | None) -> Any:
+    """Pulp's solver of this name, quiet; None: the first installed."""
+    if name is not None and name not in SOLVERS:
+        raise InvalidInput(f"solver is {shown(name)}; it must be one of {', '.join(SOLVERS)}")
+    try:
+        import pulp
+    except ImportError as error:
+        raise InvalidInput("the planner needs pulp, which is not installed; pip install 'pulp[highs]'") from error
+    wanted = [(key, pulp_name) for key in ([name] if name else SOLVERS) for pulp_name in SOLVERS[key]]
+    installed = set(pulp.listSolvers(onlyAvailable=True))
+    for key, pulp_name in wanted:
+        if pulp_name in installed:
+            with warnings.catch_warnings():  # pulp 3 warns of its own CBC, which pulp 4 will not bring
+                warnings.simplefilter("ignore", DeprecationWarning)
+                return pulp.getSolver(pulp_name, msg=False, **SOLVERS[key][pulp_name])
+    missing = " or ".join([name] if name else SOLVERS)
+    raise InvalidInput(f"the planner needs a solver, and pulp finds no {missing}; pip install highspy")
+
+
+class _Infeasible(InvalidInput):
+    """No values satisfy the rows."""
+
+
+def _optimum(program: _Program, solver: str | None) -> dict[str, float]:
+    """Values by symbol. Raises _Infeasible."""
+    chosen = _solver(solver)
+    import pulp
+
+    # Expressions are made from dictionaries: pulp's operators copy one for every term.
+    lp = pulp.LpProblem("placement")
+    new = getattr(lp, "add_variable", pulp.LpVariable)  # the method came late in pulp 3; pulp 4 has only that
+    unknown = {v.symbol: new(v.symbol, 0.0) for v in program.variables}
+    scale = {v.symbol: v.scale for v in program.variables}
+    total = sum(v.cost * v.scale for v in program.variables) or 1.0
+    lp.objective = pulp.LpAffineExpression(
+        {unknown[v.symbol]: _COST * (v.cost * v.scale / total + _TIE * v.tie) for v in program.variables}
+    )
+    for i, row in enumerate(program.rows):
+        terms = {unknown[symbol]: k * scale[symbol] / row.scale for symbol, k in row.terms.items()}
+        sense = pulp.LpConstraintEQ if row.equal else pulp.LpConstraintLE
+        expression = pulp.LpAffineExpression(terms)
+        lp.addConstraint(pulp.LpConstraint(expression, sense, rhs=row.limit / row.scale), f"{i} {row.label}")
+    if (status := lp.solve(chosen)) != pulp.LpStatusOptimal:
+        raise _Infeasible(f"the placement cannot be solved for ({pulp.LpStatus[status]});"
+                          " check the units of the seconds and bytes given")  # fmt: skip
+    return {symbol: (variable.varValue or 0.0) * scale[symbol] for symbol, variable in unknown.items()}
+
+
+def _fractions(values: Mapping[str, float]) -> dict[str, float]:
+    """All nine fractions, without the solver's rounding: none below 0, each kind summing to 1."""
+    clean = {name: value if (value := values.get(name, 0.0)) > _NOISE else 0.0 for name in FRACTIONS}
+    totals = {kind: sum(clean[kind + place] for place in PLACES) for kind in KINDS}
+    return {name: value / totals[name[0]] for name, value in clean.items()}
+
+
+def _why(problem: Problem, solver: str | None) -> Exception | None:
+    """Why no placement will do: the memory that is shortest, and by how much; or the latency limit."""
+    fractions = _fractions(_optimum(_shortage_program(problem), solver))
+    short = [(m.used.value(fractions) - m.capacity, m) for m in problem.memories]
+    short = [(lack, m) for lack, m in short if lack > _NOISE * max(abs(m.capacity), 1.0)]
+    if short:
+        (_, worst), *others = sorted(short, key=lambda pair: -pair[0] / max(pair[1].capacity, 1.0))
+        also = "".join(f"; {m.label} memory lacks {math.ceil(lack):,} bytes too" for lack, m in others)
+        remedy = f"give more memory, make the block smaller, or allow more to lie in another tier{also}"
+        needed, capacity = math.ceil(worst.used.value(fractions)), math.floor(worst.capacity)
+        return OutOfMemory(worst.label, "the block in its tightest placement", needed, 0, capacity, remedy)
+    if problem.latency_limit is None:
+        return None
+    fractions = _fractions(_optimum(_latency_program(problem), solver))
+    least = sum(phase.life * _seconds(phase, problem, fractions) for phase in problem.phases)
+    return InvalidInput(f"latency limit is {problem.latency_limit:g} s; this block needs at least {least:.6g} s;"
+                        " raise the limit or make the block smaller")  # fmt: skip
+
+
+# What is given
+
+
+def _checked(problem: Problem) -> Problem:
+    """The problem with phases of unique labels. Raises InvalidInput naming what is no number or no fraction."""
+    phases = [replace(p, label=label) for p, label in zip(problem.phases, _unique(problem.phases), strict=True)]
+    for phase in phases:
+        _check_number(f"{phase.label}: times", phase.times)
+        _check_number(f"{phase.label}: life", phase.life)
+        for lane, busy in phase.lanes.items():
+            _check_line(f"{phase.label}: {lane}", busy)
+    for memory in problem.memories:
+        _check_line(f"{memory.label} memory", memory.used)
+        if math.isnan(memory.capacity):
+            raise InvalidInput(f"{memory.label} memory: capacity is {memory.capacity}; it must be a number of bytes")
+    _check_allowed(problem.allowed)
+    limit = problem.latency_limit
+    if limit is not None and not 0 < limit < math.inf:
+        raise InvalidInput(f"latency limit is {shown(limit)}; it must be positive seconds, or None")
+    return replace(problem, phases=tuple(phases))
+
+
+def _unique(phases: Iterable[Phase]) -> list[str]:
+    """Their labels; one that is taken gets a number."""
+    labels: list[str] = []
+    for phase in phases:
+        label, number = phase.label, 2
+        while label in labels:
+            label, number = f"{phase.label} {number}", number + 1
+        labels.append(label)
+    return labels
+
+
+def _check_number(what: str, value: float) -> None:
+    if not 0 <= value < math.inf:
+        raise InvalidInput(f"{what} is {shown(value)}; it must be a finite number of 0 or more")
+
+
+def _check_line(what: str, line: Linear) -> None:
+    if unknown := line.coefficients.keys() - set(FRACTIONS):
+        raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
+    if not all(map(math.isfinite, (line.constant, *line.coefficients.values()))):
+        raise InvalidInput(f"{what} is {shown(line)}; its numbers must be finite")
+
+
+def _check_allowed(allowed: frozenset[str]) -> None:
+    if unknown := allowed - set(FRACTIONS):
+        raise InvalidInput(f"allowed names {sorted(unknown)}; it may name {', '.join(FRACTIONS)}")
+    for kind, what in KINDS.items():
+        if not any(kind + place in allowed for place in PLACES):
+            raise InvalidInput(f"allowed has no place for the {what}; it must have one of"
+                               f" {', '.join(kind + place for place in PLACES)}")  # fmt: skip

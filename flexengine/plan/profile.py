@@ -1,0 +1,209 @@
+"""How a job unfolds under a policy, in the mean: sweep by sweep, who enters, who is alive, how much is cached.
+
+The schedule itself (`schedule.sweeps`) walks single sequences. Here sequences are a fluid: one that has entered d
+sweeps ago is alive with the probability that it was asked for more than d tokens, so every quantity of a sweep is the
+sum over the sweeps before of (who entered then) x (what a sequence of that age counts for), and admission is the same
+rule with numbers that need not be whole. That takes milliseconds for any number of rows, and is exact where all rows
+are alike.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from flexengine.plan.layout import Workload
+from flexengine.schedule.order import entrants
+
+Array = NDArray[np.float64]
+
+AGES = 256  # most ages told apart; longer lives are walked in longer steps
+CLASSES = 512  # most sizes of sequences told apart
+WAITING = 0.5  # of a sequence's pages lie idle, because the next in line needs more
+PERIODS = 3  # lives after which what remains is taken to go on like the last
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one sequence counts for in sweep 0, 1, ... after its entry, in the mean over a workload. Arrays by age.
+
+    stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
+    the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
+    stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
+    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all).
+    alike: whether all sequences hold as many pages at their end.
+    """
+
+    stride: int
+    live: Array
+    cached: Array
+    kept: Array
+    loaded: Array
+    stored: Array
+    windows: Mapping[int, Array]
+    prompt: float
+    pairs: Mapping[int | None, float]
+    alike: bool = False
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Tokens of a page on the device and off it, and the share of the sequences that live off it."""
+
+    device: int
+    away: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A job's sweeps in order. Arrays by sweep: `times` says how many real sweeps an entry stands for, the others
+    are means of one such sweep: sequences entering and decoding, prompt tokens computed, and the sums over sequences of
+    what `Unit` tells. rows: sequences of the job; peak: most page tokens ever held."""
+
+    times: Array
+    entering: Array
+    decoding: Array
+    prompt: Array
+    cached: Array
+    loaded: Array
+    stored: Array
+    windows: Mapping[int, Array]
+    pairs: Mapping[int | None, Array]
+    rows: int
+    peak: float
+
+    @property
+    def live(self) -> Array:
+        return self.entering + self.decoding
+
+
+def classes(workload: Workload) -> tuple[Array, Array, Array]:
+    """(prompt tokens, tokens to generate, share of the rows) of at most CLASSES kinds of sequences."""
+    items = sorted(workload.sizes.items(), key=lambda item: (item[0][1], item[0][0]))
+    prompts, outputs, counts = (
+        np.array(column, dtype=float) for column in zip(*((p, n, c) for (p, n), c in items), strict=True)
+    )
+    if len(items) > CLASSES:
+        group = np.minimum((np.cumsum(counts) - counts / 2) / counts.sum() * CLASSES, CLASSES - 1).astype(int)
+        totals = np.bincount(group, counts, CLASSES)
+        there = totals > 0
+        prompts, outputs = (np.bincount(group, x * counts, CLASSES)[there] / totals[there] for x in (prompts, outputs))
+        prompts, outputs, counts = np.round(prompts), np.round(outputs), totals[there]
+    return prompts, outputs, counts / counts.sum()
+
+
+def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozenset[int] = frozenset()) -> Unit:
+    """The mean sequence of a workload. windows: those that some layers have."""
+    p, n, share = classes(workload)
+    stride = max(1, -(-int(n.max()) // AGES))
+    age = np.arange(0, int(n.max()), stride, dtype=float)[:, None]
+    alive = (n > age) * share
+    step = np.minimum(stride, np.maximum(n - age, 0)) / stride * share  # the last step of a life may be shorter
+    attended = np.where(age > 0, p + age, 0.0)
+
+    def held(tokens: Array, size: int) -> Array:
+        return np.ceil(np.maximum(tokens, 0) / size) * size
+
+    at_peak = np.minimum(p + age + stride - 1, p + n - 1)
+    kept = (1 - pages.share) * held(at_peak, pages.device) + pages.share * held(at_peak, pages.away)
+    at_end = held(p + n - 1, pages.device) * (1 - pages.share) + held(p + n - 1, pages.away) * pages.share
+    chunks = np.ceil(p / prefill_tokens)
+    loaded = np.where(age > 0, held(p + age - 1, pages.away), prefill_tokens * chunks * (chunks - 1) / 2 / stride)
+    stored = np.where(age > 0, float(pages.away), held(p, pages.away) / stride)
+    seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
+    pairs: dict[int | None, float] = {None: float((p * (p + 1) / 2 * share).sum())}
+    for w in windows:
+        short = np.minimum(p, w)
+        pairs[w] = float(((short * (short + 1) / 2 + (p - short) * w) * share).sum())
+    return Unit(
+        stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
+        (stored * step).sum(1), seen, float((p * share).sum()), pairs, len(np.unique(at_end)) == 1,
+    )  # fmt: skip
+
+
+def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Profile:
+    """The sweeps of a job of `rows` sequences. shape: (gpu_batch_size, num_gpu_batches); room: page tokens."""
+    walk = _rounds if schedule in ("row", "zigzag") else _stream
+    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
+    each_peak = float(each.kept.max())
+    if room < block * each_peak and not each.alike:  # the first that waits needs, in the mean, half as much again
+        room -= WAITING * min(each_peak, max(0.0, room - each_peak))
+    return _summed(each, *walk(each, rows, schedule, shape, room), rows)
+
+
+def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> tuple[Array, Array]:
+    """Who enters in each sweep, and how often each sweep is made, where a block enters when the last has ended: as
+    often as blocks are full, and once with the rest."""
+    allowed = float(entrants(schedule, 0, *shape))
+    block = min(max(1.0, _whole(each, min(allowed, room / float(each.kept.max())))), float(rows))
+    full = float(np.floor(rows / block + 1e-9))
+    sizes = [(block, full), (rows - full * block, 1.0)]
+    entered = np.concatenate([np.append(size, np.zeros(len(each.live) - 1)) for size, _ in sizes if size > 1e-6])
+    return entered, np.repeat([times for size, times in sizes if size > 1e-6], len(each.live))
+
+
+def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> tuple[Array, Array]:
+    """The same where sequences enter as others leave: sweep by sweep, but what is periodic only once."""
+    horizon = len(each.live)
+    live, kept = np.zeros(horizon), np.zeros(horizon)  # of those who have entered, in the sweeps to come
+    entered: list[float] = []
+    times: list[float] = []
+    left, repeated = float(rows), False
+    while left > 1e-6:
+        if len(entered) >= PERIODS * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
+            whole, repeated = float(np.floor(left / period + 1e-9)), True
+            times[-horizon:] = [1.0 + whole] * horizon
+            left -= whole * period
+            continue
+        alive = 0.0 if live[0] < 1e-9 else float(live[0])
+        allowed = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
+        fitting = float(np.min((room - kept) / np.maximum(each.kept, 1e-9)))
+        now = max(0.0, min(allowed, _whole(each, fitting), left))
+        if now <= 0 and not alive:
+            now = min(1.0, left)  # less than one sequence fits: whoever plans must not come here, but never hang
+        entered.append(now)
+        times.append(1.0)
+        left -= now
+        live, kept = live + now * each.live, kept + now * each.kept
+        live, kept = np.append(live[1:], 0.0), np.append(kept[1:], 0.0)
+    rest = horizon - 1  # sweeps until the last have left
+    return np.append(entered, np.zeros(rest)), np.append(times, np.ones(rest))
+
+
+def _whole(each: Unit, number: float) -> float:
+    """As many sequences as there is room for: whole ones where all are alike. Others fit now more, now fewer."""
+    return float(np.floor(number + 1e-9)) if each.alike and np.isfinite(number) else number
+
+
+def _summed(each: Unit, entered: Array, times: Array, rows: int) -> Profile:
+    """The sweeps of a sequence of entries: sums over ages of (entered then) x (unit).
+
+    A sweep takes place if anybody is still alive, which towards the end of a block is not sure: it is then counted
+    with that probability, and what it does is what it does if it takes place.
+    """
+    steps, stride = len(entered), each.stride
+
+    def sums(column: Array) -> Array:
+        """Scaled, as what is repeated need not be a whole period, so that every sequence counts in full."""
+        found = np.convolve(entered, column)[:steps]
+        counted = float((found * times).sum())
+        return np.asarray(found * (rows * float(column.sum()) / counted)) if counted > 0 else found
+
+    there = -np.expm1(np.convolve(entered, np.log(np.clip(1 - each.live, 1e-12, 1.0)))[:steps])
+    there = np.where(entered > 0, 1.0, there)
+    made = there > 1e-6
+    share = np.where(made, there, 1.0)[made]
+
+    def mean(values: Array) -> Array:
+        return np.asarray(values[made] / share)
+
+    fresh = entered / stride
+    return Profile(
+        times[made] * share * stride, mean(fresh), mean(np.maximum(sums(each.live) - fresh, 0)),
+        mean(entered * each.prompt / stride), mean(sums(each.cached)), mean(sums(each.loaded)),
+        mean(sums(each.stored)), {w: mean(sums(x)) for w, x in each.windows.items()},
+        {w: mean(entered * pairs / stride) for w, pairs in each.pairs.items()}, rows,
+        float(np.convolve(entered, each.kept).max()),
+    )  # fmt: skip

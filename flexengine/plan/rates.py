@@ -1,0 +1,121 @@
+"""Seconds of the elementary things a model does on a machine: one layer of a gpu_batch, its attention, its head.
+
+What was measured for this very model is used (`Hardware.layers`, `Hardware.heads`); else it is put together from the
+sizes of its tensors and the rates of the machine's kernels.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.layout import ModelFacts, TensorFact
+from flexengine.plan.profile import Array
+
+_TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # where a layer's time is put together
+_NAMES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # of the dtypes with that many bytes an element
+# Elementwise work of a layer, reads and writes of elements per token: two norms (read twice, written), two residuals
+# (two read, one written), q, k, v and their rotation; and of an FFN's width: the activation, and the product of a gate.
+_PER_HIDDEN, _PER_WIDTH = 16, 5
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds by tokens (or rows): their rate is interpolated between measured points and constant beyond."""
+
+    logs: Array
+    rates: Array  # logarithms of tokens per second
+
+    @staticmethod
+    def of(table: Table) -> "Curve":
+        x, seconds = (np.array(column) for column in zip(*table, strict=True))
+        return Curve(np.log(x), np.log(x / seconds))
+
+    def __call__(self, tokens: Array | float) -> Array:
+        """Seconds; 0 for none."""
+        many = np.asarray(tokens, dtype=float)
+        rate = np.exp(np.interp(np.log(np.maximum(many, 1e-9)), self.logs, self.rates))
+        return np.asarray(many / rate)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One model on one machine. layers: (curve, number of such layers); head: logits and a token for each row."""
+
+    model: ModelFacts
+    hardware: Hardware
+    layers: tuple[tuple[Curve, int], ...]
+    head: Curve
+
+    @staticmethod
+    def of(model: ModelFacts, hardware: Hardware) -> "Rates":
+        kinds: Counter[str] = Counter()
+        first: dict[str, int] = {}
+        for j in range(len(model.layers)):
+            kinds[(name := model.signature(j))] += 1
+            first.setdefault(name, j)
+        layers = tuple((_layer(model, hardware, first[name], name), times) for name, times in kinds.items())
+        table = hardware.heads.get(model.head_signature)
+        return Rates(model, hardware, layers, Curve.of(table or _head(model, hardware)))
+
+    def stack(self, tokens: Array | float) -> Array:
+        """All layers of one gpu_batch of that many tokens, attention apart."""
+        return np.asarray(sum(times * curve(tokens) for curve, times in self.layers))
+
+    def one_layer(self, layer: int, tokens: float) -> float:
+        """One layer of one gpu_batch, attention apart."""
+        names = list(dict.fromkeys(self.model.signature(j) for j in range(len(self.model.layers))))
+        return float(self.layers[names.index(self.model.signature(layer))][0](tokens))
+
+    def decode_attention(self, tokens: Array | float, length: Array | float) -> Array:
+        """One layer: `tokens` cached tokens read by sequences of about `length` each."""
+        table = self.hardware.decode_attention
+        rate = np.vectorize(lambda x: at(table, max(x, 1.0)), otypes=[float])(length)
+        return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
+
+    def prompt_attention(self, pairs: Array | float, length: float) -> Array:
+        """One layer: so many (query, key) pairs of prompts of about `length` tokens."""
+        rate = at(self.hardware.prompt_attention, max(length, 1.0))
+        return np.asarray(4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float) / rate)
+
+    @property
+    def windows(self) -> dict[int | None, int]:
+        """How many layers see so many tokens."""
+        return dict(Counter(self.model.windows or (None,) * len(self.model.layers)))
+
+
+def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curve:
+    if name in hardware.layers:
+        return Curve.of(hardware.layers[name])
+    matrices = [t for t in model.layers[layer] if t.matrix]
+    points = []
+    for tokens in _TOKENS:
+        products = sum(_product(hardware, t, tokens, model.active) for t in matrices)
+        moved = tokens * model.itemsize * (_PER_HIDDEN * model.hidden + _PER_WIDTH * model.width)
+        points.append((float(tokens), hardware.cell_seconds + products + moved / hardware.elementwise))
+    return Curve.of(tuple(points))
+
+
+def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> float:
+    """Seconds of multiplying tokens by a matrix. Experts: those that some token chooses, each with its share."""
+    table = _products(hardware, t.held)
+    if not t.experts:
+        return 2.0 * tokens * t.elements / at(table, tokens)
+    touched = t.experts * (1 - (1 - min(1.0, active / t.experts)) ** tokens)  # expected, of independent choices
+    rows = tokens * active / touched
+    return touched * 2.0 * rows * t.elements / t.experts / at(table, rows)
+
+
+def _products(hardware: Hardware, held: int) -> Table:
+    names: Sequence[str] = [*_NAMES.get(held, ()), *hardware.products]
+    return next(hardware.products[name] for name in names if name in hardware.products)
+
+
+def _head(model: ModelFacts, hardware: Hardware) -> Table:
+    points = []
+    for rows in (1, 8, 64, 512):
+        product = _product(hardware, model.edges[0], rows, 0)
+        points.append((float(rows), product + 3 * 4 * rows * model.vocabulary / hardware.elementwise))
+    return tuple(points)

@@ -1,0 +1,318 @@
+"""Which policy? An outer search over block shapes and switches around the linear program over placements.
+
+For every block size worth trying, and with KV cache and hidden states allowed off the device or not, the program says
+what lies where; the answer is rounded to tensors and sequences, laid out to the byte, and priced again. The best few
+are then tried with other gpu_batches, micro-batches, slots and schedules, and their weights moved in small steps.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.lp import FRACTIONS, Memory, Problem, solve
+from flexengine.policy import TIERS, Policy, Split
+
+BLOCK = 1024  # most sequences alive: what more would gain, the bookkeeping of each takes
+GPU_BATCH = 64  # sequences of a gpu_batch, to begin with
+GPU_BATCHES = (16, 32, 64, 128, 256)  # and what else is tried
+SMALLER = (32, 16, 4)  # where buffers for that many do not fit
+TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
+TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
+OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
+FINALISTS = 3  # policies that are refined
+STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
+ROUNDINGS = 4  # times a placement that did not fit after rounding is asked for anew, with less memory
+BETTER = 0.995  # of the seconds, to be called better
+_ON_DEVICE: Split = (1.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the search must keep to. prefill_tokens: of the micro-batches; latency_limit: seconds from a row's entry to
+    its end, in the mean; placed: a policy whose weights, cache, hidden states and slots stay as they are."""
+
+    prefill_tokens: int | None = None
+    latency_limit: float | None = None
+    placed: Policy | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """best: of all that were laid out and priced, `tried`."""
+
+    best: Prediction
+    tried: tuple[Prediction, ...]
+
+
+def planned(capacity: Capacity) -> Capacity:
+    """The capacity to plan for where the device is this process's own RAM, which holds more than tensors."""
+    if not capacity.shared or capacity.device is None:
+        return capacity
+    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 10)
+    return replace(capacity, device=capacity.device - kept)
+
+
+def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
+    """The policy with which the job ends first. Raises OutOfMemory, with the numbers, where nothing fits, and
+    InvalidInput where no policy keeps the latency limit."""
+    found = _Searching(Cost(model, hardware, workload), options or Options())
+    lay_out(model, found.smallest(), workload, found.capacity)  # raises where nothing fits
+    if found.options.placed is not None:
+        found.reshape(found.options.placed)
+    elif not found.resident():
+        found.streamed()
+        found.refine()
+    return Search(found.best(), tuple(found.tried.values()))
+
+
+def frontier(found: Search) -> list[Prediction]:
+    """The policies that no other beats both in latency and in throughput, by rising latency."""
+    kept: list[Prediction] = []
+    for prediction in sorted(found.tried, key=lambda p: (p.latency, p.seconds)):
+        if not kept or prediction.seconds < kept[-1].seconds:
+            kept.append(prediction)
+    return kept
+
+
+@dataclass
+class _Searching:
+    """What has been tried so far."""
+
+    cost: Cost
+    options: Options
+    tried: dict[Policy, Prediction] = field(default_factory=dict)
+    refused: set[Policy] = field(default_factory=set)
+
+    @property
+    def capacity(self) -> Capacity:
+        return planned(self.cost.hardware.capacity)
+
+    def best(self) -> Prediction:
+        """Raises InvalidInput if there is none within the latency limit."""
+        if not self.tried:
+            lay_out(self.cost.model, self.smallest(), self.cost.workload, self.capacity)
+            self.attempt(self.smallest())
+        limit = self.options.latency_limit
+        fast = [p for p in self.tried.values() if limit is None or p.latency <= limit]
+        if not fast:
+            least = min(p.latency for p in self.tried.values())
+            raise InvalidInput(f"latency limit is {limit} s; the least found here is {least:.3g} s, set it higher")
+        best = fast[0]
+        for prediction in fast[1:]:
+            if _total(prediction) < BETTER * _total(best):
+                best = prediction
+        return best
+
+    # What may be tried.
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Micro-batches worth trying, the preferred one first."""
+        if self.options.prefill_tokens is not None:
+            return (self.options.prefill_tokens,)
+        return TOKENS_CPU if self.cost.hardware.kind != "cuda" else TOKENS
+
+    def blocks(self) -> list[int]:
+        """Block sizes worth trying, falling: as many rows as there are, then by a factor of about 1.4."""
+        size = float(max(1, min(BLOCK, self.cost.workload.count)))
+        found = []
+        while size >= 1:
+            found.append(round(size))
+            size /= 1.4142
+        return list(dict.fromkeys([*found, 1]))
+
+    def shaped(self, block: int, batch: int = GPU_BATCH) -> Policy:
+        """A policy of that block, everything on the device."""
+        batches = -(-block // batch)
+        return Policy(-(-block // batches), batches, prefill_tokens=self.tokens[0])
+
+    def smallest(self) -> Policy:
+        least = replace(self.shaped(1), weights=(0.0, 0.0, 1.0), slots=1, prefill_tokens=self.tokens[-1])
+        placed = self.options.placed
+        return _placed_like(least, placed) if placed is not None else least
+
+    # How it is tried.
+
+    def attempt(self, policy: Policy) -> Prediction | None:
+        """Lays a policy out and prices it; None if it does not fit."""
+        if policy in self.refused:
+            return None
+        if policy not in self.tried:
+            try:
+                layout = lay_out(self.cost.model, policy, self.cost.workload, self.capacity)
+            except OutOfMemory:
+                self.refused.add(policy)
+                return None
+            self.tried[policy] = self.cost.predict(layout)
+        return self.tried[policy]
+
+    def resident(self) -> bool:
+        """Tries everything on the device; whether that holds as many sequences as may be alive, so that nothing off
+        the device can be better."""
+        whole = False
+        for block in self.blocks():
+            for tokens in self.tokens:
+                policy = replace(self.shaped(block), prefill_tokens=tokens)
+                prediction = self.attempt(policy)
+                if prediction is not None and block == self.blocks()[0]:
+                    whole = whole or self._holds(prediction.layout)
+            if whole:
+                break
+        if self.tried:
+            self._batches_of(self.best().policy)
+        return whole
+
+    def _holds(self, layout: Layout) -> bool:
+        """Whether the pools are as large as a block ever needs."""
+        room = sum(pool.pages * pool.page_tokens for pool in layout.pools.values())
+        return bool(room >= 0.98 * self.cost.sweeps(layout.policy).peak)
+
+    def _batches_of(self, policy: Policy) -> None:
+        """The same block in other gpu_batches."""
+        for batch in GPU_BATCHES:
+            if batch < 2 * policy.block_size:
+                batches = -(-policy.block_size // batch)
+                self.attempt(replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches))
+
+    def reshape(self, placed: Policy) -> None:
+        """Every block shape, with everything where it lies already."""
+        for block in self.blocks():
+            for tokens in self.tokens:
+                self.attempt(_placed_like(replace(self.shaped(block), prefill_tokens=tokens), placed))
+
+    def streamed(self) -> None:
+        """Asks the program about every block, with and without cache and hidden states off the device."""
+        for block in self.blocks():
+            for cache in (False, True):
+                for hidden in (False, True):
+                    for batch in (GPU_BATCH, *SMALLER):
+                        if batch < 2 * block and self.place(self.shaped(block, batch), cache, hidden) is not None:
+                            break
+
+    def refine(self) -> None:
+        """Tries the neighbours of the best policies."""
+        if not self.tried:  # only the least does
+            for slots in (2, 1):
+                self.attempt(replace(self.smallest(), slots=slots))
+                self.place(replace(self.smallest(), slots=slots), False, False)
+        finalists = sorted(self.tried.values(), key=_total)[:FINALISTS]
+        for prediction in finalists:
+            policy = prediction.policy
+            cache, hidden = policy.cache != _ON_DEVICE, policy.activations != _ON_DEVICE
+            for other in self._neighbours(policy):
+                self.place(other, cache, hidden)
+        for prediction in sorted(self.tried.values(), key=_total)[:FINALISTS]:
+            self._move_weights(prediction)
+        self._batches_of(self.best().policy)
+
+    def _neighbours(self, policy: Policy) -> Iterator[Policy]:
+        """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
+        yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
+        yield replace(policy, schedule="diagonal")
+        yield replace(policy, slots=1)
+        for factor in (0.85, 1.2):
+            block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
+            yield replace(self.shaped(block), prefill_tokens=policy.prefill_tokens, schedule=policy.schedule)
+
+    def place(self, shape: Policy, cache: bool, hidden: bool) -> Prediction | None:
+        """Asks the program what should lie where for a block shape, rounds, and checks that it fits.
+
+        cache, hidden: whether KV cache and hidden states may leave the device.
+        """
+        try:
+            problem = self._problem(shape, cache, hidden)
+            for _ in range(ROUNDINGS):
+                policy = _rounded(shape, solve(problem).fractions)
+                try:
+                    lay_out(self.cost.model, policy, self.cost.workload, self.capacity)
+                    return self.attempt(policy)
+                except OutOfMemory as error:
+                    problem = _with_less(problem, error)
+        except (OutOfMemory, InvalidInput):  # no placement of this block fits, or is quick enough
+            pass
+        return None
+
+    def _problem(self, shape: Policy, cache: bool, hidden: bool) -> Problem:
+        cost, shared = self.cost, self.cost.hardware.shared
+        corners = {tier: self._corner(shape, tier, cache, hidden) for tier in TIERS}
+        sweeps = cost.sweeps(shape, share=0.5 if cache else 0.0)
+        places = "gd" if shared else "gcd"  # where RAM is the device, host RAM serves weights alone
+        allowed = {"wg", "wc", "wd", "cg", "hg"}
+        if shared and not self._narrow():
+            allowed.discard("wc")
+        allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
+        return Problem(
+            cost.phases(shape, sweeps), cost.memories(corners, sweeps.peak), cost.hardware.crosstalk,
+            shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
+        )  # fmt: skip
+
+    def _narrow(self) -> bool:
+        """Whether weights take fewer bytes as they are stored than as they are held on the device."""
+        tensors = self.cost.model.tensors
+        stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
+        return bool(stored < 0.9 * held)
+
+    def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool) -> Layout:
+        """The layout with all that may move on one tier, in memory without end."""
+        split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
+        policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE,
+                         activations=split if hidden else _ON_DEVICE)  # fmt: skip
+        endless = replace(self.capacity, device=None, host=None, disk=None)
+        return lay_out(self.cost.model, policy, self.cost.workload, endless)
+
+    def _move_weights(self, prediction: Prediction) -> None:
+        """Moves shares of the weights nearer to the device as long as that is quicker."""
+        best = prediction
+        for step in STEPS:
+            for source, target in ((2, 0), (2, 1), (1, 0)):
+                while (moved := _moved(best.policy, source, target, step)) is not None:
+                    tried = self.attempt(moved)
+                    if tried is None or _total(tried) >= _total(best):
+                        break
+                    best = tried
+
+
+def _total(prediction: Prediction) -> float:
+    return prediction.seconds + prediction.load_seconds
+
+
+def _placed_like(shape: Policy, placed: Policy) -> Policy:
+    return replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
+                   slots=placed.slots, schedule=placed.schedule)  # fmt: skip
+
+
+def _rounded(shape: Policy, fractions: dict[str, float]) -> Policy:
+    """The policy of these fractions, in thousandths."""
+
+    def split(kind: str) -> Split:
+        device, host = (min(1.0, max(0.0, round(fractions[kind + place], 3))) for place in "gc")
+        host = min(host, round(1 - device, 3))
+        return (device, host, max(0.0, round(1 - device - host, 3)))
+
+    return replace(shape, weights=split("w"), cache=split("c"), activations=split("h"))
+
+
+def _with_less(problem: Problem, error: OutOfMemory) -> Problem:
+    """The problem with less of the memory that did not suffice, by what was missing and a little more."""
+    missing = error.needed + error.used - error.capacity
+
+    def cut(memory: Memory) -> Memory:
+        if memory.label != error.tier:
+            return memory
+        return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity / 500)
+
+    return replace(problem, memories=tuple(cut(m) for m in problem.memories))
+
+
+def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | None:
+    """A share of the weights moved from one tier to another; None if there is too little."""
+    weights = list(policy.weights)
+    if weights[source] <= 1e-9:
+        return None
+    step = min(step, weights[source])
+    weights[source], weights[target] = weights[source] - step, weights[target] + step
+    device, host = round(weights[0], 3), round(weights[1], 3)
+    return replace(policy, weights=(device, host, max(0.0, round(1 - device - host, 3))))

@@ -1,0 +1,43 @@
+"""Numbers and names as people read them. Sizes are in decimal units: 1 GB is 10**9 bytes."""
+
+from flexengine.plan.hardware import LANES
+from flexengine.policy import TIERS
+
+
+def size(nbytes: float) -> str:
+    """Bytes with three digits, such as 1.23 GB."""
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * factor:
+            return f"{digits(nbytes / factor)} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def clock(seconds: float) -> str:
+    """Seconds below a minute as such, from there on as h:mm:ss."""
+    if seconds < 59.95:
+        return f"{digits(seconds)} s"
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def digits(x: float) -> str:
+    """About three significant digits."""
+    places = 2 if x < 9.995 else 1 if x < 99.95 else 0
+    return f"{x:.3g}" if 0 < x < 0.9995 else f"{x:,.{places}f}"
+
+
+def percent(share: float) -> str:
+    """A share; what is there but rounds to nothing shows as <1 %."""
+    return "<1 %" if 0 < share < 0.005 else f"{share:.0%}".replace("%", " %")
+
+
+def lane_names(shared: bool) -> dict[str, str]:
+    """What lanes are called. shared: host and device are one memory."""
+    names = ("disk read", "disk write", "host to device", "device to host", "compute", "host compute")
+    found = dict(zip(LANES, names, strict=True))
+    return found | ({"h2d": "RAM to slot"} if shared else {})
+
+
+def tier_names(shared: bool) -> dict[str, str]:
+    """What tiers are called. On a machine without a GPU both kinds of weights in RAM are RAM."""
+    return {"device": "RAM", "host": "RAM as stored", "disk": "disk"} if shared else {t: t for t in TIERS}

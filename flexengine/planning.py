@@ -1,0 +1,159 @@
+"""Plans for a model on a machine: measures it where that pays, and searches the policy."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexengine.config import SamplingParams, cache_root, parse_size
+from flexengine.errors import InvalidInput
+from flexengine.kernels import Kernels
+from flexengine.model.tokenizer import load_tokenizer
+from flexengine.plan.assumed import assumed
+from flexengine.plan.cost import Cost
+from flexengine.plan.feedback import Watch
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.search import Options, Search, search
+from flexengine.survey import Reader
+from flexengine.tier.machine import Links, Machine, make_machine
+from flexengine.worker.opened import Opened, open_model
+
+Say = Callable[[str], None]
+
+WORTH = 60.0  # seconds a job must be thought to take for the machine to be measured before it
+
+
+class Planner:
+    """Plans the jobs of one model on one machine.
+
+    given: rates to plan with instead of this machine's own; capacities are the machine's always. say: told of what
+    takes time.
+    """
+
+    def __init__(
+        self, machine: Machine, opened: Opened, kernels: Kernels, offload_dir: Path, given: Hardware | None = None
+    ) -> None:
+        self.machine, self.opened, self.kernels, self.offload_dir = machine, opened, kernels, offload_dir
+        self._hardware = fitted(given, machine) if given is not None else None
+        self.say: Say | None = None
+
+    def search(self, workload: Workload, options: Options | None = None) -> Search:
+        """The policy for a workload. Raises as `plan.search.search` does."""
+        facts = self.opened.facts
+        if self._hardware is not None:
+            return search(facts, self._hardware, workload, options)
+        known = self._measured(measure=False)
+        found = search(facts, known or assumed(self.machine.kind, self.machine.capacity), workload, options)
+        placed = options is not None and options.placed is not None
+        if found.best.seconds < WORTH or placed or self._complete(known):
+            return found
+        return search(facts, self.hardware(), workload, options)
+
+    def cost(self, workload: Workload) -> Cost:
+        """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
+        known = self._hardware or self._measured(measure=False) or assumed(self.machine.kind, self.machine.capacity)
+        return Cost(self.opened.facts, known, workload)
+
+    def learn(self, watch: Watch) -> None:
+        """Corrects the rates kept for this machine where a job showed them to be persistently wrong."""
+        if watch.cost.hardware.measured and (factors := watch.factors()):
+            from flexengine.measure import store
+
+            opened = self.opened
+            self._hardware = store.corrected(watch.cost.hardware, factors, opened.facts)
+            key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
+            store.keep(key, self._hardware)
+
+    def hardware(self) -> Hardware:
+        """This machine's rates, and this model's on it, measured unless they have been."""
+        if self._hardware is None:
+            self._hardware = self._measured(measure=True)
+        assert self._hardware is not None
+        return self._hardware
+
+    def _complete(self, known: Hardware | None) -> bool:
+        facts = self.opened.facts
+        return known is not None and facts.signature(0) in known.layers and facts.head_signature in known.heads
+
+    def _measured(self, measure: bool) -> Hardware | None:
+        from flexengine.measure.store import obtain
+
+        opened = self.opened
+        return obtain(
+            self.machine, self.offload_dir, opened.skeleton, opened.facts, opened.held, self.kernels, opened.files,
+            measure=measure, say=self.say,
+        )  # fmt: skip
+
+
+def fitted(hardware: Hardware, machine: Machine) -> Hardware:
+    """The same rates with a machine's capacities. Raises InvalidInput if it is of another kind."""
+    if hardware.kind != machine.kind:
+        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind}")
+    c = machine.capacity
+    return replace(hardware, device_bytes=c.device, host_bytes=c.host, disk_bytes=c.disk)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a job is to run; fields as the options of the command line."""
+
+    device: str = "auto"
+    device_mem: str | int | None = None
+    host_mem: str | int | None = None
+    offload_dir: str | Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.offload_dir) if self.offload_dir else cache_root() / "offload"
+
+    def machine(self, links: Links | None = None) -> Machine:
+        """The machine. Raises InvalidInput for what it does not have."""
+        device, host = (parse_size(size) if size is not None else None for size in (self.device_mem, self.host_mem))
+        return make_machine(self.device, device, host, self.directory, links)
+
+
+def this_machine(place: Place, opened: Opened | None, again: bool = False, say: Say | None = None) -> Hardware:
+    """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`)."""
+    from flexengine.kernels import CudaKernels, load
+    from flexengine.measure import store
+
+    machine = place.machine()
+    try:
+        dtype = opened.dtype if opened else torch.float16 if machine.kind == "cuda" else torch.float32
+        files = opened.files if opened else []
+        key = store.key_of(machine, place.directory, dtype, files)
+        hardware = None if again else store.cached(key)
+        if hardware is None:
+            hardware = store.measure_machine(machine, dtype, files, say or (lambda _: None))
+            store.keep(key, hardware)
+        if opened is None:
+            return store.with_capacity(hardware, machine)
+        kernels = CudaKernels() if machine.kind == "cuda" else load()
+        found = store.obtain(
+            machine, place.directory, opened.skeleton, opened.facts, opened.held, kernels, files, True, say
+        )
+        assert found is not None
+        return found
+    finally:
+        machine.close()
+
+
+def model_facts(
+    model: str | None, kind: str, dtype: str | None = None, trust_remote_code: bool = False
+) -> tuple[str, ModelFacts]:
+    """Name and numbers of a model as it would run on a machine of kind cpu, sim or cuda. A directory with a config.json
+    and no weights will do."""
+    opened = open_model(model, dtype, kind, trust_remote_code, weights=False)
+    return opened.source.name, opened.facts
+
+
+def workload(
+    model: str | None, rows: Iterable[Any], params: SamplingParams, trust_remote_code: bool = False
+) -> Workload:
+    """The sizes of the rows, read with the model's tokenizer; those that cannot be run count for nothing."""
+    opened = open_model(model, None, "cpu", trust_remote_code, weights=False)
+    tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
+    return Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0]).survey(rows, params)

@@ -1,0 +1,43 @@
+"""Prompts into requests, and a look at all of them beforehand: how many there are of each size."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.job.inputs import Row, row_of
+from flexengine.job.prompts import Request, encode
+from flexengine.model.stop import check_stops
+from flexengine.plan.layout import Workload
+
+_ENDLESS = 1 << 40  # tokens, for models that name no limit
+
+
+class Reader:
+    """Reads prompts as one model does. tokenizer: None if the checkpoint has none; context: most tokens of a sequence,
+    None for any; vocabulary: how many tokens there are."""
+
+    def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
+        self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
+
+    def requests(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
+        """The prompts in order; those that cannot be run as rows with an error."""
+        for i, prompt in enumerate(prompts):
+            row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
+            item = encode(row, self.tokenizer, self.context, params, self.vocabulary)
+            try:
+                if isinstance(item, Request):
+                    check_stops(item.sampling, self.tokenizer)
+                yield item
+            except InvalidInput as error:
+                yield row.refused(str(error))
+
+    def survey(self, prompts: Iterable[Any], params: SamplingParams) -> Workload:
+        """The sizes of all sequences to come: what a plan is made from. Prompts are tokenised again when it is their
+        turn, which costs little beside generating, so that no memory grows with their number."""
+        sizes: Counter[tuple[int, int]] = Counter()
+        for item in self.requests(prompts, params):
+            if isinstance(item, Request):
+                sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
+        return Workload(sizes)

@@ -1,0 +1,104 @@
+"""A model opened but not loaded: its modules on the meta device, where its bytes lie, and what a plan must know."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from flexengine.model.checkpoint import read_checkpoint
+from flexengine.model.config import load_config
+from flexengine.model.loading import Origin, Run, differ, origins
+from flexengine.model.skeleton import Skeleton, build, choose_dtype
+from flexengine.model.source import Source, resolve
+from flexengine.plan.layout import ModelFacts, TensorFact
+
+
+@dataclass
+class Opened:
+    """stored: where each parameter's bytes are; held: the dtype each has on the device; dtype: that of computing."""
+
+    source: Source
+    dtype: torch.dtype
+    skeleton: Skeleton
+    stored: dict[str, Origin]
+    held: dict[str, torch.dtype]
+    facts: ModelFacts
+
+    @property
+    def files(self) -> list[Path]:
+        """The files the weights lie in; none if there are no weights."""
+        paths = {run.path for origin in self.stored.values() for run in origin.runs}
+        return sorted(path for path in paths if path != Path())
+
+
+def open_model(
+    model: str | None, dtype: str | None, kind: str, trust_remote_code: bool = False, weights: bool = True
+) -> Opened:
+    """Opens a model for a machine of kind cpu, sim or cuda. model: see source.resolve; dtype: see skeleton.named_dtype.
+
+    weights: False lets a directory do that has a config.json and nothing else; its weights are then taken to be
+    stored in the config's dtype. Raises ModelNotFound, UnsupportedModel, BadCheckpoint.
+    """
+    bare = model is not None and not weights and _is_bare(Path(model))
+    source = Source(Path(str(model)), Path(str(model)).resolve().name) if bare else resolve(model, trust_remote_code)
+    config = load_config(source.directory, trust_remote_code)
+    computing = choose_dtype(dtype, config, kind)
+    with torch.no_grad():
+        skeleton = build(source.directory, computing, trust_remote_code)
+    if bare:
+        own = getattr(config, "dtype", None)
+        stored = _imagined(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
+    else:
+        tensors = read_checkpoint(source.directory)
+        skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
+        stored = origins(tensors, skeleton.wanted, skeleton.loading)
+    held = held_dtypes(skeleton, stored, computing, cpu=kind != "cuda")
+    return Opened(source, computing, skeleton, stored, held, model_facts(skeleton, stored, held, computing))
+
+
+def _is_bare(path: Path) -> bool:
+    """Whether it is a directory with a config and no weights."""
+    weights = ("*.safetensors", "pytorch_model*.bin")
+    return (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in weights)
+
+
+def _imagined(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
+    """Where the weights would lie if there were any: in no file."""
+    sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
+    shapes = skeleton.wanted
+    return {name: Origin((Run(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
+
+
+def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:
+    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored."""
+    keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
+    narrow = (torch.bfloat16, torch.float16)
+    return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
+
+
+def model_facts(
+    skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
+) -> ModelFacts:
+    """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
+
+    def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
+        found = []
+        for name, shape in slots.items():
+            size = stored[name].dtype.itemsize
+            elements, experts = stored[name].nbytes // size, shared.get(name, 0)
+            found.append(TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1))
+        return tuple(found)
+
+    head = None if skeleton.tied else facts(dict([skeleton.head]), {})[0]
+    others = {name: slot.shape for name, slot in skeleton.others.items()}
+    others |= {skeleton.head_bias: skeleton.head[1][:1]} if skeleton.head_bias else {}
+    layers = [{name: slot.shape for name, slot in layer.items()} for layer in skeleton.layers]
+    return ModelFacts(
+        tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
+        facts(dict([skeleton.embedding]), {})[0], head,
+        vocabulary=skeleton.head[1][0], hidden=skeleton.config.get_text_config().hidden_size, width=skeleton.width,
+        heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
+        itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
+        windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
+    )  # fmt: skip

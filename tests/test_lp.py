@@ -1,0 +1,520 @@
+"""plan.lp against a grid of all placements, FlexGen's formulas written out, random steps, and its two solvers."""
+
+import itertools
+import math
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import lp
+from flexengine.plan.lp import FRACTIONS, Linear, Memory, Phase, Problem, Solution, problem_text, solve
+
+pulp = pytest.importorskip("pulp")
+
+ALL = frozenset(FRACTIONS)
+ROUNDING = 1e-6  # relative
+
+# All placements in steps of a tenth: [66 ** 3, 9] in the order of FRACTIONS.
+TENTHS = np.array([(a, b, 10 - a - b) for a in range(11) for b in range(11 - a)]) / 10
+_ONE = np.arange(len(TENTHS))
+GRID = np.concatenate([TENTHS[i.ravel()] for i in np.meshgrid(_ONE, _ONE, _ONE, indexing="ij")], axis=1)
+
+Machine = dict[str, float]
+
+
+def flexgen(machine: Machine, shape: Mapping[str, int], delegate: bool) -> Problem:
+    """FlexGen's cost model (appendix A.3): a model of l layers, h1, h2 wide, nh heads; s prompt, n new tokens."""
+    deep, h1, h2, nh, s, n = (shape[k] for k in ("l", "h1", "h2", "nh", "s", "n"))
+    gbs, bls = shape["gbs"], shape["gbs"] * shape["K"]
+    weights, mean = 8 * h1 * h1 + 4 * h1 * h2, s + n / 2
+    busy = {}
+    for phase, t in (("prefill", s), ("decode", 1)):
+        act, new_kv, prefill = 2 * t * h1 * bls, 4 * t * h1 * bls, phase == "prefill"
+        kv = 0.0 if prefill else 4 * bls * mean * h1
+        up = {"wc": weights, "wd": weights, "hc": act, "hd": act}
+        if not delegate:
+            up |= {"cc": kv, "cd": kv}
+        down = {"cc": new_kv, "cd": new_kv, "hc": act, "hd": act}
+        product = bls * t * (8 * h1 * h1 + 4 * h1 * h2) / machine["mm"]
+        bmm, cpu = kv / machine["bmm"], kv / machine["cpu"]
+        attention = {"cg": bmm, "cc": cpu, "cd": cpu} if delegate else {"cg": bmm, "cc": bmm, "cd": bmm}
+        quadratic = 4 * bls * s * s * h1 / machine["bmm"] if prefill else 0.0
+        busy[phase] = {
+            "h2d": scaled(up, deep / machine["h2d"]),
+            "d2h": scaled(down, deep / machine["d2h"]),
+            "disk_read": scaled({"wd": weights, "cd": kv, "hd": act}, deep / machine["disk_read"]),
+            "disk_write": scaled({"cd": new_kv, "hd": act}, deep / machine["disk_write"]),
+            "device": Linear(deep * (product + quadratic), {k: deep * v for k, v in attention.items() if v}),
+        }
+    peak, block = 4 * (s + n) * h1 * bls * deep, 2 * s * h1 * bls
+
+    def home(place: str) -> dict[str, float]:
+        return {"w" + place: weights * deep, "c" + place: peak, "h" + place: block}
+
+    def work(buffer: float, cached: float) -> Linear:
+        """Home on the device, two slots of streamed weights and of a batch's hidden states, and a buffer."""
+        held = home("g") | {"cg": peak + cached}
+        held["wg"] -= 2 * weights
+        held["hg"] -= 2 * s * h1 * gbs
+        return Linear(2 * weights + 2 * s * h1 * gbs + buffer, held)
+
+    score = gbs * (4 * s * h1 + 2 * nh * s * s)
+    peaks = [(8 * gbs * s * h1, 0), (score, 0), (2 * gbs * s * (h1 + h2), 0), (0, gbs * 2 * (s + n) * h1)]
+    memories = [Memory("device", work(*p), machine["device"]) for p in peaks]
+    staging = Linear(weights, {"wg": -weights, **home("c")}) if delegate else Linear(0.0, home("c"))
+    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("d")), machine["disk"])]
+    phases = (Phase("prefill", 1, busy["prefill"], 1), Phase("decode", n - 1, busy["decode"], n - 1))
+    return Problem(phases, tuple(memories), {}, True, ALL)
+
+
+def scaled(nbytes: Mapping[str, float], seconds: float) -> Linear:
+    return Linear(0.0, {name: n * seconds for name, n in nbytes.items() if n})
+
+
+def machine_of(rng: random.Random) -> Machine:
+    """A T4's figures, each times 0.1 to 10."""
+    t4 = {"h2d": 12e9, "d2h": 6e9, "disk_read": 2e9, "disk_write": 1e9, "mm": 20e12, "bmm": 200e9, "cpu": 20e9,
+          "device": 16e9, "host": 200e9, "disk": 1500e9}  # fmt: skip
+    return {name: value * 10 ** rng.uniform(-1, 1) for name, value in t4.items()}
+
+
+def shape_of(rng: random.Random) -> dict[str, int]:
+    deep, h1, nh = rng.choice([(32, 4096, 32), (48, 7168, 56), (96, 12288, 96), (12, 768, 12)])
+    return {"l": deep, "h1": h1, "h2": 4 * h1, "nh": nh, "s": rng.choice([32, 512, 1024]),
+            "n": rng.choice([2, 32, 128]), "gbs": rng.choice([1, 8, 32, 64]), "K": rng.choice([1, 4, 16])}  # fmt: skip
+
+
+def problem_of(seed: int) -> Problem:
+    """A random problem of FlexGen's shape; some with crosstalk, some without overlap, some with fractions closed."""
+    rng = random.Random(seed)
+    problem = flexgen(machine_of(rng), shape_of(rng), delegate=rng.random() < 0.5)
+    lanes = list(problem.phases[0].lanes)
+    if rng.random() < 0.5:
+        crosstalk = {a: {b: rng.random() for b in lanes if b != a and rng.random() < 0.5} for a in lanes}
+        problem = replace(problem, crosstalk=crosstalk)
+    if rng.random() < 0.3:
+        problem = replace(problem, allowed=ALL - {rng.choice(FRACTIONS), "hd"})
+    return replace(problem, overlap=rng.random() < 0.7)
+
+
+def value_at(line: Linear, points: np.ndarray) -> np.ndarray:
+    """[points]"""
+    total = np.full(len(points), float(line.constant))
+    for name, k in line.coefficients.items():
+        total += k * points[:, FRACTIONS.index(name)]
+    return total
+
+
+def phase_at(phase: Phase, problem: Problem, points: np.ndarray) -> np.ndarray:
+    """[points] seconds of one sweep"""
+    busy = {lane: value_at(line, points) for lane, line in phase.lanes.items()}
+    if not problem.overlap:
+        return np.sum(list(busy.values()), axis=0)
+    slowed = [own + sum(problem.crosstalk.get(lane, {}).get(o, 0) * busy[o] for o in busy if o != lane)
+              for lane, own in busy.items()]  # fmt: skip
+    return np.max(slowed, axis=0)
+
+
+def seconds_at(problem: Problem, points: np.ndarray) -> np.ndarray:
+    return np.sum([phase.times * phase_at(phase, problem, points) for phase in problem.phases], axis=0)
+
+
+def excess_at(problem: Problem, points: np.ndarray) -> np.ndarray:
+    """[memories, points] bytes too many relative to the capacity; below 0 where there is room."""
+    return np.array([value_at(m.used, points) / m.capacity - 1 for m in problem.memories])
+
+
+def fits_at(problem: Problem, points: np.ndarray) -> np.ndarray:
+    closed = [i for i, name in enumerate(FRACTIONS) if name not in problem.allowed]
+    return (excess_at(problem, points) <= 0).all(axis=0) & (points[:, closed] == 0).all(axis=1)
+
+
+def as_point(fractions: Mapping[str, float]) -> np.ndarray:
+    return np.array([[fractions[name] for name in FRACTIONS]])
+
+
+def solved(problem: Problem, solver: str | None = None) -> Solution | None:
+    try:
+        return solve(problem, solver)
+    except OutOfMemory:
+        return None
+
+
+def check_feasible(problem: Problem, solution: Solution) -> None:
+    point = as_point(solution.fractions)
+    assert set(solution.fractions) == ALL
+    assert (point >= 0).all()
+    assert point.reshape(3, 3).sum(axis=1) == pytest.approx(1)
+    assert all(solution.fractions[name] == 0 for name in ALL - problem.allowed)
+    assert excess_at(problem, point).max() <= ROUNDING
+    assert solution.seconds == pytest.approx(seconds_at(problem, point)[0])
+    for phase in problem.phases:
+        assert solution.phase_seconds[phase.label] == pytest.approx(phase_at(phase, problem, point)[0])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_placement_on_a_grid_is_better(seed: int) -> None:
+    problem = problem_of(seed)
+    fits = fits_at(problem, GRID)
+    solution = solved(problem)
+    if solution is None:
+        assert not fits.any()
+        return
+    check_feasible(problem, solution)
+    if fits.any():
+        assert solution.seconds <= seconds_at(problem, GRID[fits]).min() * (1 + ROUNDING)
+
+
+@pytest.mark.parametrize("seed", range(24, 40))
+def test_no_small_step_from_the_solution_is_better(seed: int) -> None:
+    """The seconds are convex in the fractions: what no neighbour betters is the best."""
+    problem = problem_of(seed)
+    if (solution := solved(problem)) is None:
+        return
+    rng = np.random.default_rng(seed)
+    steps = rng.normal(size=(100_000, 3, 3)) * (rng.random((100_000, 3, 3)) < 0.5)
+    steps = (steps - steps.mean(axis=2, keepdims=True)) * 10 ** rng.uniform(-6, -1, size=(100_000, 1, 1))
+    points = as_point(solution.fractions) + steps.reshape(-1, 9)
+    points = points[(points >= 0).all(axis=1)]
+    points = points[fits_at(problem, points)]
+    if len(points):
+        assert solution.seconds <= seconds_at(problem, points).min() * (1 + ROUNDING)
+
+
+def test_random_problems_are_of_every_sort() -> None:
+    """The tests above see solved and unsolvable ones, and placements in the middle as well as in the corners."""
+    solutions = [solved(problem_of(seed)) for seed in range(40)]
+    inner = [s for s in solutions if s and any(0.001 < f < 0.999 for f in s.fractions.values())]
+    assert len(inner) >= 10
+    assert solutions.count(None) >= 4
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_more_of_anything_is_never_slower(seed: int) -> None:
+    rng = random.Random(seed)
+    machine, shape, delegate = machine_of(rng), shape_of(rng), rng.random() < 0.5
+    before = solved(flexgen(machine, shape, delegate))
+    for name in machine:
+        after = solved(flexgen(machine | {name: machine[name] * rng.uniform(1, 3)}, shape, delegate))
+        if before is not None:
+            assert after is not None, name
+            assert after.seconds <= before.seconds * (1 + ROUNDING), name
+
+
+def toy(lanes: Mapping[str, Linear], **changes: object) -> Problem:
+    """One sweep, three tiers of 100 bytes each for 60 bytes of weights, 60 of cache and 30 of hidden states."""
+    sizes = {"w": 60.0, "c": 60.0, "h": 30.0}
+    memories = tuple(
+        Memory(label, Linear(0.0, {kind + place: size for kind, size in sizes.items()}), 100.0)
+        for label, place in (("device", "g"), ("host", "c"), ("disk", "d"))
+    )
+    problem = Problem((Phase("sweep", 1, lanes, 1),), memories, {}, True, ALL)
+    return replace(problem, **changes)  # type: ignore[arg-type]
+
+
+LANES = {"h2d": Linear(1.0, {"wc": 2.0, "cc": 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {"cc": 1.0})}
+ON_HOST = frozenset({"wc", "cc", "hg"})
+
+
+def roomy(problem: Problem, capacity: float = math.inf) -> Problem:
+    return replace(problem, memories=tuple(replace(m, capacity=capacity) for m in problem.memories))
+
+
+def test_lanes_side_by_side_take_as_long_as_the_slowest() -> None:
+    solution = solve(roomy(toy(LANES, allowed=ON_HOST)))
+    assert solution.seconds == pytest.approx(7)
+    assert solution.phase_seconds == {"sweep": pytest.approx(7)}
+
+
+def test_lanes_without_overlap_add_up_whatever_their_crosstalk() -> None:
+    solution = solve(roomy(toy(LANES, allowed=ON_HOST, overlap=False, crosstalk={"h2d": {"device": 0.5}})))
+    assert solution.seconds == pytest.approx(7 + 3 + 1.5)
+
+
+def test_crosstalk_slows_a_lane_by_a_share_of_the_others() -> None:
+    crosstalk = {"h2d": {"device": 0.5, "d2h": 0.2, "h2d": 9.0, "absent": 9.0}, "device": {"h2d": 1.0}}
+    solution = solve(roomy(toy(LANES, allowed=ON_HOST, crosstalk=crosstalk)))
+    assert solution.seconds == pytest.approx(max(7 + 0.5 * 3 + 0.2 * 1.5, 3 + 7))
+
+
+def test_the_scarce_device_goes_to_what_saves_most_per_byte() -> None:
+    """110 bytes of host traffic to save: 60 of cache at 4 s, then 40 of the 60 of weights at 2 s."""
+    solution = solve(toy({"h2d": Linear(1.0, {"wc": 2.0, "wd": 2.0, "cc": 4.0, "cd": 4.0})}))
+    assert solution.seconds == pytest.approx(1 + 2 * 20 / 60)
+    assert solution.fractions["cg"] == pytest.approx(1)
+    assert solution.fractions["wg"] == pytest.approx(40 / 60)
+
+
+def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
+    phases = tuple(
+        Phase("decode", times, {"device": Linear(seconds)}) for times, seconds in ((3, 5.0), (0, 7.0), (2, 1.0))
+    )
+    solution = solve(toy({}, phases=(*phases, Phase("idle", 4, {}))))
+    assert solution.seconds == pytest.approx(3 * 5 + 2 * 1)
+    assert solution.phase_seconds == pytest.approx({"decode": 5, "decode 2": 7, "decode 3": 1, "idle": 0})
+
+
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+@pytest.mark.parametrize("seconds", [1e-6, 1.0, 1e5])
+def test_ties_prefer_the_device_then_the_host(solver: str, seconds: float) -> None:
+    """Time that the placement does not change; room for all in the device, then for a third of it, then for none."""
+    needs(solver)
+    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {"wc": seconds / 4, "wd": seconds / 4})}
+    first = solve(roomy(toy(lanes)), solver)
+    assert {name for name, share in first.fractions.items() if share == 1} == {"wg", "cg", "hg"}
+    tight = toy(lanes)
+    tight = replace(tight, memories=(replace(tight.memories[0], capacity=50.0), *tight.memories[1:]))
+    fractions = solve(tight, solver).fractions
+    assert fractions["wd"] + fractions["cd"] + fractions["hd"] == pytest.approx(0, abs=1e-6)
+    assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] == pytest.approx(50, rel=1e-6)
+    assert solve(roomy(toy(lanes, allowed=ALL - {"wg", "cg", "hg"})), solver).fractions["wc"] == 1
+
+
+def needs(solver: str) -> None:
+    if not {"HiGHS": {"HiGHS"}, "CBC": {"COIN_CMD", "PULP_CBC_CMD"}}[solver] & set(
+        pulp.listSolvers(onlyAvailable=True)
+    ):
+        pytest.skip(f"{solver} is not installed")
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+def test_solvers_agree(seed: int) -> None:
+    needs("HiGHS")
+    needs("CBC")
+    problem = problem_of(seed)
+    one, other = solved(problem, "HiGHS"), solved(problem, "CBC")
+    if one is None or other is None:
+        assert one is other
+    else:
+        check_feasible(problem, other)
+        assert one.seconds == pytest.approx(other.seconds, rel=ROUNDING)
+        assert one.fractions == pytest.approx(other.fractions, abs=1e-4)
+
+
+def test_the_same_problem_has_the_same_answer() -> None:
+    problem = problem_of(3)
+    assert solve(problem) == solve(problem)
+
+
+# What cannot be solved
+
+
+def test_a_memory_that_is_short_is_named_with_its_bytes() -> None:
+    """Only the host is open: it lacks 50 of 150 bytes."""
+    with pytest.raises(OutOfMemory, match=r"host memory: .*150 bytes.*50 too many.*another tier") as caught:
+        solve(toy(LANES, allowed=frozenset({"wc", "cc", "hc"})))
+    assert (caught.value.tier, caught.value.needed, caught.value.used, caught.value.capacity) == ("host", 150, 0, 100)
+
+
+def test_of_two_short_memories_the_shorter_comes_first() -> None:
+    """60 bytes of weights on a device of 40, which lacks a half; 90 of the rest in a host of 30, which lacks double."""
+    problem = toy(LANES, allowed=frozenset({"wg", "cc", "hc"}))
+    sizes = (40.0, 30.0, 100.0)
+    memories = tuple(replace(m, capacity=size) for m, size in zip(problem.memories, sizes, strict=True))
+    with pytest.raises(OutOfMemory, match="device memory lacks 20 bytes too") as caught:
+        solve(replace(problem, memories=memories))
+    assert (caught.value.tier, caught.value.needed, caught.value.capacity) == ("host", 90, 30)
+
+
+@pytest.mark.parametrize("capacity", [0.0, -5.0, 1.0])
+def test_a_memory_with_no_room_takes_nothing(capacity: float) -> None:
+    problem = roomy(toy(LANES))
+    device, host, disk = problem.memories
+    full = replace(problem, memories=(replace(device, capacity=capacity), host, disk))
+    if capacity < 0:
+        with pytest.raises(OutOfMemory) as caught:
+            solve(full)
+        assert (caught.value.tier, caught.value.needed, caught.value.capacity) == ("device", 0, -5)
+    else:
+        fractions = solve(full).fractions
+        assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] <= capacity + 1e-6
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_least_bytes_of_one_memory_are_those_of_the_grid(seed: int) -> None:
+    """One linear function is least in a corner, and the grid has all corners."""
+    problem = problem_of(seed)
+    problem = replace(problem, allowed=ALL - {"wd", "cd", "hd"})
+    memory = problem.memories[seed % 4]
+    free = (GRID[:, [2, 5, 8]] == 0).all(axis=1)
+    least = value_at(memory.used, GRID[free]).min()
+    short = replace(problem, memories=(replace(memory, capacity=least * 0.9),))
+    with pytest.raises(OutOfMemory) as caught:
+        solve(short)
+    assert caught.value.needed == pytest.approx(least, rel=1e-9, abs=1)
+    assert caught.value.capacity == math.floor(least * 0.9)
+    check_feasible(enough := replace(problem, memories=(replace(memory, capacity=least * 1.0001),)), solve(enough))
+
+
+def test_unsolvable_problems_lack_no_more_than_the_grid_and_exactly_that() -> None:
+    """Of random problems: some placement of the grid lacks as little, and what was named, once given, suffices."""
+    seen = 0
+    for seed in itertools.count(100):
+        problem = replace(problem_of(seed), latency_limit=None)
+        if solved(problem) is not None:
+            continue
+        seen += 1
+        closed = [i for i, name in enumerate(FRACTIONS) if name not in problem.allowed]
+        open_points = GRID[(GRID[:, closed] == 0).all(axis=1)]
+        least = np.maximum(excess_at(problem, open_points), 0).sum(axis=0).min()
+        given = problem
+        for _ in range(2 * len(problem.memories)):
+            try:
+                solution = solve(given)
+            except OutOfMemory as error:
+                lack = error.needed / error.capacity - 1
+                assert 0 < lack <= least * (1 + ROUNDING) + ROUNDING
+                memories = [replace(m, capacity=float(error.needed)) if m.label == error.tier
+                            and m.capacity < error.needed else m for m in given.memories]  # fmt: skip
+                given = replace(given, memories=tuple(memories))
+        check_feasible(given, solution)
+        if seen == 6:
+            break
+
+
+# Latency
+
+
+def two_sided() -> Problem:
+    """Prefill, of which the job has much, likes the weights on the device; a row's many decode sweeps the cache."""
+    lanes = [{"h2d": Linear(1.0, {"wc": 2.0})}, {"h2d": Linear(1.0, {"cc": 2.0})}]
+    phases = (Phase("prefill", 10, lanes[0], 1), Phase("decode", 4, lanes[1], 4))
+    memories = (Memory("device", Linear(0.0, {"wg": 60.0, "cg": 60.0}), 60.0),)
+    return Problem(phases, memories, {}, True, frozenset({"wg", "wc", "cg", "cc", "hg"}))
+
+
+def test_without_a_limit_the_job_decides() -> None:
+    """wg = x, cg = 1 - x: the job takes 10 (3 - 2x) + 4 (1 + 2x), a row (3 - 2x) + 4 (1 + 2x)."""
+    solution = solve(two_sided())
+    assert solution.fractions["wg"] == pytest.approx(1)
+    assert solution.seconds == pytest.approx(10 + 12)
+
+
+def test_a_latency_limit_binds() -> None:
+    """7 + 6x <= 10 holds up to x = 1/2."""
+    solution = solve(replace(two_sided(), latency_limit=10.0))
+    assert solution.fractions["wg"] == pytest.approx(0.5)
+    assert solution.seconds == pytest.approx(10 * 2 + 4 * 2)
+
+
+def test_an_impossible_limit_is_refused_with_the_least_possible() -> None:
+    with pytest.raises(InvalidInput, match=r"limit is 6\.5 s.*at least 7 s.*raise the limit"):
+        solve(replace(two_sided(), latency_limit=6.5))
+
+
+def test_memory_comes_before_latency() -> None:
+    problem = replace(two_sided(), latency_limit=6.5, allowed=frozenset({"wg", "cg", "hg"}))
+    with pytest.raises(OutOfMemory, match="60 too many"):
+        solve(problem)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
+    """Against the grid: none within the limit is better."""
+    problem = problem_of((1, 3, 5, 9)[seed])
+    free = solved(problem)
+    if free is None:
+        return
+    lives = tuple(replace(p, life=p.times * (40 if p.label == "prefill" else 1)) for p in problem.phases)
+    problem = replace(problem, phases=lives)
+    inside = GRID[fits_at(problem, GRID)]
+    latency = np.sum([p.life * phase_at(p, problem, inside) for p in problem.phases], axis=0)
+    limit = float(np.quantile(latency, 0.05)) if len(inside) else 1e9
+    solution = solve(replace(problem, latency_limit=limit))
+    point = as_point(solution.fractions)
+    assert sum(p.life * phase_at(p, problem, point)[0] for p in problem.phases) <= limit * (1 + ROUNDING)
+    assert solution.seconds >= free.seconds * (1 - ROUNDING)
+    if len(inside):
+        assert solution.seconds <= seconds_at(problem, inside[latency <= limit]).min() * (1 + ROUNDING)
+
+
+# What is given, and what is printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"allowed": ALL - {"cg", "cc", "cd"}}, r"allowed has no place for the cache.*cg, cc, cd"),
+        ({"allowed": ALL | {"xg"}}, r"allowed names \['xg'\]"),
+        ({"latency_limit": 0.0}, r"latency limit is 0\.0; it must be positive"),
+        ({"latency_limit": math.nan}, "latency limit is nan"),
+        ({"phases": (Phase("decode", -1, {}),)}, r"decode: times is -1"),
+        ({"phases": (Phase("decode", 1, {}, math.inf),)}, r"decode: life is inf"),
+        ({"phases": (Phase("decode", 1, {"h2d": Linear(math.nan)}),)}, r"decode: h2d is .*finite"),
+        ({"phases": (Phase("decode", 1, {"h2d": Linear(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
+        ({"memories": (Memory("disk", Linear(0.0, {"wd": math.inf}), 1.0),)}, r"disk memory is .*finite"),
+        ({"memories": (Memory("disk", Linear(0.0), math.nan),)}, r"disk memory: capacity is nan"),
+    ],
+)
+def test_what_is_no_number_or_no_fraction_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        solve(toy(LANES, **changes))
+
+
+@pytest.fixture
+def fresh_solver() -> Iterator[None]:
+    """Solvers looked for anew, here and after."""
+    lp._solver.cache_clear()
+    yield
+    lp._solver.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_solver")
+def test_without_pulp_or_solver_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="solver is 'GLPK'; it must be one of HiGHS, CBC"):
+        solve(toy(LANES), "GLPK")
+    monkeypatch.setattr(pulp, "listSolvers", lambda onlyAvailable: ["GLPK_CMD"])
+    with pytest.raises(InvalidInput, match="no HiGHS or CBC; pip install highspy"):
+        solve(toy(LANES))
+    monkeypatch.setitem(sys.modules, "pulp", None)
+    with pytest.raises(InvalidInput, match="pip install 'pulp"):
+        solve(toy(LANES))
+
+
+@pytest.mark.usefixtures("fresh_solver")
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_solving_is_quiet_and_leaves_no_files(
+    solver: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    needs(solver)
+    monkeypatch.chdir(tmp_path)
+    for name in ("TMPDIR", "TEMP", "TMP"):
+        monkeypatch.setenv(name, str(tmp_path))
+    solve(toy(LANES), solver)
+    with pytest.raises(OutOfMemory):
+        solve(roomy(toy(LANES), 10.0), solver)
+    assert capfd.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_text_has_every_symbol_unit_and_label() -> None:
+    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {"wc": 2.0, "cg": -0.5})}, 1), Phase("decode", 7, LANES, 7))
+    text = problem_text(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {"hd"}))
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert rows[1] == "wg share of the weights on the device [1]"
+    for row in (
+        "T2 seconds of one decode sweep; the job has 7 [s]",
+        "3 T1 + 7 T2",
+        "all hidden states hg + hc = 1 [1]",
+        "prefill: h2d 2 wc - 0.5 cg - T1 <= -1 [s]",
+        "decode: d2h cc - T2 <= -0.5 [s]",
+        "host memory 6e-08 wc + 6e-08 cc + 3e-08 hc <= 1e-07 [GB]",
+        "latency of a row T1 + 7 T2 <= 50 [s]",
+        "not allowed hd = 0",
+    ):
+        assert row in rows
+
+
+def test_linear_is_linear() -> None:
+    rng = random.Random(0)
+    point = {name: rng.random() for name in FRACTIONS}
+    a, b = Linear(2.0, {"wg": 3.0, "cc": -1.0}), Linear(0.5, {"cc": 4.0, "hd": 1.0})
+    assert a.value(point) == pytest.approx(2 + 3 * point["wg"] - point["cc"])
+    assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))
+    assert (0.5 * a).value({}) == 1

@@ -1,0 +1,222 @@
+"""plan.profile against the schedule's own sweeps, walked sequence by sequence."""
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from flexengine.plan.layout import Workload
+from flexengine.plan.profile import CLASSES, Pages, Profile, classes, profile, unit
+from flexengine.policy import SCHEDULES, Policy
+from flexengine.schedule.order import Piece, pages_for
+from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+
+SUMS = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
+WINDOW = 40
+Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate), in order
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job whose sequences all live on one tier."""
+
+    rows: Rows
+    policy: Policy
+    home: str
+    pool: Pool
+
+    @property
+    def room(self) -> int:
+        return self.pool.pages * self.pool.page_tokens
+
+
+def case_of(rng: random.Random, schedule: str, uniform: bool, limited: bool, count: int) -> Case:
+    """A random job. limited: too few pages for the block, now and then just enough for one sequence."""
+    longest_prompt, most = rng.choice([(30, 10), (300, 60), (100, 200), (600, 40)])
+    one = (rng.randint(1, longest_prompt), rng.randint(1, most))
+    rows = [one if uniform else (rng.randint(1, longest_prompt), rng.randint(1, most)) for _ in range(count)]
+    home, page = rng.choice([("device", 16), ("host", 64)])
+    policy = Policy(rng.randint(1, 32), rng.randint(1, 6), cache=(1, 0, 0) if home == "device" else (0, 1, 0),
+                    schedule=schedule, prefill_tokens=rng.choice([128, 512, 2048]))  # fmt: skip
+    least = pages_for(max(p + n - 1 for p, n in rows), page)
+    full = policy.block_size * least
+    return Case(rows, policy, home, Pool(max(least, int(full * rng.uniform(0.1, 1))) if limited else full, page))
+
+
+def told(case: Case) -> Profile:
+    policy, away = case.policy, float(case.home != "device")
+    each = unit(Workload.of(case.rows), policy.prefill_tokens, Pages(16, 64, away), frozenset([WINDOW]))
+    shape = (policy.gpu_batch_size, policy.num_gpu_batches)
+    return profile(each, len(case.rows), policy.schedule, shape, case.room)
+
+
+def totals(found: Profile) -> dict[str, float]:
+    sums = {name: float((getattr(found, name) * found.times).sum()) for name in SUMS}
+    sums |= {f"window {w}": float((x * found.times).sum()) for w, x in found.windows.items()}
+    sums |= {f"pairs {w}": float((x * found.times).sum()) for w, x in found.pairs.items()}
+    return {"sweeps": float(found.times.sum()), "peak": found.peak, **sums}
+
+
+def walked(case: Case) -> dict[str, float]:
+    """The same from real sweeps."""
+    walk = Sweeps(case.policy, {case.home: case.pool})
+    for i, (prompt, most) in enumerate(case.rows):
+        walk.add(Sequence(i, prompt, most))
+    found = dict.fromkeys(("sweeps", "peak", *SUMS, f"window {WINDOW}", "pairs None", f"pairs {WINDOW}"), 0.0)
+    while not walk.idle:
+        batches = walk.begin(lambda sequence, pages: None)
+        pieces = [p for batch in batches for p in batch.pieces]
+        assert pieces, "nobody may enter"
+        found["sweeps"] += 1
+        page = case.pool.page_tokens
+        held = sum(pages_for(p.start + p.count, page) for p in pieces if p.final) * page
+        found["peak"] = max(found["peak"], held)
+        for piece in pieces:
+            count(found, piece, walk.live[piece.sequence].generated > 0, page)
+        walk.advance(batches, set())
+    return found
+
+
+def count(found: dict[str, float], piece: Piece, decodes: bool, page: int) -> None:
+    end = piece.start + piece.count
+    found["loaded"] += pages_for(piece.start, page) * page
+    found["stored"] += (pages_for(end, page) - piece.start // page) * page
+    if decodes:
+        found["decoding"] += 1
+        found["cached"] += end
+        found[f"window {WINDOW}"] += min(end, WINDOW)
+        return
+    found["entering"] += piece.final
+    found["prompt"] += piece.count
+    for key in range(piece.start + 1, end + 1):
+        found["pairs None"] += key
+        found[f"pairs {WINDOW}"] += min(key, WINDOW)
+
+
+def ignoring(case: Case) -> tuple[str, ...]:
+    """Nothing is loaded or stored where the cache lives on the device."""
+    return ("loaded", "stored") if case.home == "device" else ()
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("schedule", ["row", "zigzag"])
+def test_rows_that_are_alike_are_exact(schedule: str, limited: bool) -> None:
+    rng = random.Random(1)
+    for _ in range(40):
+        case = case_of(rng, schedule, True, limited, rng.randint(1, 200))
+        real, found = walked(case), totals(told(case))
+        for name in real.keys() - set(ignoring(case)):
+            assert found[name] == pytest.approx(real[name], rel=1e-9), (name, case)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+@pytest.mark.parametrize("schedule", ["diagonal", "continuous"])
+def test_rows_that_are_alike_enter_as_places_fall_free(schedule: str, limited: bool) -> None:
+    rng = random.Random(2)
+    for _ in range(40):
+        case = case_of(rng, schedule, True, limited, rng.randint(1, 200))
+        real, found = walked(case), totals(told(case))
+        for name in real.keys() - set(ignoring(case)):
+            assert found[name] == pytest.approx(real[name], rel=0.02), (name, case)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_row_counts_in_full(schedule: str) -> None:
+    """Sums over the job do not depend on who computes together: they are exact whatever the rows and pools."""
+    rng = random.Random(3)
+    for _ in range(25):
+        case = case_of(rng, schedule, False, rng.random() < 0.5, rng.randint(1, 150))
+        real, found = walked(case), totals(told(case))
+        for name in real.keys() - {"sweeps", "peak", *ignoring(case)}:
+            assert found[name] == pytest.approx(real[name], rel=1e-6), (name, case)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("limited", "median", "worst"), [(False, 0.03, 0.1), (True, 0.05, 0.25)])
+def test_sweeps_of_ragged_rows(schedule: str, limited: bool, median: float, worst: float) -> None:
+    """How long a block takes is up to its longest row, which is a matter of chance where blocks are few."""
+    rng = random.Random(4)
+    errors = []
+    while len(errors) < 25:
+        case = case_of(rng, schedule, False, limited, rng.randint(100, 250))
+        if case.policy.block_size < 8 or case.pool.pages < 8 * pages_for(200, case.pool.page_tokens):
+            continue
+        errors.append(totals(told(case))["sweeps"] / walked(case)["sweeps"] - 1)
+    assert np.median(np.abs(errors)) < median
+    assert np.max(np.abs(errors)) < worst
+
+
+def test_peak_of_large_ragged_blocks() -> None:
+    rng = random.Random(5)
+    errors = []
+    for schedule in SCHEDULES:
+        for _ in range(6):
+            case = case_of(rng, schedule, False, False, 250)
+            if case.policy.block_size >= 24:
+                errors.append(totals(told(case))["peak"] / walked(case)["peak"] - 1)
+    assert np.median(np.abs(errors)) < 0.05
+    assert np.max(np.abs(errors)) < 0.25
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_long_outputs_in_longer_steps(schedule: str) -> None:
+    """More ages than are told apart."""
+    rng = random.Random(6)
+    for uniform in (True, False):
+        rows = [(50, 700) if uniform else (rng.randint(1, 100), rng.randint(1, 900)) for _ in range(60)]
+        case = Case(rows, Policy(8, 2, schedule=schedule), "device", Pool(16 * 63, 16))
+        found, real = told(case), walked(case)
+        assert len(found.times) < real["sweeps"]
+        sums = totals(found)
+        for name in ("entering", "decoding", "prompt", "cached"):
+            assert sums[name] == pytest.approx(real[name], rel=0.01), name
+        assert sums["sweeps"] == pytest.approx(real["sweeps"], rel=0.01 if uniform else 0.1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("uniform", [True, False])
+def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
+    """What is repeated instead of walked: 100,000 rows take as many sweeps a row as 2,000 that are really walked."""
+    rng = random.Random(7)
+    sizes = [(rng.randint(1, 200), rng.randint(1, 40)) for _ in range(40)]
+    rows = [(100, 20)] * 2000 if uniform else [rng.choice(sizes) for _ in range(2000)]
+    policy = Policy(16, 4, schedule=schedule)
+    case = Case(rows, policy, "device", Pool(600, 16))
+    each = unit(Workload.of(rows), policy.prefill_tokens, Pages(16, 64, 0.0))
+    many = profile(each, 100_000, schedule, (16, 4), case.room)
+    real = walked(case)
+    assert float((many.entering * many.times).sum()) == pytest.approx(100_000)
+    assert float((many.decoding * many.times).sum()) == pytest.approx(50 * real["decoding"])
+    assert many.times.sum() == pytest.approx(50 * real["sweeps"], rel=0.01 if uniform else 0.05)
+    assert len(many.times) < 500
+
+
+def test_pools_too_small_end_all_the_same() -> None:
+    """Less than one sequence fits, or hardly one: such a plan is refused elsewhere, but nothing may hang here."""
+    rng = random.Random(8)
+    for _ in range(200):
+        rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
+        each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(16, 64, rng.random()))
+        room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
+        shape = (rng.randint(1, 9), rng.randint(1, 4))
+        found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
+        assert float((found.entering * found.times).sum()) == pytest.approx(found.rows)
+        assert all(np.isfinite(getattr(found, name)).all() for name in SUMS)
+        assert (found.times > 0).all()
+        assert (found.decoding >= 0).all()
+
+
+def test_classes_keep_means() -> None:
+    """More sizes than are told apart are joined by neighbours."""
+    rng = random.Random(9)
+    few = Workload.of([(3, 2), (3, 2), (7, 9)])
+    prompts, outputs, shares = classes(few)
+    assert [*prompts, *outputs] == [3, 7, 2, 9]
+    assert shares == pytest.approx([2 / 3, 1 / 3])
+    rows = [(rng.randint(1, 2000), rng.randint(1, 400)) for _ in range(5000)]
+    prompts, outputs, shares = classes(Workload.of(rows))
+    assert len(prompts) <= CLASSES
+    assert shares.sum() == pytest.approx(1)
+    assert (prompts * shares).sum() == pytest.approx(np.mean([p for p, _ in rows]), rel=0.01)
+    assert (outputs * shares).sum() == pytest.approx(np.mean([n for _, n in rows]), rel=0.01)
