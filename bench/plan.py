@@ -177,6 +177,7 @@ def run_errors(bench: Bench, cases: Sequence[ErrorCase]) -> Record:
         runs.append({**asdict(case), **kept(lines[-1])})
     return {
         **harness.header("plan", Part("error", len(cases)), lines),
+        "part": "error",
         "prediction_error": error_of([line for line in lines if "refused" not in line]),
         "failed": sum("error" in line or "refused" in line for line in lines),
         "runs": runs,
@@ -244,13 +245,25 @@ def run_auto(bench: Bench, case: AutoCase, pairs: int) -> Record:
     if reason:
         say(f"  no memory limit ({reason}); --device-mem {case.machine.without} instead")
         case = replace(case, machine=replace(case.machine, memory=None, device_mem=case.machine.without))
-    rates = bench.measured(case.model, case.machine, case.case)
+    bench.measured(case.model, case.machine, case.case)
     found = try_all(bench, case, pairs)
-    planners = [*found.auto, *(auto for _, auto in found.pairs)]
     return {
         **harness.header("plan", replace(case, grid=()), found.lines),
         "part": "auto",
         "limit_bytes": case.machine.memory,
+        **summed(found),
+        "rates": bench.measured(case.model, case.machine, case.case),
+        "auto": [kept(line) for line in found.auto],
+        "grid": [{"given": shape.policy, **kept(line)} for shape, line in (*found.grid, *found.unfit)],
+        "pairs": [[kept(best), kept(auto)] for best, auto in found.pairs],
+    }
+
+
+def summed(found: Tried) -> Record:
+    """What the runs of a case come to. ratio: the planner's rate over that of the grid's best, run beside it; outputs:
+    hashes of all tokens, one where every policy gave the same."""
+    planners = [*found.auto, *(auto for _, auto in found.pairs)]
+    return {
         "ratio": harness.stats(found.ratios),
         "ratios": found.ratios,
         "auto_tok_s": harness.stats(rates_of(planners)),
@@ -262,13 +275,16 @@ def run_auto(bench: Bench, case: AutoCase, pairs: int) -> Record:
         "auto_failed": sum("tok_s" not in line for line in planners),
         "outputs": sorted({kept(line)["tokens_sha256"] for line in found.lines}),
         "prediction_error": error_of(found.lines),
-        "memory_peak": {name: max((line.get(name) or 0 for line in found.lines), default=0)
-                        for name in ("peak_rss", "cgroup_peak")},
-        "rates": rates,
-        "auto": [kept(line) for line in found.auto],
-        "grid": [{"given": shape.policy, **kept(line)} for shape, line in (*found.grid, *found.unfit)],
-        "pairs": [[kept(best), kept(auto)] for best, auto in found.pairs],
-    }  # fmt: skip
+        "planning_seconds": harness.stats([line["planning_seconds"] for line in planners if "tok_s" in line]),
+        "peak_rss": most(found.lines, "peak_rss"),
+        "cgroup_peak": most(found.lines, "cgroup_peak"),
+        "device_peak": most([line["summary"]["peak_bytes"] for line in found.lines], "device"),
+    }
+
+
+def most(lines: Sequence[Record], name: str) -> int | None:
+    """The largest of these numbers; None where nobody has one."""
+    return max((line[name] for line in lines if line.get(name) is not None), default=None)
 
 
 def rates_of(lines: Sequence[Record]) -> list[float]:

@@ -98,7 +98,7 @@ def long_outputs(rows: int) -> Case:
 
 
 # Two models, two machines, three workloads. Block shapes, schedules, slots and splits differ from run to run; nothing
-# in the measuring or the cost model has seen these. Rows are such that a run takes about 8 to 25 s on two cores.
+# in the measuring or the cost model has seen these. Rows are meant to make a run 8 to 25 s on two cores.
 ERROR = (
     ErrorCase(DEMO, CPU, long_prompts(80), Shape(20, 2, schedule="zigzag", prefill_tokens=256)),
     ErrorCase(DEMO, CPU, mixed(80), Shape(24, 2, weights=(0.4, 0.0, 0.6))),

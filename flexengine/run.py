@@ -94,7 +94,7 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
                        help="run Python code that comes with the checkpoint")  # fmt: skip
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     group.add_argument("--policy", type=_named, metavar="FILE.json", default=AUTO,
-                       help="block shape and placement; auto (the default): what the planner predicts to be quickest")  # fmt: skip
+                       help="block shape and placement; default: auto, predicted to be quickest")  # fmt: skip
     group.add_argument("--dry-run", action="store_true",
                        help="print the plan and what it predicts, without loading weights; python -m flexengine.plan"
                             " does so for other machines too")  # fmt: skip

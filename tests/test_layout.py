@@ -79,7 +79,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
 def placed(model: ModelFacts, policy: Policy) -> list[list[tuple[TensorFact, str]]]:
     """Each unit's tensors with their homes: the layers, the head (or the tied embedding), the embedding."""
     units = [*model.layers, *([(model.head,)] if model.head else []), (model.embedding,)]
-    homes = place_groups([[t.elements for t in unit] for unit in units], policy.weights)
+    homes = place_groups(tuple(tuple(t.elements for t in unit) for unit in units), policy.weights)
     return [list(zip(unit, at, strict=True)) for unit, at in zip(units, homes, strict=True)]
 
 

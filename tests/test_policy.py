@@ -223,7 +223,7 @@ def test_groups_make_up_for_each_others_rounding() -> None:
     for _ in range(500):
         groups = [[rng.randint(1, 50) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 40))]
         device, host, disk = split = tuple(random_split(rng))
-        homes = place_groups(groups, split)  # type: ignore[arg-type]
+        homes = place_groups(tuple(map(tuple, groups)), split)  # type: ignore[arg-type]
         assert [len(at) for at in homes] == [len(sizes) for sizes in groups]
         pairs = [pair for sizes, at in zip(groups, homes, strict=True) for pair in zip(sizes, at, strict=True)]
         total, largest = sum(s for s, _ in pairs), max(s for s, _ in pairs)
@@ -235,7 +235,7 @@ def test_groups_make_up_for_each_others_rounding() -> None:
 
 def test_opt_layers_at_27_percent() -> None:
     """Its six matrices are 1/12 and 1/3 of a layer: alone every layer would put a third on the device."""
-    homes = place_groups([[1, 1, 1, 1, 4, 4]] * 24, (0.27, 0, 0.73))
+    homes = place_groups(((1, 1, 1, 1, 4, 4),) * 24, (0.27, 0, 0.73))
     on_device = [sum(s for s, home in zip([1, 1, 1, 1, 4, 4], at, strict=True) if home == "device") for at in homes]
     assert set(on_device) == {0, 4}
     assert abs(sum(on_device) - 0.27 * 12 * 24) <= 2

@@ -6,7 +6,7 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexengine.errors import OutOfMemory
 from flexengine.policy import TIERS, Policy
@@ -216,13 +216,17 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(held * tokens * model.hidden * model.itemsize + logits)
 
 
-def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
+def lay_out(
+    model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, weights: Layout | None = None
+) -> Layout:
     """The layout of a job. KV pools take what the workload needs or what memory is left, whichever is less.
 
+    weights: what `lay_out_weights` gave for this policy's weights and slots, from whoever asks about many policies.
     Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached.
     """
-    layout = Layout(policy)
-    _weights(layout, model, capacity)
+    placed = weights or lay_out_weights(model, policy, capacity.staged)
+    account = {tier: dict(booked) for tier, booked in placed.account.items()}
+    layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload))
     layout.book("device", "paused forwards", paused(model, policy, workload))
@@ -232,10 +236,11 @@ def lay_out(model: ModelFacts, policy: Policy, workload: Workload, capacity: Cap
     return layout
 
 
-def _weights(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
-    policy = layout.policy
+def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
+    """The part of a layout that depends on the policy's weights and slots alone. staged: see Capacity."""
+    layout = Layout(policy)
     groups = [*model.layers, *((t,) for t in model.edges)]
-    homes = place_groups([[t.elements for t in group] for group in groups], policy.weights)
+    homes = place_groups(tuple(tuple(t.elements for t in group) for group in groups), policy.weights)
     for group, at in zip(groups, homes, strict=True):
         layout.homes |= {t.name: home for t, home in zip(group, at, strict=True)}
     layout.homes |= {t.name: "device" for t in model.others}
@@ -250,8 +255,9 @@ def _weights(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
         if home != "disk":  # the disk home of a weight is the user's own checkpoint
             layout.book(home, "weights", aligned(t.elements * (t.held if home == "device" else t.stored)))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
-    if capacity.staged:
+    if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
+    return layout
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:

@@ -7,11 +7,12 @@ are then tried with other gpu_batches, micro-batches, slots and schedules, and t
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out, lay_out_weights
 from flexengine.plan.lp import FRACTIONS, Memory, Problem, solve
 from flexengine.policy import TIERS, Policy, Split
 
@@ -22,7 +23,7 @@ SMALLER = (32, 16, 4)  # where buffers for that many do not fit
 TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
 TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
 OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
-FINALISTS = 3  # policies that are refined
+FINALISTS, ROUNDS = 3, 4  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
 ROUNDINGS = 4  # times a placement that did not fit after rounding is asked for anew, with less memory
 BETTER = 0.995  # of the seconds, to be called better
@@ -84,7 +85,9 @@ class _Searching:
     cost: Cost
     options: Options
     tried: dict[Policy, Prediction] = field(default_factory=dict)
-    refused: set[Policy] = field(default_factory=set)
+    refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
+    explored: set[Policy] = field(default_factory=set)
+    weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
 
     @property
     def capacity(self) -> Capacity:
@@ -142,12 +145,17 @@ class _Searching:
             return None
         if policy not in self.tried:
             try:
-                layout = lay_out(self.cost.model, policy, self.cost.workload, self.capacity)
-            except OutOfMemory:
-                self.refused.add(policy)
+                self.tried[policy] = self.cost.predict(self._laid_out(policy, self.capacity))
+            except OutOfMemory as error:
+                self.refused[policy] = error
                 return None
-            self.tried[policy] = self.cost.predict(layout)
         return self.tried[policy]
+
+    def _laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
+        model, key = self.cost.model, (policy.weights, policy.slots)
+        if key not in self.weights:
+            self.weights[key] = lay_out_weights(model, policy, capacity.staged)
+        return lay_out(model, policy, self.cost.workload, capacity, self.weights[key])
 
     def resident(self) -> bool:
         """Tries everything on the device; whether that holds as many sequences as may be alive, so that nothing off
@@ -185,12 +193,14 @@ class _Searching:
 
     def streamed(self) -> None:
         """Asks the program about every block, with and without cache and hidden states off the device."""
-        for block in self.blocks():
-            for cache in (False, True):
-                for hidden in (False, True):
-                    for batch in (GPU_BATCH, *SMALLER):
-                        if batch < 2 * block and self.place(self.shaped(block, batch), cache, hidden) is not None:
-                            break
+        for block, cache, hidden in product(self.blocks(), (False, True), (False, True)):
+            for batch in (GPU_BATCH, *SMALLER):
+                shape = self.shaped(block, batch)
+                if batch < 2 * block and self.place(shape, cache, hidden) is not None:
+                    self.place(replace(shape, schedule="diagonal"), cache, hidden)
+                    small = self.shaped(block, SMALLER[1])  # cohorts of few, whose prompts join every sweep
+                    self.place(replace(small, schedule="diagonal"), cache, hidden)
+                    break
 
     def refine(self) -> None:
         """Tries the neighbours of the best policies."""
@@ -198,20 +208,40 @@ class _Searching:
             for slots in (2, 1):
                 self.attempt(replace(self.smallest(), slots=slots))
                 self.place(replace(self.smallest(), slots=slots), False, False)
-        finalists = sorted(self.tried.values(), key=_total)[:FINALISTS]
-        for prediction in finalists:
-            policy = prediction.policy
-            cache, hidden = policy.cache != _ON_DEVICE, policy.activations != _ON_DEVICE
-            for other in self._neighbours(policy):
-                self.place(other, cache, hidden)
-        for prediction in sorted(self.tried.values(), key=_total)[:FINALISTS]:
-            self._move_weights(prediction)
+        for _ in range(ROUNDS):
+            before = self.best()
+            for prediction in self._finalists():
+                self._around(prediction)
+            if self.best() is before:
+                break
         self._batches_of(self.best().policy)
+
+    def _finalists(self) -> list[Prediction]:
+        """The best few that differ in schedule or block size."""
+        kinds: dict[tuple[str, int], Prediction] = {}
+        for prediction in sorted(self.tried.values(), key=_total):
+            kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
+        return list(kinds.values())[:FINALISTS]
+
+    def _around(self, prediction: Prediction) -> None:
+        """Tries the neighbours of a policy, unless that has been done."""
+        policy = prediction.policy
+        if policy in self.explored:
+            return
+        self.explored.add(policy)
+        cache, hidden = policy.cache != _ON_DEVICE, policy.activations != _ON_DEVICE
+        for other in self._neighbours(policy):
+            self.place(other, cache, hidden)
+        self._move_weights(prediction)
 
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
-        yield replace(policy, schedule="diagonal")
+        yield replace(policy, schedule="diagonal" if policy.schedule == "continuous" else "continuous")
+        for batch in GPU_BATCHES:
+            batches = -(-policy.block_size // batch)
+            if batch < policy.block_size:
+                yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
         yield replace(policy, slots=1)
         for factor in (0.85, 1.2):
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
@@ -226,11 +256,9 @@ class _Searching:
             problem = self._problem(shape, cache, hidden)
             for _ in range(ROUNDINGS):
                 policy = _rounded(shape, solve(problem).fractions)
-                try:
-                    lay_out(self.cost.model, policy, self.cost.workload, self.capacity)
-                    return self.attempt(policy)
-                except OutOfMemory as error:
-                    problem = _with_less(problem, error)
+                if (prediction := self.attempt(policy)) is not None:
+                    return prediction
+                problem = _with_less(problem, self.refused[policy])
         except (OutOfMemory, InvalidInput):  # no placement of this block fits, or is quick enough
             pass
         return None
@@ -261,7 +289,7 @@ class _Searching:
         policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE,
                          activations=split if hidden else _ON_DEVICE)  # fmt: skip
         endless = replace(self.capacity, device=None, host=None, disk=None)
-        return lay_out(self.cost.model, policy, self.cost.workload, endless)
+        return self._laid_out(policy, endless)
 
     def _move_weights(self, prediction: Prediction) -> None:
         """Moves shares of the weights nearer to the device as long as that is quicker."""

@@ -1,6 +1,7 @@
 """Where things live: fractions become whole tensors, sequences and gpu_batches."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from flexengine.policy import Split
 
@@ -25,13 +26,18 @@ def place(sizes: Sequence[int], split: Split) -> list[str]:
     return homes
 
 
-def place_groups(groups: Sequence[Sequence[int]], split: Split) -> list[list[str]]:
+@lru_cache(maxsize=256)
+def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tuple[str, ...], ...]:
     """place() of each group in turn, making up for what rounding to whole items left of the groups before it.
 
     So the whole comes within about half an item of the split, where place() alone repeats one rounding error in every
-    group: an OPT layer's tensors are 1/12 and 1/3 of it, and 27 % of each layer would be nothing or a third.
+    group: an OPT layer's tensors are 1/12 and 1/3 of it, and 27 % of each layer would be nothing or a third. Kept, for
+    whoever searches a policy asks for the same placements over and over.
     """
-    homes: list[list[str]] = []
+    if max(split) == 1.0:
+        home = ("device", "host", "disk")[split.index(1.0)]
+        return tuple((home,) * len(sizes) for sizes in groups)
+    homes: list[tuple[str, ...]] = []
     owed = dict.fromkeys(_ORDER, 0.0)  # per tier, what it should have got so far less what it got
     shares = dict(zip(("device", "host", "disk"), split, strict=True))
     for sizes in groups:
@@ -40,7 +46,8 @@ def place_groups(groups: Sequence[Sequence[int]], split: Split) -> list[list[str
             owed[name] += share * total
         due = {name: max(0.0, owed[name]) if shares[name] else 0.0 for name in shares}
         whole = sum(due.values())
-        homes.append(place(sizes, tuple(n / whole for n in due.values()) if whole else split))  # type: ignore[arg-type]
+        shared: Split = tuple(n / whole for n in due.values()) if whole else split  # type: ignore[assignment]
+        homes.append(tuple(place(sizes, shared)))
         for size, home in zip(sizes, homes[-1], strict=True):
             owed[home] -= size
-    return homes
+    return tuple(homes)

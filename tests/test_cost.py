@@ -1,0 +1,322 @@
+"""plan.cost against the virtual clock, FlexGen's formulas written out, and what model configs must change."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from test_layout import model_of
+
+from flexengine.plan.clock import simulated
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.rates import Rates
+from flexengine.policy import Policy, Split
+from flexengine.schedule.simulate import Forecast
+from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+
+DEVICE: Split = (1, 0, 0)
+HOST: Split = (0, 1, 0)
+DISK: Split = (0, 0, 1)
+SPLITS: list[Split] = [DEVICE, HOST, DISK, (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 0.5, 0), (0.2, 0.8, 0)]
+NEAR: list[Split] = [DEVICE, HOST, (0.5, 0.5, 0), (0.2, 0.8, 0)]  # off the disk
+OPT = {"6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56)}  # layers, hidden size, heads
+
+
+def opt(layers: int, hidden: int, heads: int, vocabulary: int = 50272) -> ModelFacts:
+    """An OPT model in float16: 4 h^2 of attention, 8 h^2 of FFN."""
+    sizes = [hidden * hidden] * 4 + [4 * hidden * hidden] * 2 + [hidden] * 6 + [4 * hidden]
+    stack = tuple(
+        tuple(TensorFact(f"{j}.{i}", n, 2, 2, matrix=n >= hidden * hidden) for i, n in enumerate(sizes))
+        for j in range(layers)
+    )
+    embedding = TensorFact("embedding", vocabulary * hidden, 2, 2)
+    return ModelFacts(stack, (), embedding, None, vocabulary, hidden, 4 * hidden, heads, heads, hidden // heads, 2)
+
+
+def machine_of(rng: random.Random, kind: str) -> Hardware:
+    """Rates that are the same at every size, each 0.2 to 5 times a round number."""
+    names = ("disk_read", "disk_write", "h2d") if kind == "cpu" else ("disk_read", "disk_write", "h2d", "d2h")
+    round_numbers = {"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 1e10}
+
+    def near(x: float) -> float:
+        return float(x * 10 ** rng.uniform(-0.7, 0.7))
+
+    return Hardware(
+        "random", kind, None, None, None, {name: near(round_numbers[name]) for name in names}, near(2e9),
+        {"float32": near(1e12), "float16": near(2e12)}, near(1e12), near(1e11), near(1e11), cell_seconds=near(1e-5),
+        task_seconds=near(1e-6), sweep_seconds=near(1e-5), sequence_seconds=near(1e-6),
+    )  # fmt: skip
+
+
+FLAT = replace(
+    machine_of(random.Random(0), "sim"), links={"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 8e9},
+    checkpoint_read=3e9, cell_seconds=0.0, task_seconds=0.0, sweep_seconds=0.0, sequence_seconds=0.0,
+)  # fmt: skip
+
+
+def both(model: ModelFacts, hardware: Hardware, work: Workload, policy: Policy) -> tuple[Prediction, Forecast]:
+    cost = Cost(model, hardware, work)
+    layout = lay_out(model, policy, work, hardware.capacity)
+    return cost.predict(layout), simulated(cost, layout)
+
+
+def predicted(model: ModelFacts, work: Workload, policy: Policy, hardware: Hardware = FLAT) -> Prediction:
+    return Cost(model, hardware, work).predict(lay_out(model, policy, work, hardware.capacity))
+
+
+def random_case(rng: random.Random, slots: int) -> tuple[ModelFacts, Hardware, Workload, Policy]:
+    """A few layers of a model of realistic width, or a tiny one; everything may lie anywhere."""
+    wide = opt(rng.choice([6, 8, 12]), *rng.choice(list(OPT.values()))[1:], vocabulary=rng.choice([8000, 50272]))
+    model = wide if rng.random() < 0.7 else model_of(rng)
+    size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
+    hidden = rng.choice([DEVICE, HOST, DISK, (0.5, 0.5, 0)])
+    policy = Policy(rng.choice([4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 6]), rng.choice(SPLITS), rng.choice(SPLITS),
+                    hidden, slots, "zigzag", rng.choice([256, 512, 2048]))  # fmt: skip
+    return model, machine_of(rng, rng.choice(["sim", "cpu"])), Workload({size: rng.choice([40, 64])}), policy
+
+
+# The virtual clock.
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("name", OPT)
+def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
+    """Within 10 % on FlexGen's models; gpu_batches of one block are alike, and the cache lies on one tier."""
+    rng = random.Random(f"{name} {slots}")
+    for _ in range(6):
+        batch, batches, blocks = rng.choice([4, 16, 32]), rng.choice([3, 4, 6]), rng.choice([1, 2])
+        policy = Policy(batch, batches, rng.choice(SPLITS), rng.choice([DEVICE, HOST, DISK]), rng.choice([DEVICE, HOST]),
+                        slots, "zigzag", 2048)  # fmt: skip
+        work = Workload({(rng.choice([128, 512]), rng.choice([3, 6])): batch * batches * blocks})
+        told, walked = both(opt(*OPT[name]), machine_of(rng, rng.choice(["sim", "cpu"])), work, policy)
+        assert told.seconds == pytest.approx(walked.seconds, rel=0.1), policy
+
+
+@pytest.mark.parametrize(("slots", "median", "most", "worst"), [(1, 0.005, 0.05, 0.12), (2, 0.03, 0.12, 0.4)])
+def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float, most: float, worst: float) -> None:
+    """Where KV cache or hidden states share a slow lane with weights, or lie spread over tiers, a lane that is first
+    come first served waits, and a buffer may be the same one every layer: the closed form knows neither."""
+    rng, errors = random.Random(1), []
+    for _ in range(60):
+        told, walked = both(*random_case(rng, slots))
+        errors.append(told.seconds / walked.seconds - 1)
+    errors = sorted(map(abs, errors))
+    assert errors[30] < median
+    assert errors[51] < most
+    assert errors[-1] < worst
+
+
+def test_lanes_do_the_work_of_their_tasks() -> None:
+    """Lane by lane. Blocks are full: how the last, smaller one is spread over the tiers is another matter."""
+    rng = random.Random(2)
+    for _ in range(30):
+        model, hardware, _, policy = random_case(rng, 2)
+        size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
+        told, walked = both(model, hardware, Workload({size: 2 * policy.block_size}), policy)
+        for lane, busy in walked.busy.items():
+            assert told.busy[lane] == pytest.approx(busy, rel=0.05, abs=0.01 * walked.seconds), (lane, policy)
+
+
+@pytest.mark.parametrize("schedule", ["row", "diagonal", "continuous"])
+def test_other_schedules_and_ragged_rows(schedule: str) -> None:
+    rng, errors = random.Random(f"{schedule}"), []
+    for _ in range(12):
+        model, hardware, _, policy = random_case(rng, 2)
+        policy = replace(policy, schedule=schedule, cache=rng.choice([DEVICE, HOST]), activations=DEVICE)
+        work = Workload.of((rng.randint(10, 300), rng.randint(2, 24)) for _ in range(80))
+        told, walked = both(model, hardware, work, policy)
+        errors.append(abs(told.seconds / walked.seconds - 1))
+    assert np.median(errors) < 0.1
+    assert max(errors) < 0.3
+
+
+def test_latency_is_how_long_rows_live() -> None:
+    rng = random.Random(3)
+    for schedule in ("zigzag", "continuous"):
+        policy = Policy(8, 3, weights=HOST, schedule=schedule)
+        rows = [(rng.randint(10, 300), rng.randint(2, 24)) for _ in range(150)]
+        cost = Cost(opt(6, 2048, 32), FLAT, Workload.of(rows))
+        layout = lay_out(cost.model, policy, cost.workload, FLAT.capacity)
+        forecast = simulated(cost, layout, rows)
+        ends = {task.cell.sweep: end for task, _, end in forecast.spans if task.cell.layer < 0}
+        lives = [ends[last] - ends.get(first - 1, 0.0) for first, last in lifetimes(policy, layout.pools, rows)]
+        assert cost.predict(layout).latency == pytest.approx(np.mean(lives), rel=0.1)
+
+
+def lifetimes(policy: Policy, pools: dict[str, Pool], rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First and last sweep of every row."""
+    walk, first, lives = Sweeps(policy, pools), dict[int, int](), []
+    for i, (prompt, most) in enumerate(rows):
+        walk.add(Sequence(i, prompt, most))
+    while not walk.idle:
+        batches = walk.begin(lambda sequence, pages: None)
+        for i in walk.live:
+            first.setdefault(i, walk.sweep)
+        lives += [(first[s.id], walk.sweep) for s in walk.advance(batches, set())]
+    return lives
+
+
+# Formulas.
+
+
+@pytest.mark.parametrize("share", [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
+def test_bytes_are_flexgens(share: tuple[float, float]) -> None:
+    """Systems 1.2 and 1.5, with pages: what is loaded and stored is whole pages of 16 tokens, and hidden states pass
+    between layers only. One block of b rows, n tokens, weights, cache and hidden states split over host and disk."""
+    layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
+    c, d = share
+    split = (0.0, c, d)
+    policy = Policy(16, 2, split, split, split, 2, "zigzag")
+    model = opt(layers, h, 32, vocabulary=8192)
+    told = predicted(model, Workload({(s, n): b}), policy)
+    f = told.fractions
+    assert [f[k + p] for k in "ch" for p in "cd"] == [c, d, c, d]
+    assert (f["wc"], f["wd"]) == pytest.approx((c, d), abs=0.03)  # whole tensors
+    weights = 2 * (layers * (12 * h * h + 10 * h) + 8192 * h)
+    kv = 2 * 2 * h * layers * b  # bytes of one token of all rows
+
+    def paged(tokens: int) -> int:
+        return -(-tokens // page) * page
+
+    loaded = kv * sum(paged(s + i - 1) for i in range(1, n))
+    stored = kv * (paged(s) + page * (n - 1))
+    hidden = 2 * h * b * (s + n - 1) * (layers - 1)
+    disk_read = n * weights * f["wd"] / 3e9 + (d * loaded + d * hidden) / 2e9
+    assert told.busy.get("disk_read", 0.0) == pytest.approx(disk_read)
+    assert told.busy.get("disk_write", 0.0) == pytest.approx(d * (stored + hidden) / 1e9)
+    assert told.busy["h2d"] == pytest.approx((n * weights + loaded + hidden) / 1e10)
+    assert told.busy["d2h"] == pytest.approx((stored + hidden) / 8e9)
+    # The same without pages, as the paper has it: 4 (s + n/2) h1 bytes a token and row are read, on average.
+    assert loaded == pytest.approx(4 * b * (s + n / 2) * h * layers * (n - 1), rel=0.03)
+
+
+def test_a_sweep_is_the_longest_lane_with_its_crosstalk() -> None:
+    work, policy = Workload({(128, 8): 32}), Policy(16, 2, HOST, HOST, HOST, 2, "zigzag")
+    model = opt(6, 2048, 32)
+    quiet = predicted(model, work, policy)
+    for kind, lanes in quiet.lanes.items():
+        assert quiet.sweep_seconds[kind] == pytest.approx(max(lanes.values()))
+    talk = {"h2d": {"device": 0.5, "d2h": 0.25}, "device": {"h2d": 1.5}}
+    slowed = predicted(model, work, policy, replace(FLAT, crosstalk=talk))
+    for kind, lanes in quiet.lanes.items():
+        h2d, d2h, device = lanes["h2d"], lanes["d2h"], lanes["device"]
+        ends = (h2d + 0.5 * device + 0.25 * d2h, device + 1.5 * h2d, d2h)
+        assert slowed.sweep_seconds[kind] == pytest.approx(max(ends))
+    alone = predicted(model, work, replace(policy, slots=1))
+    assert alone.seconds == pytest.approx(sum(quiet.busy.values()))
+
+
+def test_a_resident_job_is_the_sum_of_its_layers() -> None:
+    """A layer and a head that take so many seconds a token, whatever their number; nothing else costs anything."""
+    model = opt(7, 2048, 32)
+    hardware = replace(
+        FLAT, layers={model.signature(0): [(1, 1e-4), (1000, 0.1)]}, heads={model.head_signature: [(1, 2e-4), (10, 2e-3)]},
+        prompt_attention=1e30, decode_attention=1e30, sweep_seconds=0.01, sequence_seconds=1e-3, task_seconds=1e-5,
+    )  # fmt: skip
+    rows, s, n = 60, 100, 12
+    told = predicted(model, Workload({(s, n): rows}), Policy(10, 2, schedule="zigzag", prefill_tokens=500), hardware)
+    assert set(told.busy) == {"device"}
+    layers, heads = 7 * 1e-4 * rows * (s + n - 1), 2e-4 * rows * n
+    sweeps = 3 * n
+    bookkeeping = 0.01 * sweeps + 1e-3 * rows * n
+    cells = 3 * (20 * s // 500 + 2 * (n - 1)) * 8 * 1e-5
+    assert told.seconds == pytest.approx(layers + heads + bookkeeping + cells, rel=1e-6)
+    assert told.tokens == rows * n
+    assert told.tok_s == pytest.approx(rows * n / told.seconds)
+    assert sum(told.counts.values()) == pytest.approx(sweeps)
+
+
+def test_phases_add_up_to_the_prediction() -> None:
+    """What the linear program is told, at the fractions that came out, is what is predicted: but for the grouping."""
+    rng = random.Random(4)
+    for _ in range(20):
+        model, hardware, work, policy = random_case(rng, 2)
+        cost = Cost(model, hardware, work)
+        told = cost.predict(lay_out(model, policy, work, hardware.capacity))
+        phases = cost.phases(policy, cost.sweeps(policy, share=1.0 - told.fractions["cg"]))
+        for lane, busy in told.busy.items():
+            if lane != "device" or 1.0 in (told.fractions["cg"], told.fractions["cc"], told.fractions["cd"]):
+                work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)
+                assert work_done == pytest.approx(busy, rel=0.03), (lane, policy)
+
+
+# What models differ in.
+
+
+def test_grouped_query_attention() -> None:
+    work, policy = Workload({(256, 8): 32}), Policy(16, 2, DEVICE, HOST, schedule="zigzag")
+    model = opt(6, 4096, 32)
+    few = replace(model, kv_heads=8)
+    many, grouped = predicted(model, work, policy), predicted(few, work, policy)
+    # Pages hold at least 256 KiB, so fewer heads are longer pages, of which the last is not full.
+    assert grouped.busy["h2d"] == pytest.approx(many.busy["h2d"] / 4, rel=0.25)
+    attend = Rates.of(model, FLAT).decode_attention(1000, 100), Rates.of(few, FLAT).decode_attention(1000, 100)
+    assert attend[0] == pytest.approx(4 * attend[1])
+    prompts = Rates.of(model, FLAT).prompt_attention(1000, 100), Rates.of(few, FLAT).prompt_attention(1000, 100)
+    assert prompts[0] == pytest.approx(prompts[1])  # as many query heads
+
+
+def test_gated_ffn() -> None:
+    """A third matrix of h * 4h: 16 h^2 in place of 12 h^2, in bytes and in products."""
+    h = 4096
+    model = opt(6, h, 32, vocabulary=512)
+    gated = replace(model, layers=tuple((*layer, TensorFact(f"{j}.gate", 4 * h * h, 2, 2))
+                                        for j, layer in enumerate(model.layers)))  # fmt: skip
+    work, policy = Workload({(256, 8): 32}), Policy(16, 2, HOST, schedule="zigzag")
+    plain, more = predicted(model, work, policy), predicted(gated, work, policy)
+    assert more.busy["h2d"] / plain.busy["h2d"] == pytest.approx(16 / 12, rel=0.01)
+    hardware = replace(FLAT, elementwise=1e30)
+    ratio = Rates.of(gated, hardware).stack(64) / Rates.of(model, hardware).stack(64)
+    assert ratio == pytest.approx(16 / 12)
+    assert gated.signature(0) != model.signature(0)
+
+
+@pytest.mark.parametrize(("experts", "active"), [(8, 2), (64, 6), (128, 8)])
+def test_experts(experts: int, active: int) -> None:
+    """A kernel that takes as long for one row as for many: a layer takes as long as experts are touched, which a
+    drawing of `active` different experts for each token says."""
+    elements = experts * 3 * 256 * 512
+    bank = (TensorFact("experts", elements, 2, 2, experts=experts),)
+    model = replace(opt(1, 512, 8), layers=(bank,), active=active)
+    hardware = replace(FLAT, products={"float16": [(1, 1e9), (1e6, 1e15)]}, elementwise=1e30)
+    one = 2 * elements / experts / 1e9
+    rng = np.random.default_rng(0)
+    for tokens in (1, 4, 16, 64, 256):
+        draws = [len({e for _ in range(tokens) for e in rng.choice(experts, active, replace=False)}) for _ in range(60)]
+        seconds = float(Rates.of(model, hardware).stack(tokens))
+        assert seconds == pytest.approx(np.mean(draws) * one, rel=0.03), tokens
+    # A rate that does not depend on rows: then it is the work of the active ones alone.
+    flat = Rates.of(model, replace(FLAT, elementwise=1e30, products={"float16": 1e12}))
+    assert float(flat.stack(50)) == pytest.approx(2 * 50 * active * elements / experts / 1e12, rel=1e-6)
+
+
+def test_windows() -> None:
+    """Layers that see 64 tokens attend to so many; the others to all."""
+    model = opt(6, 2048, 32)
+    work, policy = Workload({(256, 9): 32}), Policy(16, 2, schedule="zigzag")
+    hardware = replace(FLAT, decode_attention=1e6, prompt_attention=1e9)
+    seconds = {}
+    for name, windows in (("none", ()), ("all", (64,) * 6), ("half", (64, None) * 3), ("wide", (1000,) * 6)):
+        seconds[name] = predicted(replace(model, windows=windows), work, policy, hardware).seconds
+    assert seconds["wide"] == pytest.approx(seconds["none"])
+    assert seconds["half"] == pytest.approx((seconds["none"] + seconds["all"]) / 2)
+    decode = sum(256 + i - 64 for i in range(1, 9)) * 32 * 2 * 2 * 2048 / 1e6
+    prefill = 32 * 4 * 2048 * sum(q - 64 for q in range(65, 257)) / 1e9
+    assert seconds["none"] - seconds["all"] == pytest.approx(6 * (decode + prefill))
+
+
+def test_vocabulary_and_tied_embeddings() -> None:
+    model = opt(6, 2048, 32, vocabulary=50000)
+    large, untied = opt(6, 2048, 32, vocabulary=250000), replace(model, head=replace(model.embedding, name="head"))
+    work, policy = Workload({(64, 8): 32}), Policy(16, 2, HOST, schedule="zigzag")
+    told = {"tied": predicted(model, work, policy), "large": predicted(large, work, policy),
+            "untied": predicted(untied, work, policy)}  # fmt: skip
+    # The head is streamed once a sweep; an embedding of its own is gathered from, and never streamed.
+    more = 8 * 2 * 200000 * 2048 / 1e10
+    assert told["large"].busy["h2d"] - told["tied"].busy["h2d"] == pytest.approx(more)
+    assert told["untied"].busy["h2d"] == pytest.approx(told["tied"].busy["h2d"])
+    assert told["untied"].load_seconds - told["tied"].load_seconds == pytest.approx(2 * 50000 * 2048 / 3e9)
+    logits = 32 * 8 * 200000 * 2 * 2048 / FLAT.products["float16"][0][1] + 32 * 8 * 12 * 200000 / FLAT.elementwise
+    assert told["large"].busy["device"] - told["tied"].busy["device"] == pytest.approx(logits, rel=1e-6)
