@@ -335,5 +335,5 @@ class Engine:
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
             "policy": means.layout.policy.to_json() if means else None,
-            "plan": {"hardware": means.watch.cost.hardware.name, **means.watch.report()} if means else None,
+            "plan": means.watch.report() if means else None,
         }

@@ -316,8 +316,16 @@ def summary_line(s: dict[str, Any]) -> str:
         f"{s['rows']} rows done, {s['failed']} failed; {s['prompt_tokens']} prompt and"
         f" {s['generated_tokens']} generated tokens;"
         f" prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
-        f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}"
+        f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}{_foreseen(s.get('plan'))}"
     )
+
+
+def _foreseen(plan: dict[str, Any] | None) -> str:
+    """How well the sweeps' time was predicted, where the rates were this machine's own."""
+    if not plan or not plan["measured"]:
+        return ""
+    off = [f"{lane} {x['predicted'] / x['measured'] - 1:+.0%}" for lane, x in plan["lanes"].items() if x["measured"]]
+    return f"; predicted {plan['predicted_seconds']:.1f} s for these sweeps ({plan['error']:+.0%}; {', '.join(off)})"
 
 
 if __name__ == "__main__":

@@ -84,12 +84,13 @@ def test_a_slow_link_is_not_measured_for_long(at: Callable[..., Machine], monkey
     assert [x for x, _ in found.links["disk_write"]] == [64 << 10, 256 << 10]
 
 
-@pytest.mark.parametrize("memory", [40_000, 400_000])
+@pytest.mark.parametrize("memory", [40_000, 400_000, 2_000_000])
 def test_little_memory(at: Callable[..., Machine], memory: int) -> None:
-    """Transfers are as small as the device."""
+    """Transfers and kernels are as small as the device, and what cannot be measured there is not known."""
     machine = at("sim", memory)
-    found = links.measure_links(machine)
+    found = store.measure_machine(machine, torch.float32, (), lambda _: None)
     assert max(x for x, _ in found.links["h2d"]) <= memory / 2
+    assert all(figure > 0 for _, figure in (*found.products["float32"], *found.decode_attention))
     assert machine.device.ledger.peak == 0
 
 
@@ -224,7 +225,11 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
         assert books(engine.machine) == booked
         assert set(layers) == {facts.signature(j) for j in range(4)}
         assert len(layers) == (2 if family == "qwen3-moe" else 1)
-        assert all(x in model.TOKENS and x <= 64 and y > 0 for table in layers.values() for x, y in table)
+        for table in layers.values():
+            sizes = [x for x, _ in table]
+            assert {1, 64} <= set(sizes) <= {n for n in model.TOKENS if n <= 64}
+            assert sizes == sorted(sizes)
+            assert all(seconds > 0 for _, seconds in table)
         assert list(heads) == [facts.head_signature]
         assert [x for x, _ in heads[facts.head_signature]] == list(model.ROWS)
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
@@ -260,6 +265,28 @@ def test_quartiles_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     machine: Any = None
     found = model.time_layers(skeleton, ["a", "a", "b"], machine, 1, 100.0)
     assert found == ({"a": 2.0, "b": 3.0}, 5.0)
+
+
+def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never those without which the others would be guesses; and rates are in the order of their tokens."""
+    clock, asked = [0.0], list[int]()
+
+    def timed(_s: Any, names: Any, _m: Any, tokens: int, budget: float) -> tuple[dict[str, float], float]:
+        asked.append(tokens)
+        clock[0] += tokens * 0.01
+        return {"a": tokens * 0.01}, 0.5
+
+    monkeypatch.setattr(model.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model, "time_layers", timed)
+    monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(1))
+    skeleton: Any = None
+    machine: Any = None
+    for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 64]), (100.0, sorted(model.TOKENS))):
+        monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
+        layers, start = model._layers(skeleton, ["a"], {}, machine, model.TOKENS)
+        assert [x for x, _ in layers["a"]] == known
+        assert start == 0.5
+    assert asked[:2] == [64, 1]
 
 
 def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:

@@ -134,14 +134,16 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
 
 def _decode(machine: Machine, tier: str, kernels: Kernels, dtype: torch.dtype, lengths: Sequence[int]) -> Table:
     """Bytes of KV per second, of SEQUENCES sequences of each length; their pages lie anywhere in a pool of `tier`."""
-    page = 2 * HEADS * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
-    working = SMALL[1] if machine.compute.type == "cpu" else LARGE[1]
-    pages = max(1, min(working, room(machine, tier)) // page)
+    working = min(SMALL[1] if machine.compute.type == "cpu" else LARGE[1], room(machine, tier))
+    one = 2 * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
+    heads = max(1, min(HEADS, working // one))
+    page = heads * one
+    pages = max(1, working // page)
     regions, generator = Regions(machine), torch.Generator().manual_seed(0)
     try:
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
-        pool = pool.view(pages, 2, HEADS, PAGE_TOKENS, HEAD_DIM)
-        q = fill(torch.empty(SEQUENCES, HEADS, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
+        pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
+        q = fill(torch.empty(SEQUENCES, heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
         found = []
         for length in lengths:
             tables = torch.randint(pages, (8, SEQUENCES, length // PAGE_TOKENS), generator=generator, dtype=torch.int32)

@@ -22,10 +22,12 @@ from flexengine.plan.layout import ModelFacts, aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
-TOKENS = (1, 4, 16, 64, 128, 256, 512)  # of a gpu_batch
+# Tokens of a gpu_batch, those first that tell most: between them rates are interpolated, and constant beyond. The first
+# NEEDED are measured however long they take, the others while there is time.
+TOKENS, NEEDED = (64, 1, 256, 16, 512, 4, 128), 2
 ROWS = (1, 8, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
-LAYER_SECONDS, HEAD_SECONDS = 5.0, 0.5  # for all sizes of layers, for each of the head
+LAYER_SECONDS, HEAD_SECONDS = 4.5, 0.4  # for all sizes of layers, for each of the head
 PASSES = 5  # at most, for each size
 
 
@@ -54,22 +56,19 @@ def _layers(
 ) -> tuple[dict[str, Table], float]:
     """Seconds by signature and tokens, and those of a pass of one token before its first layer."""
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    start = 0.0
+    start = first = 0.0
     with random_weights(skeleton, names, held, machine) as bound:
-        if not bound:
-            return {}, start
-        began = time.perf_counter()
-        for i, n in enumerate(tokens):
-            spent = time.perf_counter() - began
-            last = max((points[-1][1] for points in tables.values()), default=0.0)
-            if spent + 2 * last > LAYER_SECONDS:
-                break  # rates are taken to be constant beyond the last point
-            budget = (LAYER_SECONDS - spent) / (len(tokens) - i)
+        end = time.perf_counter() + LAYER_SECONDS
+        for i, n in enumerate(tokens if bound else ()):
+            left = end - time.perf_counter()
+            if i >= NEEDED and left < first * max(1.0, n / tokens[0]):
+                continue
+            budget = left * n**0.5 / sum(other**0.5 for other in tokens[i:])
             found, before = time_layers(skeleton, names[:bound], machine, n, budget)
-            start = start or before
+            first, start = first or sum(found.values()), before if n == 1 else start
             for name, seconds in found.items():
                 tables[name].append((float(n), seconds))
-    return {name: tuple(points) for name, points in tables.items()}, start
+    return {name: tuple(sorted(points)) for name, points in tables.items()}, start
 
 
 def time_layers(

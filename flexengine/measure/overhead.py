@@ -9,13 +9,13 @@ import torch
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.model import random_weights, time_layers
-from flexengine.measure.timing import MOST, seconds_per_call
+from flexengine.measure.timing import MOST, room, seconds_per_call
 from flexengine.model.skeleton import build
 from flexengine.model.stop import Stops
-from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.layout import PAGE_TOKENS, Capacity, ModelFacts, TensorFact, Workload, lay_out
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
-from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.order import Batch, Piece, pages_for
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Machine
@@ -29,14 +29,15 @@ TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=6
 
 
 def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
-    """Of one layer of a model so small that computing takes no time: calling modules, pausing and resuming."""
+    """Of one layer of a model so small that computing takes no time: calling modules, pausing and resuming. 0, not
+    known, on a machine that has no room even for that."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         skeleton = build(Path(folder), dtype)
     names = ["layer"] * len(skeleton.layers)
     held = {name: dtype for group in (*skeleton.layers, skeleton.others) for name in group}
-    with random_weights(skeleton, names, held, machine):
-        return time_layers(skeleton, names, machine, 1, SECONDS)[0]["layer"]
+    with random_weights(skeleton, names, held, machine) as bound:
+        return time_layers(skeleton, names, machine, 1, SECONDS)[0]["layer"] if bound else 0.0
 
 
 def task_seconds(machine: Machine) -> float:
@@ -56,9 +57,14 @@ def task_seconds(machine: Machine) -> float:
 
 
 def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
-    """(of a sweep, of each sequence in it): forming batches, the cache's tables, inputs, booking what was sampled."""
-    one, many = _sweep(machine, dtype, 1), _sweep(machine, dtype, SEQUENCES)
-    each = max(1e-9, (many - one) / (SEQUENCES - 1))
+    """(of a sweep, of each sequence in it): forming batches, the cache's tables, inputs, booking what was sampled. 0,
+    not known, where not even two sequences have room."""
+    pages = pages_for(PROMPT + MOST + 1, PAGE_TOKENS)
+    count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
+    if count < 2:
+        return 0.0, 0.0
+    one, many = _sweep(machine, dtype, 1), _sweep(machine, dtype, count)
+    each = max(1e-9, (many - one) / (count - 1))
     return max(1e-9, one - each), each
 
 

@@ -1,5 +1,6 @@
 """How long a call takes, within a budget; what of a machine may be used meanwhile, and whether others used it."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -94,7 +95,7 @@ def noticing(say: Callable[[str], None]) -> Iterator[None]:
 
 def _others_seconds() -> float:
     """Processor seconds that other programs have used so far."""
-    machine, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    machine, own = psutil.cpu_times(), os.times()
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     return float(sum(machine) - getattr(machine, "guest", 0.0) - idle - own.user - own.system)
 

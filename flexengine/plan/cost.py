@@ -79,7 +79,8 @@ class Cost:
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
         streamed = [*(sum(t.elements * t.stored for t in layer) for layer in model.layers)]
         head = model.edges[0]
-        self.units, self.unit_bytes = len(streamed) + 1, max(streamed)
+        self.unit_bytes = max(streamed)
+        self.head_chunks = -(-head.elements * head.stored // self.unit_bytes)  # as slots are as large as a layer
         self.streamed_bytes = sum(streamed) + head.elements * head.stored
         self._units = cache(self._unit)
         self._prefills = cache(self._prefill)
@@ -147,6 +148,7 @@ class Cost:
         """Seconds of the device lane by sweep. Sequences at home on different tiers are never in one gpu_batch."""
         hardware, rates, g = self.hardware, self.rates, policy.gpu_batch_size
         mean, per_token, per_batch = self._prefills(g, policy.prefill_tokens)
+        units = len(self.model.layers) + (self.head_chunks if policy.weights[0] < 1 else 1)
         total = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
         prompts = max(1e-9, float(self._units(policy.prefill_tokens, 0.0).prompt))
         for share in (s for s in split if s > 0):
@@ -159,7 +161,7 @@ class Cost:
             apart = apart + prompt * per_batch * rates.head(min(g, mean / prompts))
             total = total + whole + np.where(few, joined, apart)
             cells = full + (rest > 0) + np.where(few, 0, prompt * per_batch)
-            total = total + cells * self.units * hardware.task_seconds
+            total = total + cells * units * hardware.task_seconds
         length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
         for window, layers in rates.windows.items():
             cached = sweeps.cached if window is None else sweeps.windows[window]

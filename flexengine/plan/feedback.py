@@ -29,7 +29,7 @@ class _Sweep:
     loaded: int = 0
     stored: int = 0
     homes: tuple[int, ...] = (0, 0, 0)  # sequences by tier of their cache
-    hidden: tuple[int, ...] = (0, 0, 0)  # gpu_batches by tier of their hidden states
+    hidden: tuple[int, ...] = (0, 0, 0)  # tokens by tier of their hidden states
     windows: Mapping[int, int] = field(default_factory=dict)
     pairs: Mapping[int | None, int] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Watch:
         pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
         for batch in batches:
             homes[TIERS.index(batch.cache_home)] += sum(p.final for p in batch.pieces)
-            hidden[TIERS.index(batch.hidden_home)] += 1
+            hidden[TIERS.index(batch.hidden_home)] += batch.tokens
             for piece in batch.pieces:
                 end = piece.start + piece.count
                 if piece.start and piece.count == 1:
@@ -114,6 +114,8 @@ class Watch:
         self._price()
         lanes = sorted({*self.busy, *self.expected})
         return {
+            "hardware": self.cost.hardware.name,
+            "measured": self.cost.hardware.measured,
             "predicted_seconds": self.predicted,
             "measured_seconds": self.seconds,
             "error": self.predicted / self.seconds - 1 if self.seconds else 0.0,

@@ -23,7 +23,7 @@ SMALLER = (32, 16, 4)  # where buffers for that many do not fit
 TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
 TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
 OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
-FINALISTS, ROUNDS = 3, 4  # policies that are refined, and how often those then best are
+FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
 ROUNDINGS = 4  # times a placement that did not fit after rounding is asked for anew, with less memory
 BETTER = 0.995  # of the seconds, to be called better
@@ -198,9 +198,13 @@ class _Searching:
                 shape = self.shaped(block, batch)
                 if batch < 2 * block and self.place(shape, cache, hidden) is not None:
                     self.place(replace(shape, schedule="diagonal"), cache, hidden)
-                    small = self.shaped(block, SMALLER[1])  # cohorts of few, whose prompts join every sweep
-                    self.place(replace(small, schedule="diagonal"), cache, hidden)
+                    self.place(replace(self._even(block), schedule="diagonal"), cache, hidden)
                     break
+
+    def _even(self, block: int) -> Policy:
+        """A block of cohorts so small that one enters in every sweep, and prompts keep the device busy throughout."""
+        sweeps = self.cost.tokens / max(1, self.cost.workload.count)  # that a mean sequence lives
+        return self.shaped(block, max(1, round(block / max(1.0, sweeps))))
 
     def refine(self) -> None:
         """Tries the neighbours of the best policies."""
@@ -238,6 +242,7 @@ class _Searching:
         """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
         yield replace(policy, schedule="diagonal" if policy.schedule == "continuous" else "continuous")
+        yield replace(self._even(policy.block_size), schedule="diagonal", prefill_tokens=policy.prefill_tokens)
         for batch in GPU_BATCHES:
             batches = -(-policy.block_size // batch)
             if batch < policy.block_size:

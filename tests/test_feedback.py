@@ -1,0 +1,106 @@
+"""plan.feedback against the virtual clock's tasks and brute force, and what a whole job's summary says."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_cost import DEVICE, DISK, HOST, machine_of, opt
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.plan.clock import Clock
+from flexengine.plan.cost import Cost
+from flexengine.plan.feedback import LEAST_SECONDS, Watch, _pairs
+from flexengine.plan.layout import Workload, lay_out
+from flexengine.schedule.order import Piece
+from flexengine.schedule.program import STAGED, Program
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.tier.machine import Links
+
+
+def test_pairs_against_counting() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        piece = Piece(0, rng.randint(0, 30), rng.randint(1, 30), True)
+        window = rng.choice([None, rng.randint(1, 40)])
+        queries = range(piece.start, piece.start + piece.count)
+        counted = sum(1 for q in queries for k in range(q + 1) if window is None or k > q - window)
+        assert _pairs(piece, window) == counted
+
+
+def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:
+    """A job's own sweeps: what Watch expects of each lane, and the sum over the program's own tasks."""
+    layout = lay_out(cost.model, policy, cost.workload, cost.hardware.capacity)
+    watch, clock = Watch(cost, layout), Clock.of(cost, layout)
+    program = Program([tuple(unit) for unit in clock.units], len(cost.model.layers), policy.slots, STAGED)
+    sweeps, tasks = Sweeps(policy, layout.pools), Counter[str]()
+    for i, (prompt, outputs) in enumerate(rows):
+        sweeps.add(Sequence(i, prompt, outputs))
+    while not sweeps.idle:
+        batches = sweeps.begin(lambda sequence, pages: None)
+        price = clock.seconds(batches)
+        for task in program.sweep(sweeps.sweep, batches, sweeps.another):
+            tasks[task.lane] += price(task)  # type: ignore[assignment]
+        watch.note(batches, 1.0, {"device": 1.0})
+        sweeps.advance(batches, set())
+    watch.report()
+    return watch, tasks
+
+
+@pytest.mark.parametrize("cache", [DEVICE, HOST, DISK])
+@pytest.mark.parametrize("weights", [HOST, (0.2, 0.5, 0.3)])
+def test_expected_work_is_that_of_the_tasks(weights: Any, cache: Any) -> None:
+    rng = random.Random(2)
+    rows = [(rng.randint(20, 400), rng.randint(2, 20)) for _ in range(30)]
+    hardware = replace(machine_of(rng, "sim"), sweep_seconds=0.0, sequence_seconds=0.0)
+    cost = Cost(opt(4, 512, 8, 5000), hardware, Workload.of(rows))
+    policy = Policy(4, 3, weights=weights, cache=cache, activations=(0.5, 0.5, 0), prefill_tokens=512)
+    watch, tasks = walked(cost, policy, rows)
+    for lane, seconds in tasks.items():
+        # The device's batches are counted in the mean; what crosses a link is exact but for the rounding of extents.
+        assert watch.expected[lane] == pytest.approx(seconds, rel=0.15 if lane == "device" else 0.08), lane
+
+
+def test_factors_name_the_lanes_that_are_persistently_off() -> None:
+    rng = random.Random(3)
+    rows = [(100, 12)] * 12
+    cost = Cost(opt(4, 512, 8, 5000), machine_of(rng, "sim"), Workload.of(rows))
+    watch, _ = walked(cost, Policy(4, 3, weights=HOST), rows)
+    watch.seconds = max(LEAST_SECONDS, 2 * sum(watch.expected.values()))
+    watch.busy = dict(watch.expected)
+    assert watch.factors() == {}
+    big = max(watch.expected, key=lambda lane: watch.expected[lane])
+    watch.seconds = LEAST_SECONDS + watch.expected[big]
+    scale = LEAST_SECONDS / watch.expected[big]
+    for lane in watch.expected:
+        watch.expected[lane], watch.slowed[lane] = watch.expected[lane] * scale, watch.slowed[lane] * scale
+    watch.busy = dict(watch.expected) | {big: 1.2 * watch.expected[big]}
+    assert watch.factors() == {}  # within what is tolerated
+    watch.busy[big] = 1.5 * watch.expected[big]
+    assert watch.factors() == {big: pytest.approx(1.5)}
+    watch.slowed[big] = 1.5 * watch.expected[big]
+    assert watch.factors() == {}  # others were expected to slow it as much
+    watch.busy[big] = 0.5 * watch.expected[big]
+    assert watch.factors() == {big: pytest.approx(0.5)}
+    watch.seconds = LEAST_SECONDS / 2
+    assert watch.factors() == {}  # too short a job to tell
+
+
+def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:
+    """On a link so slow that its seconds are known: bytes over rate."""
+    known, rate = families("llama"), 2e6
+    policy = Policy(8, 1, weights=(0, 1, 0))
+    links = Links(h2d=rate)
+    hardware = replace(machine_of(random.Random(4), "sim"), links={
+        "h2d": ((1.0, rate),), "d2h": ((1.0, 1e9),), "disk_read": ((1.0, 1e9),), "disk_write": ((1.0, 1e9),)
+    })  # fmt: skip
+    with Engine(known.directory, policy, "sim", offload_dir=tmp_path, links=links, hardware=hardware) as engine:
+        engine.generate(known.rows[:2], SamplingParams(max_tokens=4, ignore_eos=True))
+        plan = engine.summary["plan"]
+        lane = plan["lanes"]["h2d"]
+        assert lane["predicted"] == pytest.approx(engine.summary["bytes"]["h2d"] / rate, rel=0.02)
+        assert lane["measured"] == pytest.approx(lane["predicted"], rel=0.1)
+        assert plan["error"] == pytest.approx(plan["predicted_seconds"] / plan["measured_seconds"] - 1)
+        assert plan["measured_seconds"] == pytest.approx(engine.summary["total_seconds"])
