@@ -1,0 +1,135 @@
+"""The planner in the engine: real runs against what was planned, when a machine is measured, and what is refused."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import NEW
+from test_cost import machine_of
+
+from flexengine import Engine, Policy, SamplingParams, planning
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.assumed import assumed
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import Capacity, Workload
+from flexengine.run import DONE, REFUSED, main
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
+
+
+def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: Any, tmp_path: Path) -> None:
+    known, rng = families("llama"), random.Random(5)
+    work = Workload.of((len(p), NEW) for p in known.prompts)
+    schedules = ["row", "zigzag", "diagonal", "continuous"]
+    for _ in range(20):
+        policy = Policy(
+            rng.randint(1, 8), rng.randint(1, 3), *(rng.choice(SPLITS) for _ in range(3)), rng.randint(1, 3),
+            rng.choice(schedules), rng.choice([16, 64, 2048]),
+        )  # fmt: skip
+        with Engine(known.directory, policy, "sim", offload_dir=tmp_path) as engine:
+            prediction = engine.planner.cost(work).predict(engine.plan(work))
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected, policy
+            predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
+            assert engine.summary["peak_bytes"] == predicted, policy
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
+    """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""
+    known, rng = families("llama"), random.Random(6)
+    refused = streamed = 0
+    for share in (1.5, 1.0, 0.6, 0.4, 0.2, 0.02):
+        with Engine(known.directory, device="cpu") as engine:
+            whole = engine.plan(Workload.of((len(p), NEW) for p in known.prompts)).total("device")
+        options = {"device_mem": int(share * whole), "offload_dir": tmp_path}
+        with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
+            try:
+                results = engine.generate(known.rows, GREEDY)
+            except OutOfMemory:
+                refused += 1
+                continue
+            assert [r.token_ids for r in results if not r.error] == known.expected or any(r.error for r in results)
+            assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
+            streamed += engine.summary["policy"]["weights"][0] < 1
+    assert refused
+    assert streamed
+
+
+class Recorder:
+    """Stands in for measure.store.obtain: counts what was asked for."""
+
+    def __init__(self, cached: Hardware | None, measured: Hardware) -> None:
+        self.cached, self.measured = cached, measured
+        self.asked: list[bool] = []
+
+    def __call__(self, *_: Any, measure: bool, say: Any = None) -> Hardware | None:
+        self.asked.append(measure)
+        return self.measured if measure else self.cached
+
+
+@pytest.mark.parametrize(("rows", "worth"), [(8, False), (30_000_000, True)])
+def test_a_machine_is_measured_before_long_jobs_only(
+    families: Any, monkeypatch: pytest.MonkeyPatch, rows: int, worth: bool
+) -> None:
+    capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
+    recorder = Recorder(None, assumed("cpu", capacity))
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    with Engine(families("llama").directory, device="cpu") as engine:
+        engine.plan(Workload({(8, 8): rows}))
+        assert recorder.asked == ([False, True] if worth else [False])
+        engine.plan(Workload({(8, 8): rows}))  # what was measured is known from then on
+        assert recorder.asked.count(True) == int(worth)
+
+
+def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) -> None:
+    hardware = replace(machine_of(random.Random(7), "cpu"), device_bytes=1 << 50)
+    with Engine(families("llama").directory, device="cpu", device_mem="1G", hardware=hardware) as engine:
+        assert engine.planner.hardware().device_bytes == 10**9
+        assert engine.planner.hardware().links == hardware.links
+    with pytest.raises(InvalidInput, match="of kind sim, but this job runs on cpu"):
+        Engine(families("llama").directory, device="cpu", hardware=machine_of(random.Random(7), "sim"))
+
+
+def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
+    """A directory without weights gives the numbers that the same one with weights gives."""
+    known = families("llama")
+    (tmp_path / "config.json").write_text((known.directory / "config.json").read_text())
+    _, bare = planning.model_facts(str(tmp_path), "cpu")
+    _, full = planning.model_facts(str(known.directory), "cpu")
+    assert bare == full
+    assert planning.workload(str(tmp_path), known.rows, GREEDY) == Workload.of((len(p), NEW) for p in known.prompts)
+
+
+def test_experts_and_windows_are_in_the_facts(families: Any) -> None:
+    _, facts = planning.model_facts(str(families("mixtral").directory), "cpu")
+    config = json.loads((families("mixtral").directory / "config.json").read_text())
+    shared = [t for layer in facts.layers for t in layer if t.experts]
+    assert {t.experts for t in shared} == {config["num_local_experts"]}
+    assert facts.active == config["num_experts_per_tok"]
+    _, gemma = planning.model_facts(str(families("gemma2").directory), "cpu")
+    assert {None, json.loads((families("gemma2").directory / "config.json").read_text())["sliding_window"]} == set(
+        gemma.windows
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = families("llama")
+    capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
+    monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, assumed("cpu", capacity)))
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
+    out = tmp_path / "out.jsonl"
+    asked = [str(source), "--model", str(known.directory), "--device", "cpu", "--output", str(out), "--dry-run"]
+    assert main([*asked, "--max-tokens", "4"]) == DONE
+    text = capsys.readouterr().out
+    assert "tok/s" in text
+    assert "RAM" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
+    source.write_text("no json\n")
+    assert main([*asked, "--max-tokens", "4"]) == REFUSED
