@@ -166,17 +166,29 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         yield own
-        return
+    else:
+        with _made(machine) as made:
+            yield made
+
+
+@contextmanager
+def _made(machine: Machine) -> Iterator[dict[Path, int]]:
+    """A file beside the spill file. It loses its name as soon as the tier has it open, so that nothing stays behind."""
     regions = Regions(machine)
     regions.take("disk", ALIGN, WHAT)  # makes the offload directory
     try:
-        folder = offload_directory(machine)
-        with tempfile.NamedTemporaryFile(prefix="flexengine-", suffix=".measuring", dir=folder) as f:
-            length = _write(f.fileno(), min(WRITTEN, room(machine, "disk")))
-            os.posix_fadvise(f.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            machine.disk.checkpoint(Path(f.name), 0, length, DTYPE)  # type: ignore[attr-defined]
-            yield {Path(f.name): length}
-            f.truncate(0)  # the tier keeps it open, but it takes no room
+        file, name = tempfile.mkstemp(".measuring", "flexengine-", offload_directory(machine))
+        try:
+            try:
+                length = _write(file, min(WRITTEN, room(machine, "disk")))
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+                machine.disk.checkpoint(Path(name), 0, length, DTYPE)  # type: ignore[attr-defined]
+            finally:
+                os.unlink(name)
+            yield {Path(name): length}
+        finally:
+            os.ftruncate(file, 0)  # the tier keeps it open, but it takes no room
+            os.close(file)
     finally:
         regions.free()
 

@@ -84,14 +84,19 @@ class Cost:
         self.streamed_bytes = sum(streamed) + head.elements * head.stored
         self._units = cache(self._unit)
         self._prefills = cache(self._prefill)
+        self._profiles = cache(self._profile)
 
     # The job's sweeps.
 
     def sweeps(self, policy: Policy, room: float = np.inf, share: float = 0.0) -> Profile:
         """The job's sweeps. room: page tokens there are; share: of the sequences whose cache lives off the device."""
-        each = self._units(policy.prefill_tokens, share)
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
-        return profile(each, max(1, self.workload.count), policy.schedule, shape, room)
+        return self._profiles(policy.prefill_tokens, share, policy.schedule, shape, room)
+
+    def _profile(
+        self, prefill_tokens: int, share: float, schedule: str, shape: tuple[int, int], room: float
+    ) -> Profile:
+        return profile(self._units(prefill_tokens, share), max(1, self.workload.count), schedule, shape, room)
 
     def _unit(self, prefill_tokens: int, share: float) -> Unit:
         return unit(self.workload, prefill_tokens, Pages(16, self.away_page, share), self.windows)

@@ -150,7 +150,7 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
     live, kept = np.zeros(horizon), np.zeros(horizon)  # of those who have entered, in the sweeps to come
     entered: list[float] = []
     times: list[float] = []
-    left, repeated = float(rows), False
+    left, repeated, least = float(rows), False, np.maximum(each.kept, 1e-9)
     while left > 1e-6:
         if len(entered) >= PERIODS * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
             whole, repeated = float(np.floor(left / period + 1e-9)), True
@@ -159,15 +159,16 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
             continue
         alive = 0.0 if live[0] < 1e-9 else float(live[0])
         allowed = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
-        fitting = float(np.min((room - kept) / np.maximum(each.kept, 1e-9)))
+        fitting = float(np.min((room - kept) / least))
         now = max(0.0, min(allowed, _whole(each, fitting), left))
         if now <= 0 and not alive:
             now = min(1.0, left)  # less than one sequence fits: whoever plans must not come here, but never hang
         entered.append(now)
         times.append(1.0)
         left -= now
-        live, kept = live + now * each.live, kept + now * each.kept
-        live, kept = np.append(live[1:], 0.0), np.append(kept[1:], 0.0)
+        for there, one in ((live, each.live), (kept, each.kept)):  # one sweep on
+            there[:-1] = there[1:] + now * one[1:]
+            there[-1] = 0.0
     rest = horizon - 1  # sweeps until the last have left
     return np.append(entered, np.zeros(rest)), np.append(times, np.ones(rest))
 

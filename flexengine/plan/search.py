@@ -25,7 +25,7 @@ TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
 OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
 FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
-ROUNDINGS = 4  # times a placement that did not fit after rounding is asked for anew, with less memory
+MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
 BETTER = 0.995  # of the seconds, to be called better
 _ON_DEVICE: Split = (1.0, 0.0, 0.0)
 
@@ -88,6 +88,7 @@ class _Searching:
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
     explored: set[Policy] = field(default_factory=set)
     weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
+    asked: dict[tuple[Policy, bool, bool], Prediction | None] = field(default_factory=dict)
 
     @property
     def capacity(self) -> Capacity:
@@ -234,8 +235,9 @@ class _Searching:
             return
         self.explored.add(policy)
         cache, hidden = policy.cache != _ON_DEVICE, policy.activations != _ON_DEVICE
-        for other in self._neighbours(policy):
-            self.place(other, cache, hidden)
+        # Both on the device leave out buffers, which the program counts as soon as either may be away.
+        for other, away in product(self._neighbours(policy), dict.fromkeys([(cache, hidden), (False, False)])):
+            self.place(other, *away)
         self._move_weights(prediction)
 
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
@@ -257,13 +259,19 @@ class _Searching:
 
         cache, hidden: whether KV cache and hidden states may leave the device.
         """
+        asked = (shape, cache, hidden)
+        if asked not in self.asked:
+            self.asked[asked] = self._placed(shape, cache, hidden)
+        return self.asked[asked]
+
+    def _placed(self, shape: Policy, cache: bool, hidden: bool) -> Prediction | None:
         try:
             problem = self._problem(shape, cache, hidden)
-            for _ in range(ROUNDINGS):
+            for margin in MARGINS:
                 policy = _rounded(shape, solve(problem).fractions)
                 if (prediction := self.attempt(policy)) is not None:
                     return prediction
-                problem = _with_less(problem, self.refused[policy])
+                problem = _with_less(problem, self.refused[policy], margin)
         except (OutOfMemory, InvalidInput):  # no placement of this block fits, or is quick enough
             pass
         return None
@@ -328,14 +336,14 @@ def _rounded(shape: Policy, fractions: dict[str, float]) -> Policy:
     return replace(shape, weights=split("w"), cache=split("c"), activations=split("h"))
 
 
-def _with_less(problem: Problem, error: OutOfMemory) -> Problem:
-    """The problem with less of the memory that did not suffice, by what was missing and a little more."""
+def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
+    """The problem with less of the memory that did not suffice, by what was missing and a share of the whole."""
     missing = error.needed + error.used - error.capacity
 
     def cut(memory: Memory) -> Memory:
         if memory.label != error.tier:
             return memory
-        return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity / 500)
+        return replace(memory, capacity=memory.capacity - max(missing, 0) - memory.capacity * margin)
 
     return replace(problem, memories=tuple(cut(m) for m in problem.memories))
 
