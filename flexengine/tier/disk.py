@@ -49,7 +49,7 @@ class DiskTier(Tier):
         self._free: list[tuple[int, int]] = []  # (start, nbytes) of freed regions
         self._lock = threading.Lock()
         self._local = threading.local()
-        self._rings: list[Ring] = []
+        self._ring: Ring | None = None
         self._helpers: ThreadPoolExecutor | None = None
         self._convert = load_kernels().convert
 
@@ -126,14 +126,11 @@ class DiskTier(Tier):
         if len(runs) == 1 == len(short):
             self._read_run(short.pop())
         waiting = [self._pool().submit(self._read_run, run) for run in short]
-        ring = self._take_ring() if long else None
         try:
             for run in long:
-                self._stream_run(run, ring, waiting)  # type: ignore[arg-type]
+                self._stream_run(run, self._buffers(), waiting)
         finally:
-            wait(waiting)  # all of them, before an error lets the targets or the ring go
-            if ring is not None:
-                self._rings.append(ring)
+            wait(waiting)  # all of them, before an error lets the targets go
         for done in waiting:
             done.result()
         self.count(read=sum(home.nbytes for home, _ in pairs))
@@ -143,14 +140,14 @@ class DiskTier(Tier):
             self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
             return self._helpers
 
-    def _take_ring(self) -> Ring:
-        """Buffers for one reader: one being read while others are converted."""
-        with contextlib.suppress(IndexError):
-            return self._rings.pop()
-        ring: Ring = queue.SimpleQueue()
-        for _ in range(HELPERS + 1):
-            ring.put(aligned_buffer(CHUNK))
-        return ring
+    def _buffers(self) -> Ring:
+        """What all readers read into, in turns: one chunk being read while others are converted."""
+        with self._lock:
+            if self._ring is None:
+                self._ring = queue.SimpleQueue()
+                for _ in range(HELPERS + 1):
+                    self._ring.put(aligned_buffer(CHUNK))
+            return self._ring
 
     def _stream_run(self, run: "Run", ring: Ring, waiting: list[Future[None]]) -> None:
         """Reads a long run chunk by chunk; adds the conversions still under way to `waiting`."""
