@@ -5,9 +5,9 @@ python -m bench.plan auto --model-dir DIR [--cases resident host disk] [--pairs 
 
 DIR is where the OPT-1.3B shape is made (or reused). `error`: given policies on cpu and sim, predicted and measured
 seconds. `auto`: the planner's own choice against a grid of 24 policies, and against the best of them run again beside
-it. Every run is a process of its own with the model dropped from the page cache; before the runs a process measures
-machine and model, and all runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as they are, with what
-earlier jobs corrected; with an empty directory there, they are measured.
+it. Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
+machine a process measures both, and all those runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as
+they are, with what earlier jobs corrected; with an empty directory there, they are measured.
 --quick: a model of three small layers and rates that are assumed, to see that all is in order.
 """
 
@@ -167,9 +167,7 @@ class Part:
 
 
 def run_errors(bench: Bench, cases: Sequence[ErrorCase]) -> Record:
-    """All cases, after all rates; the record."""
-    for case in cases:
-        bench.measured(case.model, case.machine, case.case)
+    """All cases; rates are measured before the first run that needs them. The record."""
     runs, lines = [], []
     for number, case in enumerate(cases):
         say(f"run {number + 1} of {len(cases)}: {case.model} on {case.machine.device}, {case.case.name}")

@@ -86,7 +86,7 @@ class Engine:
         self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
         self.eos = eos_tokens(directory, self.skeleton.config)
         self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
-        self.planner = Planner(self.machine, opened, self.kernels, place.directory, hardware)
+        self.planner = Planner(self.machine, opened, place.directory, hardware)
         self.summary: dict[str, Any] = {}
         self.layout: Layout | None = None  # of the last job
         self.fixed_prefill: int | None = None  # prefill_tokens that the planner must keep to

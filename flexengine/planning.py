@@ -9,7 +9,6 @@ import torch
 
 from flexengine.config import SamplingParams, cache_root, parse_size
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost
@@ -34,9 +33,9 @@ class Planner:
     """
 
     def __init__(
-        self, machine: Machine, opened: Opened, kernels: Kernels, offload_dir: Path, given: Hardware | None = None
+        self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None
     ) -> None:
-        self.machine, self.opened, self.kernels, self.offload_dir = machine, opened, kernels, offload_dir
+        self.machine, self.opened, self.offload_dir = machine, opened, offload_dir
         self._hardware = fitted(given, machine) if given is not None else None
         self.say: Say | None = None
 
@@ -81,11 +80,7 @@ class Planner:
     def _measured(self, measure: bool) -> Hardware | None:
         from flexengine.measure.store import obtain
 
-        opened = self.opened
-        return obtain(
-            self.machine, self.offload_dir, opened.skeleton, opened.facts, opened.held, self.kernels, opened.files,
-            measure=measure, say=self.say,
-        )  # fmt: skip
+        return obtain(self.machine, self.offload_dir, self.opened, measure, self.say)
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
@@ -117,7 +112,6 @@ class Place:
 
 def this_machine(place: Place, opened: Opened | None, again: bool = False, say: Say | None = None) -> Hardware:
     """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`)."""
-    from flexengine.kernels import CudaKernels, load
     from flexengine.measure import store
 
     machine = place.machine()
@@ -131,10 +125,7 @@ def this_machine(place: Place, opened: Opened | None, again: bool = False, say: 
             store.keep(key, hardware)
         if opened is None:
             return store.with_capacity(hardware, machine)
-        kernels = CudaKernels() if machine.kind == "cuda" else load()
-        found = store.obtain(
-            machine, place.directory, opened.skeleton, opened.facts, opened.held, kernels, files, True, say
-        )
+        found = store.obtain(machine, place.directory, opened, True, say)
         assert found is not None
         return found
     finally:

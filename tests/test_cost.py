@@ -210,6 +210,39 @@ def test_a_sweep_is_the_longest_lane_with_its_crosstalk() -> None:
     assert alone.seconds == pytest.approx(sum(quiet.busy.values()))
 
 
+def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
+    """Seconds a disk read adds to the device and the other way round; one slot wakes the device for every layer."""
+    model, work, policy = opt(4, 256, 4), Workload({(64, 9): 8}), Policy(8, 1, weights=(0.5, 0, 0.5))
+    own = {model.signature(0): {"device": 0.5, "disk_read": 0.25, "wake": 0.125}}
+    hardware = replace(FLAT, streaming=own, crosstalk={"device": {"disk_read": 0.1, "h2d": 0.2}})
+    cost = Cost(model, hardware, work)
+    links = ("disk_read", "disk_write", "h2d", "d2h")  # of a machine that computes and moves with one processor
+    assert cost.crosstalk == {"device": dict.fromkeys(links, 0.5), **{lane: {"device": 0.25} for lane in links}}
+    gpu = Cost(model, replace(hardware, kind="cuda"), work).crosstalk
+    assert gpu == {"device": {"disk_read": 0.5, "h2d": 0.2}, "disk_read": {"device": 0.25}}
+    assert Cost(opt(4, 512, 8), hardware, work).crosstalk == hardware.crosstalk
+    one, flat = replace(policy, slots=1), Cost(model, FLAT, work)
+    woken = cost.predict(lay_out(model, one, work, hardware.capacity))
+    away = 1 - woken.fractions["wg"]
+    plain = flat.predict(lay_out(model, one, work, hardware.capacity))
+    assert 0.3 < away < 0.95
+    assert woken.seconds - plain.seconds == pytest.approx(0.125 * 4 * away * 9)
+
+
+def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
+    """The KV cache as it fills, all else before the first sweep; not on a GPU, whose memory is there at once."""
+    model, work = opt(4, 256, 4), Workload({(64, 9): 8})
+    policy = Policy(8, 1, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0))
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    before, after = (Cost(model, h, work).predict(layout) for h in (FLAT, replace(FLAT, touch=1e6)))
+    cache = sum(layout.account[tier]["KV cache"] for tier in ("device", "host"))
+    rest = sum(sum(layout.account[tier].values()) for tier in ("device", "host")) - cache
+    assert after.seconds - before.seconds == pytest.approx(cache / 1e6)
+    assert after.load_seconds - before.load_seconds == pytest.approx(rest / 1e6)
+    gpu = Cost(model, replace(FLAT, kind="cuda", touch=1e6), work).predict(layout)
+    assert gpu.seconds - before.seconds == pytest.approx(layout.account["host"]["KV cache"] / 1e6)
+
+
 def test_a_resident_job_is_the_sum_of_its_layers() -> None:
     """A layer and a head that take so many seconds a token, whatever their number; nothing else costs anything."""
     model = opt(7, 2048, 32)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import ReferenceKernels
-from flexengine.measure import kernels, links, model, overhead, store, timing
+from flexengine.measure import kernels, links, model, overhead, store, streaming, timing
 from flexengine.model.skeleton import Skeleton
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine, make_machine
@@ -30,6 +31,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name in moments:
         monkeypatch.setattr(module, name, 0.005)
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
+    monkeypatch.setattr(streaming, "PASSES_SECONDS", 0.01)
     monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
     monkeypatch.setattr(kernels, "TURNS", 1)
     for name in ("COPIED", "SPILLED", "WRITTEN"):
@@ -218,7 +220,7 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
         before, booked = held_by(engine.skeleton), books(engine.machine)
         buffers = [id(b) for b in engine.skeleton.model.buffers()]
         held, facts = engine._opened.held, engine.facts
-        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.kernels, engine.machine, 64)
+        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.machine, 64)
         assert held_by(engine.skeleton) == before
         assert all(meta for _, meta in before)
         assert [id(b) for b in engine.skeleton.model.buffers()] == buffers
@@ -256,37 +258,47 @@ def test_random_weights(families: Any, tmp_path: Path) -> None:
             assert [layer for layer, _ in model.Trial(skeleton, engine.machine, 5).walk(9)] == [-1, 0, 1, 2, 3]
 
 
-def test_quartiles_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_medians_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each signature's layers in all passes; the very first layer is left out."""
     times = iter([[(-1, 7.0), (0, 99.0), (1, 2.0), (2, 3.0)], [(-1, 5.0), (0, 4.0), (1, 6.0), (2, 8.0)]])
     monkeypatch.setattr(model.Trial, "walk", lambda self, count: next(times))
     monkeypatch.setattr(model, "PASSES", 2)
     skeleton: Any = None
     machine: Any = None
-    found = model.time_layers(skeleton, ["a", "a", "b"], machine, 1, 100.0)
-    assert found == ({"a": 2.0, "b": 3.0}, 5.0)
+    found = model.time_layers(skeleton, ["a", "a", "b"], machine, (1,), 100.0)
+    assert found == {1: {"a": 4.0, "b": 5.5, model.START: 6.0}}
 
 
 def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """But never those without which the others would be guesses; and rates are in the order of their tokens."""
     clock, asked = [0.0], list[int]()
 
-    def timed(_s: Any, names: Any, _m: Any, tokens: int, budget: float) -> tuple[dict[str, float], float]:
-        asked.append(tokens)
-        clock[0] += tokens * 0.01
-        return {"a": tokens * 0.01}, 0.5
+    def walk(trial: model.Trial, _: int) -> Iterator[tuple[int, float]]:
+        asked.append(trial.tokens)
+        for layer, seconds in ((-1, 0.5), (0, trial.tokens * 0.01), (1, trial.tokens * 0.01)):
+            clock[0] += seconds if layer > 0 else 0.0
+            yield layer, seconds
 
     monkeypatch.setattr(model.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(model, "time_layers", timed)
-    monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(1))
+    monkeypatch.setattr(model.Trial, "walk", walk)
+    monkeypatch.setattr(model, "PASSES", 1)
+    monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
     skeleton: Any = None
     machine: Any = None
     for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 64]), (100.0, sorted(model.TOKENS))):
         monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
-        layers, start = model._layers(skeleton, ["a"], {}, machine, model.TOKENS)
-        assert [x for x, _ in layers["a"]] == known
+        layers, start = model._layers(skeleton, ["a", "a"], {}, machine, model.TOKENS)
+        assert layers["a"] == tuple((float(x), x * 0.01) for x in known)
         assert start == 0.5
     assert asked[:2] == [64, 1]
+
+
+def test_a_single_cold_pass_is_better_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.Trial, "walk", lambda trial, _: iter([(-1, 0.5), (0, 9.0)]))
+    monkeypatch.setattr(model, "PASSES", 1)
+    skeleton: Any = None
+    machine: Any = None
+    assert model.time_layers(skeleton, ["a"], machine, (1,), 0.0) == {1: {model.START: 0.5, "a": 9.0}}
 
 
 def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
@@ -294,10 +306,52 @@ def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
     known = families("llama")
     with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
         facts, held = engine.facts, engine._opened.held
-        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.kernels, engine.machine)
+        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.machine)
         assert layers == {}
         assert len(heads[facts.head_signature]) == len(model.ROWS)
         assert engine.machine.device.ledger.peak == 0
+
+
+# Streaming beside computing.
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_streaming(families: Any, tmp_path: Path, kind: str) -> None:
+    """Figures in their limits; and afterwards the engine gives the right tokens, with its ledgers as they were."""
+    known = families("llama")
+    with Engine(known.directory, Policy(), device=kind, device_mem="50M", offload_dir=tmp_path) as engine:
+        booked = books(engine.machine)
+        found = streaming.measure_streaming(engine._opened, engine.machine, ((1.0, 1e-4), (64.0, 1e-3)))
+        assert set(found) == {"device", "disk_read", "wake"}
+        assert all(0 <= x <= 2 for x in found.values())
+        assert books(engine.machine) == booked
+        results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+def test_no_streaming_without_room_for_two_layers(families: Any, tmp_path: Path) -> None:
+    known = families("llama")
+    with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        assert streaming.measure_streaming(engine._opened, engine.machine, ((1.0, 1.0),)) == {}
+        assert engine.machine.device.ledger.used == 0
+
+
+def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer that is read in 1 s and computed in 0.6 s or 2 s: together they take 1.3 s and 2.6 s."""
+    asked = list[tuple[int, int]]()
+
+    def passes(_w: Any, trial: Any, _d: int, slots: int) -> streaming.Streamed:
+        asked.append((trial, slots))
+        device = {1: 0.1, 8: 0.75, 64: 2.25}[trial]
+        together = {8: 1.3, 64: 2.6}.get(trial, 0.0)
+        return streaming.Streamed(together if slots == 2 else device + 1.0, device, 1.0)
+
+    monkeypatch.setattr(streaming, "_passes", passes)
+    monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
+    weights: Any = SimpleNamespace(machine=None, skeleton=None)
+    found = streaming._compared(weights, ((1.0, 0.1), (8.0, 0.6), (64.0, 2.0)), 4)
+    assert asked == [(1, 1), *[(8, 1), (8, 2)] * 3, *[(64, 1), (64, 2)] * 3]
+    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.5 and 0.6, of 0.15 and 0.25
 
 
 # Time and room.
@@ -311,9 +365,8 @@ def test_seconds_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
     def call(i: int) -> None:
         clock[0] += costs[i]
 
-    assert timing.seconds_per_call(call, 20.0) == 1.0  # of 1, 5, 2, 3
+    assert timing.seconds_per_call(call, 20.0) == 2.5  # of 1, 5, 2, 3
     assert timing.seconds_per_call(call, 4.0) == 9.0
-    assert timing.undisturbed([4.0, 1.0, 3.0, 2.0, 9.0]) == 2.0
 
 
 def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,9 +484,7 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:
         known = families(family)
         with Engine(known.directory, Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
-            opened = engine._opened
-            parts = (engine.skeleton, engine.facts, opened.held, engine.kernels, opened.files)
-            return store.obtain(engine.machine, tmp_path, *parts, measure, measured.append)
+            return store.obtain(engine.machine, tmp_path, engine._opened, measure, measured.append)
 
     assert ask("llama", False, 50 * MB) is None
     first = ask("llama", True, 50 * MB)

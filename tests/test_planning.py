@@ -66,7 +66,7 @@ class Recorder:
         self.cached, self.measured = cached, measured
         self.asked: list[bool] = []
 
-    def __call__(self, *_: Any, measure: bool, say: Any = None) -> Hardware | None:
+    def __call__(self, _machine: Any, _directory: Any, _opened: Any, measure: bool, _say: Any) -> Hardware | None:
         self.asked.append(measure)
         return self.measured if measure else self.cached
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flexengine.plan.__main__ import main as plan
 from flexengine.run import parser
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,18 @@ def test_options_table_is_complete() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", README.split("## Command line")[1].split("Exit codes")[0]))
     known = {o for action in parser()._actions for o in action.option_strings if o.startswith("--")}
     assert known - {"--help", "--version"} == named
+
+
+@pytest.mark.parametrize("command", blocks("sh")[0].strip().splitlines())
+def test_plan_commands(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """They end well and tell what they are there for."""
+    words = shlex.split(command)
+    assert words[:3] == ["python", "-m", "flexengine.plan"]
+    monkeypatch.chdir(ROOT)
+    assert plan(words[3:]) == 0
+    told = capsys.readouterr().out
+    assert "tok/s" in told
+    assert ("latency" in told or "--frontier" not in words)
 
 
 @pytest.mark.demo

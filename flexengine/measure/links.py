@@ -7,15 +7,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 import torch
 
-from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import fill, room, unnoticed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
+from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
+from flexengine.tier.memory import aligned_buffer
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.regions import Regions
 
@@ -27,7 +28,9 @@ COPIED = 128 * MIB  # of each memory, which no cache holds
 SPILLED = 256 * MIB  # most of the offload directory
 LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
 WRITTEN = 128 * MIB  # of that file
-COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.2, 0.3  # for each size
+TOUCHED, PAGE = 192 * MIB, 4096
+COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
+TURNS = 4  # in which sizes are tried one after the other
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
 WHAT = "measuring"
 DTYPE = torch.bfloat16  # of what is moved; it lands as it is
@@ -35,21 +38,24 @@ DTYPE = torch.bfloat16  # of what is moved; it lands as it is
 
 @dataclass(frozen=True)
 class LinkRates:
-    """links: by lane (bytes of a transfer, bytes per second); checkpoint_read: the same of the model's own files."""
+    """links: by lane (bytes of a transfer, bytes per second); checkpoint_read: the same of the model's own files;
+    touch: bytes per second of RAM that is used for the first time."""
 
     links: Mapping[str, Table]
     checkpoint_read: Table
+    touch: float
 
 
 def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRates:
     """Rates of this machine's links. checkpoint: the model's safetensors files, where there are any.
 
-    Takes about five seconds, and leaves the ledgers as they were. Raises OutOfMemory if not even a few pages are free,
+    Takes about ten seconds, and leaves the ledgers as they were. Raises OutOfMemory if not even a few pages are free,
     InvalidInput if the offload directory cannot be written.
     """
     with unnoticed(machine):
+        touch = _touch()
         links = _copies(machine) | _spills(machine)
-        return LinkRates(links, _checkpoint_read(machine, checkpoint))
+        return LinkRates(links, _checkpoint_read(machine, checkpoint), touch)
 
 
 def _sizes(wanted: Sequence[int], most: int) -> list[int]:
@@ -58,14 +64,42 @@ def _sizes(wanted: Sequence[int], most: int) -> list[int]:
 
 
 def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine) -> Table:
-    """(size, bytes per second) of call(size, number), typically: a disk has good and bad moments of its own."""
-    points: list[tuple[float, float]] = []
-    for size in sizes:
-        if points and size / points[-1][1] > PATIENCE:
+    """(size, bytes per second) of call(size, number), `budget` seconds of each size. Sizes take turns, and a rate is
+    the mean, as a disk has good and bad moments of its own and a job meets them all."""
+    wanted, spent, calls = list(sizes), dict[int, float](), dict[int, int]()
+    each = 0.0  # seconds of a byte at the size before
+    for size in list(wanted):
+        if size * each > PATIENCE:
+            wanted = wanted[: wanted.index(size)]
             break
-        seconds = seconds_per_call(lambda i, size=size: call(size, i), budget, machine, median)  # type: ignore[misc]
-        points.append((float(size), size / seconds))
-    return tuple(points)
+        seconds, count = _turn(lambda i, size=size: call(size, i), budget / TURNS, 0, machine)  # type: ignore[misc]
+        each = seconds / count / size
+        if seconds > budget:  # so slow that it needs no warming up
+            spent[size], calls[size] = seconds, count
+    for size in wanted * TURNS:
+        if spent.get(size, 0.0) < budget:
+            first = calls.get(size, 0)
+            seconds, count = _turn(lambda i, size=size: call(size, i), budget / TURNS, first, machine)  # type: ignore[misc]
+            spent[size], calls[size] = spent.get(size, 0.0) + seconds, first + count
+    return tuple((float(size), size * calls[size] / spent[size]) for size in wanted)
+
+
+def _turn(call: Callable[[int], object], budget: float, first: int, machine: Machine) -> tuple[float, int]:
+    """(seconds, number) of calls within about `budget` seconds, one at least."""
+    began, count = time.perf_counter(), 0
+    while not count or time.perf_counter() - began < budget:
+        call(first + count)
+        count += 1
+    machine.settle()
+    return time.perf_counter() - began, count
+
+
+def _touch() -> float:
+    """Bytes per second of RAM written to for the first time: the system, and what it may run under, has to find it."""
+    room = aligned_buffer(min(TOUCHED, usable_memory() // 8))
+    began = time.perf_counter()
+    room[::PAGE] = 1
+    return len(room) / (time.perf_counter() - began)
 
 
 def _copies(machine: Machine) -> dict[str, Table]:
@@ -141,8 +175,9 @@ def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
             near = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE)))
             streams = {size: stretches(machine, files, size) for size in sizes}
 
-            def read(size: int, _: int) -> None:
-                machine.disk.load_all([(next(streams[size]), near[: size // DTYPE.itemsize])])
+            def read(size: int, i: int) -> None:  # to a new place each time, as slots are not in the cache either
+                at = _at(sizes[-1], size, i) // DTYPE.itemsize
+                machine.disk.load_all([(next(streams[size]), near[at : at + size // DTYPE.itemsize])])
 
             return _table(sizes, READ_SECONDS, read, machine)
     finally:

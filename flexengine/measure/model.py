@@ -5,15 +5,16 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
-from flexengine.kernels import Kernels
 from flexengine.measure.links import WHAT
-from flexengine.measure.timing import fill, room, seconds_per_call, undisturbed, unnoticed
+from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.forward import Attend, Embed, Forward, Inputs, Layer, Pause
 from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import Skeleton, Slot
@@ -27,23 +28,23 @@ from flexengine.worker.regions import Regions
 TOKENS, NEEDED = (64, 1, 256, 16, 512, 4, 128), 2
 ROWS = (1, 8, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
-LAYER_SECONDS, HEAD_SECONDS = 4.5, 0.4  # for all sizes of layers, for each of the head
-PASSES = 5  # at most, for each size
+LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for all sizes of layers, for each of the head
+PASSES = 12  # at most, for each size
+START = ""  # what a pass does before its first layer
 
 
 def measure_model(
     skeleton: Skeleton,
     facts: ModelFacts,
     held: Mapping[str, torch.dtype],
-    kernels: Kernels,
     machine: Machine,
     most_tokens: int = 512,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
     """Tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention, and of
     logits and greedy tokens by rows, with what a pass costs before its first layer.
 
-    What does not fit into the memory there is, or into the time, is missing. Takes up to eight seconds. Afterwards the
-    skeleton's modules hold what they held before. kernels: not used, since attention is not in the figures.
+    What does not fit into the memory there is, or into the time, is missing. Takes about ten seconds. Afterwards the
+    skeleton's modules hold what they held before.
     """
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
@@ -55,44 +56,44 @@ def _layers(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, tokens: Sequence[int]
 ) -> tuple[dict[str, Table], float]:
     """Seconds by signature and tokens, and those of a pass of one token before its first layer."""
-    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    start = first = 0.0
     with random_weights(skeleton, names, held, machine) as bound:
-        end = time.perf_counter() + LAYER_SECONDS
-        for i, n in enumerate(tokens if bound else ()):
-            left = end - time.perf_counter()
-            if i >= NEEDED and left < first * max(1.0, n / tokens[0]):
-                continue
-            budget = left * n**0.5 / sum(other**0.5 for other in tokens[i:])
-            found, before = time_layers(skeleton, names[:bound], machine, n, budget)
-            first, start = first or sum(found.values()), before if n == 1 else start
-            for name, seconds in found.items():
+        found = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
+    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    for n in sorted(found):
+        for name, seconds in found[n].items():
+            if name != START:
                 tables[name].append((float(n), seconds))
-    return {name: tuple(sorted(points)) for name, points in tables.items()}, start
+    return {name: tuple(points) for name, points in tables.items()}, found.get(1, {}).get(START, 0.0)
 
 
 def time_layers(
-    skeleton: Skeleton, names: Sequence[str], machine: Machine, tokens: int, budget: float
-) -> tuple[dict[str, float], float]:
-    """Seconds of a layer by signature, and of what comes before the first, at so many tokens. The layers named
-    have weights. Passes are begun for `budget` seconds; each is abandoned after those layers, or when every signature
-    was met and the time is over."""
-    found: dict[str, list[float]] = defaultdict(list)
-    starts: list[float] = []
-    trial = Trial(skeleton, machine, tokens)
-    began = time.perf_counter()
-    for number in range(PASSES):
-        for layer, seconds in trial.walk(len(names)):
-            late = time.perf_counter() - began > budget
-            if layer < 0:
-                starts.append(seconds)
-            elif number or layer or late:  # the very first layer meets cold code
-                found[names[layer]].append(seconds)
-            if late and len(found) == len(set(names)):
+    skeleton: Skeleton, names: Sequence[str], machine: Machine, tokens: Sequence[int], budget: float
+) -> dict[int, dict[str, float]]:
+    """By tokens, seconds of a layer by signature, and as START of what comes before the first. The layers named have
+    weights. Sizes take turns for `budget` seconds, so that each meets the machine's good and bad moments; the first
+    NEEDED are timed in any case, the others if there is time for the pass they are thought to take."""
+    trials = {n: Trial(skeleton, machine, n) for n in tokens}
+    found: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
+    cold: dict[int, tuple[str, float]] = {}  # the very first layer of a size meets cold code: better than nothing
+    took: dict[int, float] = {}
+    end = time.perf_counter() + budget
+    for number, (i, n) in product(range(PASSES), enumerate(tokens)):
+        began = time.perf_counter()
+        least = not number and i < NEEDED
+        thought = took[n] if n in took else took.get(tokens[0], 0.0) * max(1.0, n / tokens[0])
+        if not least and end - began < thought:
+            continue
+        for layer, seconds in trials[n].walk(len(names)):
+            if layer == number == 0:
+                cold[n] = names[0], seconds
+            else:
+                found[n][names[layer] if layer >= 0 else START].append(seconds)
+            if time.perf_counter() > end and set(found[n]) | {cold[n][0] if n in cold else START} == {START, *names}:
                 break
-        if time.perf_counter() - began > budget and found:
-            break
-    return {name: undisturbed(times) for name, times in found.items()}, undisturbed(starts)
+        took[n] = time.perf_counter() - began
+    for n, (name, seconds) in cold.items():
+        found[n] = found[n] if name in found[n] else {**found[n], name: [seconds]}
+    return {n: {name: median(times) for name, times in by.items()} for n, by in found.items() if n in cold}
 
 
 @dataclass
@@ -103,24 +104,35 @@ class Trial:
     machine: Machine
     tokens: int
     answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    forward: Forward = field(init=False)
+    event: Pause = field(init=False)
 
     def walk(self, count: int) -> Iterator[tuple[int, float]]:
         """(layer, seconds) of the first `count` layers; layer -1 is what comes before them."""
+        began = self.begin()
+        yield -1, time.perf_counter() - began
+        while isinstance(self.event, Layer) and self.event.index < count:
+            layer, began = self.event.index, time.perf_counter()
+            self.layer()
+            yield layer, time.perf_counter() - began
+
+    def begin(self) -> float:
+        """Starts a pass, up to its first layer; when the model itself began."""
         inputs, rows = self._inputs()
         self.machine.settle()
         began = time.perf_counter()
-        forward = Forward(self.skeleton.model, inputs, self.skeleton.invariance)
-        event = forward.resume()
+        self.forward = Forward(self.skeleton.model, inputs, self.skeleton.invariance)
+        event = self.forward.resume()
         assert isinstance(event, Embed)
-        event = self._on(forward, (rows, inputs.positions - inputs.positions.min()))
-        yield -1, time.perf_counter() - began
-        while isinstance(event, Layer) and event.index < count:
-            layer, hidden = event.index, event.hidden
-            began = time.perf_counter()
-            attend = forward.resume(hidden)
-            assert isinstance(attend, Attend)
-            event = self._on(forward, self._answer(attend))
-            yield layer, time.perf_counter() - began
+        self.event = self._on(self.forward, (rows, inputs.positions - inputs.positions.min()))
+        return began
+
+    def layer(self) -> None:
+        """Computes the next layer."""
+        assert isinstance(self.event, Layer)
+        attend = self.forward.resume(self.event.hidden)
+        assert isinstance(attend, Attend)
+        self.event = self._on(self.forward, self._answer(attend))
 
     def _on(self, forward: Forward, value: Any) -> Pause:
         event = forward.resume(value)

@@ -37,7 +37,7 @@ def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
     names = ["layer"] * len(skeleton.layers)
     held = {name: dtype for group in (*skeleton.layers, skeleton.others) for name in group}
     with random_weights(skeleton, names, held, machine) as bound:
-        return time_layers(skeleton, names, machine, 1, SECONDS)[0]["layer"] if bound else 0.0
+        return time_layers(skeleton, names, machine, (1,), SECONDS)[1]["layer"] if bound else 0.0
 
 
 def task_seconds(machine: Machine) -> float:

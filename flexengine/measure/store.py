@@ -18,17 +18,17 @@ import torch
 from flexengine import __version__
 from flexengine import kernels as available
 from flexengine.config import cache_root
-from flexengine.kernels import Kernels
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
+from flexengine.measure.streaming import measure_streaming
 from flexengine.measure.timing import noticing
 from flexengine.model.linear import numerics
-from flexengine.model.skeleton import Skeleton
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import ModelFacts
 from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
+from flexengine.worker.opened import Opened
 
 PATIENCE = 30.0  # seconds after which crosstalk is left out
 LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0  # of a correction
@@ -36,42 +36,40 @@ Say = Callable[[str], None]
 
 
 def obtain(
-    machine: Machine,
-    offload_dir: Path,
-    skeleton: Skeleton,
-    facts: ModelFacts,
-    held: Mapping[str, torch.dtype],
-    kernels: Kernels,
-    checkpoint_files: Sequence[Path],
-    measure: bool,
-    say: Say | None = None,
+    machine: Machine, offload_dir: Path, opened: Opened, measure: bool, say: Say | None = None
 ) -> Hardware | None:
     """This machine's Hardware with the model's own layers and head, and with what may be used of it now.
 
     What the cache lacks is measured, within a minute, if `measure`; else it is missing, and without the machine itself
     the answer is None. say: told what is being measured. Weights should not be loaded yet: they take the room.
     """
-    key = key_of(machine, offload_dir, skeleton.product.dtype, checkpoint_files)
+    facts = opened.facts
+    key = key_of(machine, offload_dir, opened.dtype, opened.files)
     say = say or _silent
     hardware = cached(key)
     if hardware is None and not measure:
         return None
     if hardware is None:
-        hardware = measure_machine(machine, skeleton.product.dtype, checkpoint_files, say)
+        hardware = measure_machine(machine, opened.dtype, opened.files, say)
         keep(key, hardware)
     wanted = {facts.signature(j) for j in range(len(facts.layers))}
     known = wanted <= set(hardware.layers) and facts.head_signature in hardware.heads
     if measure and not known:
         say("measuring the model's layers")
         with noticing(say):
-            layers, heads = measure_model(skeleton, facts, dict(held), kernels, machine)
-        hardware = replace(hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads})
+            layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
+            name = facts.signature(0)
+            mutual = measure_streaming(opened, machine, layers[name]) if name in layers else {}
+        hardware = replace(
+            hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
+            streaming={**hardware.streaming, **({name: mutual} if mutual else {})},
+        )  # fmt: skip
         keep(key, hardware)
     return with_capacity(hardware, machine)
 
 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:
-    """All that does not depend on the model, its capacities apart. Takes about ten seconds."""
+    """All that does not depend on the model, its capacities apart. Takes about twenty seconds."""
     began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
     with noticing(say):
         say("measuring this machine's links")
@@ -83,7 +81,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
             crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
         machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
-        crosstalk=crosstalk, measured=True, **vars(rates),
+        touch=links.touch, crosstalk=crosstalk, measured=True, **vars(rates),
     )  # fmt: skip
 
 

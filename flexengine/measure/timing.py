@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from statistics import median
 
 import psutil
 import torch
@@ -18,19 +19,14 @@ DISTURBED = 0.25  # cores; what other programs may take without being mentioned
 BURST = 8  # calls queued on a GPU between two waits, as a lane does
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """The lower quartile: what stands in the way of a computation only ever makes it slower, for most of a measurement
-    if another program is busy, and the very best may be luck."""
-    return sorted(seconds)[(len(seconds) - 1) // 4]
-
-
 def seconds_per_call(
     call: Callable[[int], object],
     budget: float,
     machine: Machine | None = None,
-    middle: Callable[[Sequence[float]], float] = undisturbed,
+    middle: Callable[[Sequence[float]], float] = median,
 ) -> float:
-    """Seconds of call(0), call(1), ... over about `budget` seconds, of which `middle` takes one.
+    """Seconds of call(0), call(1), ... over about `budget` seconds: what is typical, as a job meets good and bad
+    moments alike; or what `middle` makes of them.
 
     The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget. machine: what
     the calls queue on its GPU is waited for.

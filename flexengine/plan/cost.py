@@ -26,6 +26,7 @@ from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import place
 
 SAMPLE = 256  # prompts that stand for all when batches are formed
+LOADED = 8 << 20  # bytes of a read, when weights are brought to where they stay
 GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
 
 Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
@@ -73,6 +74,7 @@ class Cost:
     def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload) -> None:
         self.model, self.hardware, self.workload = model, hardware, workload
         self.rates = Rates.of(model, hardware)
+        self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
         self.longest = max(workload.longest(1), default=1)
         self.away_page = page_tokens(model, "host", self.longest)
@@ -183,9 +185,11 @@ class Cost:
             if by
         }
         used = {lane: seconds for lane, seconds in lanes.items() if np.any(seconds > 0)}
-        if policy.slots == 1:
-            return np.asarray(sum(used.values())), used
-        crosstalk = self.hardware.crosstalk
+        if policy.slots == 1:  # the device has waited for every layer that was away
+            away = min(1.0, fractions.get("wc", 0.0) + fractions.get("wd", 0.0))
+            woken = self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
+            return np.asarray(sum(used.values()) + woken), used
+        crosstalk = self.crosstalk
         ends = [
             seconds + sum(crosstalk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
             for lane, seconds in used.items()
@@ -212,14 +216,24 @@ class Cost:
 
         total = float((seconds * sweeps.times).sum())
         resident = sum(t.elements * t.stored for t in model.tensors if layout.homes[t.name] != "disk")
+        cache, rest = self._touched(layout)
+        total += cache
         return Prediction(
-            policy, layout, total, resident / at(self.hardware.checkpoint_read, 8 << 20),
+            policy, layout, total, rest + resident / at(self.hardware.checkpoint_read, LOADED),
             float((seconds * sweeps.times * sweeps.live).sum() / max(1, sweeps.rows)), sweeps.rows, self.tokens,
             float((sweeps.live * sweeps.times).sum() / sweeps.times.sum()), counts,
             {kind: mean(seconds, kind) for kind in kinds},
             {kind: {lane: mean(x, kind) for lane, x in lanes.items()} for kind in kinds},
             {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
         )  # fmt: skip
+
+    def _touched(self, layout: Layout) -> tuple[float, float]:
+        """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""
+        tiers = ("device", "host") if self.hardware.shared or self.hardware.kind == "sim" else ("host",)
+        booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
+        cache, all_ = sum(n for what, n in booked if what == "KV cache"), sum(n for _, n in booked)
+        rate = self.hardware.touch
+        return (cache / rate, (all_ - cache) / rate) if rate else (0.0, 0.0)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page
@@ -273,6 +287,13 @@ class Cost:
                 life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
                 found.append(Phase(f"{kind} {number + 1}", float(times.sum()), lanes, life))
         return tuple(found)
+
+    def loading(self) -> Phase:
+        """What comes before the first sweep: weights that stay in memory are read once, and their RAM is new."""
+        read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
+        touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
+        device = read + (0.0 if self.hardware.kind == "cuda" else touched)
+        return Phase("load", 1.0, {"disk_read": Linear(0.0, {"wg": device, "wc": read + touched})})
 
     def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
         """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.

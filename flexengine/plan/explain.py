@@ -324,6 +324,7 @@ def hardware_text(hardware: Hardware) -> str:
     for lane, others in hardware.crosstalk.items():
         slowed = ", ".join(f"{percent(share)} of {names[other]}" for other, share in others.items() if share)
         rows += [(f"{names[lane]} loses", slowed)] if slowed else []
+    rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
     layers, heads = _count(len(hardware.layers), "layer", "layers"), _count(len(hardware.heads), "head", "heads")
     rows.append(("of single models", f"{layers}, {heads}"))
     return "\n".join([machine(hardware), *(f"  {what:<20}{text}" for what, text in rows)])

@@ -103,7 +103,7 @@ class Watch:
             fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
         seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
         self.predicted += float(seconds.sum())
-        crosstalk = self.cost.hardware.crosstalk
+        crosstalk = self.cost.crosstalk
         for lane, work in lanes.items():
             others = sum(crosstalk.get(lane, {}).get(other, 0.0) * lanes[other] for other in lanes if other != lane)
             self.expected[lane] = self.expected.get(lane, 0.0) + float(work.sum())

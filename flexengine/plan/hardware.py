@@ -18,6 +18,7 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.layout import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
+STREAMING = ("device", "disk_read", "wake")
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
 
 Table = tuple[tuple[float, float], ...]
@@ -53,6 +54,10 @@ class Hardware:
     crosstalk: lane to lane: seconds that each busy second of the second adds to the first (they share cores or memory).
     layers: by signature of a model's layer (see plan.cost), (tokens of a gpu_batch, seconds) of one layer without its
         attention. heads: by signature of the output projection, (rows, seconds) of logits and sampled tokens.
+    streaming: by signature of a model's first layer, what streaming its weights from the checkpoint and computing do
+        to each other, in place of crosstalk: "device", seconds that each second of disk_read adds to the device;
+        "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.
+    touch: bytes per second of RAM that is written to for the first time; 0 if not known.
     measured: False for what was written by hand.
     """
 
@@ -75,6 +80,8 @@ class Hardware:
     crosstalk: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     layers: Mapping[str, Table] = field(default_factory=dict)
     heads: Mapping[str, Table] = field(default_factory=dict)
+    streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    touch: float = 0.0
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -91,7 +98,7 @@ class Hardware:
                     raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
                 object.__setattr__(self, name, int(size))
         _positive("elementwise", self.elementwise)
-        for name in ("host_attention", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds"):
+        for name in ("host_attention", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "touch"):
             if _number(name, getattr(self, name)) != 0:
                 _positive(name, getattr(self, name))
         if not isinstance(self.name, str) or not isinstance(self.measured, bool):
@@ -114,6 +121,13 @@ class Hardware:
                 if lane not in LANES or other not in LANES or not 0 <= _number(f"crosstalk {lane}", share) <= 2:
                     raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
                                        f" it must be 0 to 2, between lanes of {', '.join(LANES)}")  # fmt: skip
+
+        for name, figures in _object("streaming", self.streaming).items():
+            if set(_object(f"streaming {name}", figures)) != set(STREAMING):
+                raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")
+            for what, figure in figures.items():
+                if not 0 <= _number(f"streaming {what}", figure) <= 2:
+                    raise InvalidInput(f"streaming {shown(name)} {what} is {shown(figure)}; it must be 0 to 2")
 
     @property
     def shared(self) -> bool:

@@ -5,7 +5,7 @@ sizes of its tensors and the rates of the machine's kernels.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,6 +79,25 @@ class Rates:
         """One layer: so many (query, key) pairs of prompts of about `length` tokens."""
         rate = at(self.hardware.prompt_attention, max(length, 1.0))
         return np.asarray(4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float) / rate)
+
+    @property
+    def crosstalk(self) -> Mapping[str, Mapping[str, float]]:
+        """As in `Hardware.crosstalk`, with what this model's own weights have shown: of disk_read, and of all links
+        where the processor that computes also moves their bytes."""
+        found = {lane: dict(others) for lane, others in self.hardware.crosstalk.items()}
+        if self.streaming:
+            found.setdefault("device", {})["disk_read"] = self.streaming["device"]
+            found.setdefault("disk_read", {})["device"] = self.streaming["disk_read"]
+        for link in self.hardware.links if self.streaming and self.hardware.kind != "cuda" else ():
+            for lane, other, what in (("device", link, "device"), (link, "device", "disk_read")):
+                known = found.setdefault(lane, {})
+                known[other] = max(known.get(other, 0.0), self.streaming[what])
+        return found
+
+    @property
+    def streaming(self) -> Mapping[str, float]:
+        """`Hardware.streaming` of this model."""
+        return self.hardware.streaming.get(self.model.signature(0), {})
 
     @property
     def windows(self) -> dict[int | None, int]:

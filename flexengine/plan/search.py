@@ -19,10 +19,12 @@ from flexengine.policy import TIERS, Policy, Split
 BLOCK = 1024  # most sequences alive: what more would gain, the bookkeeping of each takes
 GPU_BATCH = 64  # sequences of a gpu_batch, to begin with
 GPU_BATCHES = (16, 32, 64, 128, 256)  # and what else is tried
+FEW, MOST_BATCHES = (2, 4, 8), 32
 SMALLER = (32, 16, 4)  # where buffers for that many do not fit
 TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
 TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
-OVERHEAD = 32 << 20  # bytes: modules, tokenizer, threads, I/O chunks, the allocator's gaps
+# Bytes of modules, tokenizer, threads, I/O chunks, the allocator's gaps: 45 to 75 MB were measured.
+OVERHEAD = 64 << 20
 FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
@@ -52,7 +54,7 @@ def planned(capacity: Capacity) -> Capacity:
     """The capacity to plan for where the device is this process's own RAM, which holds more than tensors."""
     if not capacity.shared or capacity.device is None:
         return capacity
-    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 10)
+    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 5)
     return replace(capacity, device=capacity.device - kept)
 
 
@@ -245,9 +247,9 @@ class _Searching:
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
         yield replace(policy, schedule="diagonal" if policy.schedule == "continuous" else "continuous")
         yield replace(self._even(policy.block_size), schedule="diagonal", prefill_tokens=policy.prefill_tokens)
-        for batch in GPU_BATCHES:
+        for batch in (*FEW, *GPU_BATCHES):  # buffers for few leave more room for weights
             batches = -(-policy.block_size // batch)
-            if batch < policy.block_size:
+            if batch < policy.block_size and batches <= MOST_BATCHES:
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
         yield replace(policy, slots=1)
         for factor in (0.85, 1.2):
@@ -286,7 +288,7 @@ class _Searching:
             allowed.discard("wc")
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
-            cost.phases(shape, sweeps), cost.memories(corners, sweeps.peak), cost.hardware.crosstalk,
+            (*cost.phases(shape, sweeps), cost.loading()), cost.memories(corners, sweeps.peak), cost.crosstalk,
             shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 

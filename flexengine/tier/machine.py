@@ -27,9 +27,6 @@ from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
 HEADROOM = 0.92  # share of the free memory taken when nobody says how much
-# What a RAM budget holds besides tensors: Python's objects, buffers of readers and of libraries, gaps between freed
-# tensors. Measured at 45 to 75 MB; the plan leaves this many bytes, and of a small budget an eighth.
-BESIDES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,6 @@ def _cpu(device_mem: int | None, host_mem: int | None, disk: Tier, free_disk: in
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
     size = device_mem or int(usable_memory() * HEADROOM)
     ram = Ledger("device", size)
-    capacity = Capacity(size - min(size // 8, BESIDES), None, free_disk, shared=True, staged=False)
+    capacity = Capacity(size, None, free_disk, shared=True, staged=False)
     device, host = MemoryTier("device", ram), MemoryTier("host", ram)
     return Machine("cpu", torch.device("cpu"), device, host, disk, capacity, DIRECT, "thread")

@@ -1,0 +1,108 @@
+"""What streaming weights and computing do to each other: some layers of the model, read and computed in lanes."""
+
+import time
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from flexengine.errors import OutOfMemory
+from flexengine.measure.model import Trial
+from flexengine.measure.timing import unnoticed
+from flexengine.plan.hardware import Table, at
+from flexengine.plan.layout import lay_out_weights
+from flexengine.policy import Policy
+from flexengine.runtime.execute import Executor
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.tier.machine import Machine
+from flexengine.worker.opened import Opened
+from flexengine.worker.weights import Weights
+
+PASS_BYTES = 512 << 20  # of the checkpoint, that a pass streams at most
+TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
+LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Seconds of one layer: from one to the next, and the work of the device's lane and the disk's."""
+
+    seconds: float
+    device: float
+    read: float
+
+    @property
+    def hidden(self) -> float:
+        """What each second of the shorter adds to the longer, if they overlapped and this is how long they take alone;
+        see `measure_streaming`."""
+        return (self.seconds - max(self.device, self.read)) / min(self.device, self.read)
+
+
+@torch.no_grad()
+def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[str, float]:
+    """`Hardware.streaming` of this model: from passes over its first layers, all of them read from the checkpoint, some
+    where the link takes longer than the device and some where it does not, next to passes where nothing overlaps.
+
+    layer: (tokens, seconds) of a layer computed alone. {} where there is no room for two layers, or nothing to read.
+    Raises BadCheckpoint.
+    """
+    if not opened.files:
+        return {}
+    policy = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=2)
+    layout = lay_out_weights(opened.facts, policy, machine.capacity.staged)
+    with unnoticed(machine):
+        try:
+            weights = Weights(opened, layout, machine)
+        except OutOfMemory:
+            return {}
+        try:
+            return _compared(weights, layer, _depth(opened))
+        finally:
+            weights.close()
+
+
+def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
+    machine, beside, wakes = weights.machine, list[float](), list[float]()
+    read = _passes(weights, Trial(weights.skeleton, machine, 1), depth, slots=1).read
+    for ratio in (LESS, MORE):
+        tokens = int(next((n for n, seconds in layer if seconds >= ratio * read), layer[-1][0]))
+        trial = Trial(weights.skeleton, machine, tokens)
+        for _ in range(TURNS):
+            alone, both = (_passes(weights, trial, depth, slots) for slots in (1, 2))
+            device = min(alone.device, at(layer, tokens))
+            beside.append(Streamed(both.seconds, device, alone.read).hidden)
+            wakes.append(alone.device - at(layer, tokens))
+    lost = min(2.0, max(0.0, median(beside)))
+    return {"device": lost, "disk_read": lost, "wake": max(0.0, median(wakes))}
+
+
+def _depth(opened: Opened) -> int:
+    """Layers of a pass."""
+    largest = max(sum(t.elements * t.stored for t in layer) for layer in opened.facts.layers)
+    return min(len(opened.facts.layers), max(2, PASS_BYTES // max(1, largest)))
+
+
+def _passes(weights: Weights, trial: Trial, depth: int, slots: int) -> Streamed:
+    """Passes over the first `depth` layers."""
+    batch = Batch((Piece(0, 0, trial.tokens, True),), "device", "device")
+
+    def perform(task: Task) -> None:
+        if task.op is Op.LOAD_WEIGHT:
+            weights.load(task.cell.layer, task.slot, task.home, task.hop)
+            return
+        if task.cell.layer == 0:
+            trial.begin()
+        weights.bind(task.cell.layer, task.slot)
+        trial.layer()
+
+    program = Program(weights.streamed[:depth], depth, slots, weights.machine.routes)
+    with Executor(perform, weights.machine.lanes) as executor:
+        executor.run(program.sweep(0, [batch], True))
+        before, began, number, more = dict(executor.busy), time.perf_counter(), 0, True
+        while more:
+            number, more = number + 1, time.perf_counter() - began < PASSES_SECONDS
+            executor.run(program.sweep(number, [batch], more))
+        layers = number * depth
+        lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.busy.items()}
+        return Streamed((time.perf_counter() - began) / layers, lanes["device"], lanes["disk_read"])
