@@ -203,7 +203,7 @@ def test_a_process_keeps_some_of_its_ram() -> None:
     cpu, sim = (squeezed(machine_of(random.Random(0), kind), 1.0, 1.0).capacity for kind in KINDS)
     assert planned(sim) == sim
     assert cpu.device is not None
-    assert planned(cpu).device == cpu.device - cpu.device // 5
+    assert planned(cpu).device == cpu.device - cpu.device // 4
     large = replace(cpu, device=1 << 40)
     assert planned(large).device == (1 << 40) - (1 << 40) // 25
 

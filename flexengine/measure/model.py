@@ -25,7 +25,7 @@ from flexengine.worker.regions import Regions
 
 # Tokens of a gpu_batch, those first that tell most: between them rates are interpolated, and constant beyond. The first
 # NEEDED are measured however long they take, the others while there is time.
-TOKENS, NEEDED = (64, 1, 256, 16, 512, 4, 128), 2
+TOKENS, NEEDED = (64, 1, 256, 16, 512, 4, 2048, 128), 2
 ROWS = (1, 8, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
 LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for all sizes of layers, for each of the head
@@ -38,7 +38,7 @@ def measure_model(
     facts: ModelFacts,
     held: Mapping[str, torch.dtype],
     machine: Machine,
-    most_tokens: int = 512,
+    most_tokens: int = 2048,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
     """Tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention, and of
     logits and greedy tokens by rows, with what a pass costs before its first layer.

@@ -22,7 +22,7 @@ GPU_BATCHES = (16, 32, 64, 128, 256)  # and what else is tried
 FEW, MOST_BATCHES = (2, 4, 8), 32
 SMALLER = (32, 16, 4)  # where buffers for that many do not fit
 TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
-TOKENS_CPU = (512, 256, 128)  # and on a CPU, whose products gain nothing beyond
+TOKENS_CPU = (512, 2048, 1024, 256, 128)  # and on a CPU
 # Bytes of modules, tokenizer, threads, I/O chunks, the allocator's gaps: 45 to 75 MB were measured.
 OVERHEAD = 64 << 20
 FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
@@ -54,7 +54,7 @@ def planned(capacity: Capacity) -> Capacity:
     """The capacity to plan for where the device is this process's own RAM, which holds more than tensors."""
     if not capacity.shared or capacity.device is None:
         return capacity
-    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 5)
+    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
     return replace(capacity, device=capacity.device - kept)
 
 
