@@ -173,7 +173,7 @@ class Engine:
         if iter(prompts) is prompts:  # it can be walked only once
             prompts = list(prompts)
         workload = self.reader.survey(prompts, params)
-        layout, largest, why = self._fitting(workload) if workload.count else (None, 0, None)
+        layout, largest, why = self.fitting(workload) if workload.count else (None, 0, None)
         fitting = Workload({(p, n): times for (p, n), times in workload.sizes.items() if p + n <= largest})
         most = sum(n * times for (_, n), times in fitting.sizes.items())
         progress = Progress(most=most)
@@ -199,7 +199,7 @@ class Engine:
             else:
                 yield item
 
-    def _fitting(self, workload: Workload) -> tuple[Layout, int, OutOfMemory | None]:
+    def fitting(self, workload: Workload) -> tuple[Layout, int, OutOfMemory | None]:
         """The job's layout, the most tokens of a sequence in it, and why not more. Sets aside the longest where they
         are why it cannot be held; raises OutOfMemory if the shortest cannot."""
         totals = sorted({p + n for p, n in workload.sizes})
@@ -234,8 +234,8 @@ class Engine:
         finally:
             self.summary = self._summarise(progress, means, loaded, before)
             means.worker.close()
-            self.planner.learn(watch)
             self._write_trace()
+        self.planner.learn(watch)
 
     def _write_trace(self) -> None:
         """A trace that cannot be written must not cost the results."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexengine.config import SamplingParams, cache_root, parse_size
-from flexengine.errors import InvalidInput
+from flexengine.errors import FlexError, InvalidInput
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost
@@ -37,6 +37,7 @@ class Planner:
     ) -> None:
         self.machine, self.opened, self.offload_dir = machine, opened, offload_dir
         self._hardware = fitted(given, machine) if given is not None else None
+        self._given = given is not None
         self.say: Say | None = None
 
     def search(self, workload: Workload, options: Options | None = None) -> Search:
@@ -49,7 +50,12 @@ class Planner:
         placed = options is not None and options.placed is not None
         if found.best.seconds < WORTH or placed or self._complete(known):
             return found
-        return search(facts, self.hardware(), workload, options)
+        try:
+            return search(facts, self.hardware(), workload, options)
+        except (FlexError, OSError) as error:  # what was found is a plan, too
+            if self.say:
+                self.say(f"not measured: {error}")
+            return found
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
@@ -57,14 +63,16 @@ class Planner:
         return Cost(self.opened.facts, known, workload)
 
     def learn(self, watch: Watch) -> None:
-        """Corrects the rates kept for this machine where a job showed them to be persistently wrong."""
-        if watch.cost.hardware.measured and (factors := watch.factors()):
+        """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
+        were given."""
+        if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
             from flexengine.measure import store
 
             opened = self.opened
-            self._hardware = store.corrected(watch.cost.hardware, factors, opened.facts)
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
-            store.keep(key, self._hardware)
+            latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
+            store.keep(key, store.corrected(latest, factors, opened.facts))
+            self._hardware = store.with_capacity(store.corrected(latest, factors, opened.facts), self.machine)
 
     def hardware(self) -> Hardware:
         """This machine's rates, and this model's on it, measured unless they have been."""

@@ -144,6 +144,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
     args.policy = Policy.load(args.policy) if args.policy != AUTO else None
     if args.dry_run:
+        for option in ("json", "trace", "restart", "retry_errors"):
+            if getattr(args, option):
+                raise InvalidInput(f"--{option.replace('_', '-')} is about running; leave it or --dry-run out")
         return _dry_run(args, params)
     with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
         with interrupts.guarding(job.save, job.standing):
@@ -158,15 +161,21 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Prints the plan; nothing is written but what is measured of the machine."""
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
-    from flexengine.plan.whatif import helps
+    from flexengine.plan.layout import Workload
+    from flexengine.plan.whatif import helps, instead
 
     with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
         workload = engine.reader.survey(rows, params)
         if not workload.count:
             raise InvalidInput(f"{args.input} has no row that could be run; there is nothing to plan")
         hardware = engine.planner.hardware()
-        prediction = engine.planner.cost(workload).predict(engine.plan(workload))
-        ideas = helps(engine.facts, hardware, workload, prediction)
+        layout, largest, why = engine.fitting(workload)
+        sizes = {(p, n): times for (p, n), times in workload.sizes.items() if p + n <= largest}
+        if aside := workload.count - sum(sizes.values()):
+            print(f"{aside:,} rows of more than {largest:,} tokens cannot be held and are left out: {why}\n")
+        workload = Workload(sizes)
+        prediction = engine.planner.cost(workload).predict(layout)
+        ideas = (helps if engine.policy is None else instead)(engine.facts, hardware, workload, prediction)
         print(report(engine.source.name, engine.facts, hardware, workload, prediction, ideas))
     return DONE
 
@@ -183,6 +192,8 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
         if getattr(args, option):
             raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file")
     return PrintedJob(rows, total, args.output)
+
+
 def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Runs what is to be run and puts the output in place. Returns the summary."""
     if job.note:

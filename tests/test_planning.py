@@ -52,7 +52,8 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
             except OutOfMemory:
                 refused += 1
                 continue
-            assert [r.token_ids for r in results if not r.error] == known.expected or any(r.error for r in results)
+            done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
+            assert all(found == right for found, right in done)
             assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
             streamed += engine.summary["policy"]["weights"][0] < 1
     assert refused

@@ -149,6 +149,19 @@ def test_the_latency_limit_is_kept() -> None:
         search(SMALL, hardware, WORK, Options(latency_limit=least / 100))
 
 
+def test_where_all_fits_smaller_blocks_serve_the_latency() -> None:
+    """A limit below the latency of the whole job at once can be kept, and the frontier says so."""
+    hardware = squeezed(machine_of(random.Random(1), "sim"), 40.0, 40.0)
+    free = search(SMALL, hardware, WORK)
+    assert free.best.policy.block_size == WORK.count
+    curve = frontier(free)
+    assert curve[0].latency < 0.7 * free.best.latency
+    limit = 0.8 * free.best.latency
+    kept = search(SMALL, hardware, WORK, Options(latency_limit=limit)).best
+    assert kept.latency <= limit
+    assert kept.policy.block_size < WORK.count
+
+
 def test_what_is_placed_stays() -> None:
     """A later job of an engine whose weights are loaded: only the block shape is free."""
     hardware = squeezed(machine_of(random.Random(5), "sim"), 0.9, 0.9)

@@ -44,10 +44,10 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
     """`Hardware.streaming` of this model: from passes over its first layers, all of them read from the checkpoint, some
     where the link takes longer than the device and some where it does not, next to passes where nothing overlaps.
 
-    layer: (tokens, seconds) of a layer computed alone. {} where there is no room for two layers, or nothing to read.
-    Raises BadCheckpoint.
+    layer: (tokens, seconds) of such a layer computed alone. {} where there is no room for two layers, the first two
+    differ, or there is nothing to read. Raises BadCheckpoint.
     """
-    if not opened.files:
+    if not opened.files or _depth(opened) < 2:
         return {}
     policy = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=2)
     layout = lay_out_weights(opened.facts, policy, machine.capacity.staged)
@@ -78,9 +78,11 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
 
 
 def _depth(opened: Opened) -> int:
-    """Layers of a pass."""
-    largest = max(sum(t.elements * t.stored for t in layer) for layer in opened.facts.layers)
-    return min(len(opened.facts.layers), max(2, PASS_BYTES // max(1, largest)))
+    """Layers of a pass: the first ones that are alike."""
+    facts = opened.facts
+    alike = next((j for j in range(len(facts.layers)) if facts.signature(j) != facts.signature(0)), len(facts.layers))
+    nbytes = sum(t.elements * t.stored for t in facts.layers[0])
+    return min(alike, max(2, PASS_BYTES // max(1, nbytes)))
 
 
 def _passes(weights: Weights, trial: Trial, depth: int, slots: int) -> Streamed:

@@ -22,7 +22,7 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ModelFacts, Workload, lay_out
 from flexengine.plan.picture import check, plot
 from flexengine.plan.search import Options, Search, frontier, search
-from flexengine.plan.whatif import BUDGET, Help, helps
+from flexengine.plan.whatif import BUDGET, Help, helps, instead
 from flexengine.policy import Policy
 
 DONE, REFUSED, FAILED, INTERRUPTED = 0, 2, 3, 130
@@ -164,9 +164,7 @@ def _helps(
     if found is not None:
         options = Options(latency_limit=args.latency)
         return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
-    own = search(*case).best
-    ratio = (prediction.seconds + prediction.load_seconds) / (own.seconds + own.load_seconds)
-    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= 1.03 else []
+    return instead(*case, prediction)
 
 
 def _priced(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
@@ -203,6 +201,13 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
+    for option, needed in (("limit", "input"), ("prompt_column", "input")):
+        if getattr(args, option) is not None and not getattr(args, needed):
+            raise InvalidInput(f"--{option.replace('_', '-')} is about the rows of a file; give --{needed}, too")
+    for option, other in (("frontier", "compare"), ("verbose", "compare"), ("offload_dir", "hardware")):
+        if getattr(args, option) and getattr(args, other):
+            option = option.replace("_", "-")
+            raise InvalidInput(f"--{option} says nothing where --{other} is given; leave one out")
     for option in ("frontier", "latency"):
         if args.policy and getattr(args, option):
             raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")

@@ -163,17 +163,14 @@ class _Searching:
     def resident(self) -> bool:
         """Tries everything on the device; whether that holds as many sequences as may be alive, so that nothing off
         the device can be better."""
-        whole = False
+        whole, largest = False, self.blocks()[0]
         for block in self.blocks():
-            for tokens in self.tokens:
-                policy = replace(self.shaped(block), prefill_tokens=tokens)
-                prediction = self.attempt(policy)
-                if prediction is not None and block == self.blocks()[0]:
+            for tokens in self.tokens[:1] if whole else self.tokens:  # smaller blocks are for the latency alone
+                prediction = self.attempt(replace(self.shaped(block), prefill_tokens=tokens))
+                if prediction is not None and block == largest:
                     whole = whole or self._holds(prediction.layout)
-            if whole:
-                break
         if self.tried:
-            self._batches_of(self.best().policy)
+            self._batches_of(min(self.tried.values(), key=_total).policy)
         return whole
 
     def _holds(self, layout: Layout) -> bool:

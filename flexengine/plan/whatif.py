@@ -160,6 +160,14 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
     return small if bytes_[0] < 0.9 * bytes_[1] else None
 
 
+def instead(
+    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
+) -> list[Help]:
+    """What the policy that would be chosen gains over a given one, if that is worth a word."""
+    ratio = total(prediction) / total(search(model, hardware, workload).best)
+    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= LEAST else []
+
+
 def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardware:
     """Hardware on which layers and head of `other` take the time that those of `model` take."""
     rates = Rates.of(model, hardware)
@@ -168,7 +176,11 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
         for j in _one_of_each([model.signature(j) for j in range(len(model.layers))])
     }
     heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _POINTS)}
-    return replace(hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads})
+    streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
+    return replace(
+        hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
+        streaming={**hardware.streaming, **streaming},
+    )  # fmt: skip
 
 
 def _one_of_each(names: list[str]) -> list[int]:
