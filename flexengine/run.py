@@ -239,7 +239,7 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
-    engine.planner.say = lambda what: print(f"flexengine: {what}, once and for all", file=sys.stderr)
+    engine.planner.say = lambda what: print(f"flexengine: {what}", file=sys.stderr)
     return engine
 
 

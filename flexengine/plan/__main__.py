@@ -213,7 +213,13 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
     if args.plot:
         check(args.plot)
+    read = [args.input, args.hardware, args.policy, *(args.compare or ())]
+    taken = {Path(name).resolve() for name in read if name}
     for name in filter(None, (args.plot, args.save)):
+        if Path(name).resolve() in taken:
+            raise InvalidInput(f"{name} is to be written, but something else is read from it or written to it;"
+                               " name another file")  # fmt: skip
+        taken.add(Path(name).resolve())
         if not (parent := Path(name).absolute().parent).is_dir():
             raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
 

@@ -105,7 +105,7 @@ class _Searching:
         fast = [p for p in self.tried.values() if limit is None or p.latency <= limit]
         if not fast:
             least = min(p.latency for p in self.tried.values())
-            raise InvalidInput(f"latency limit is {limit} s; the least found here is {least:.3g} s, set it higher")
+            raise InvalidInput(f"latency limit is {limit} s; the least found here is {least:.4g} s, set it higher")
         best = fast[0]
         for prediction in fast[1:]:
             if _total(prediction) < BETTER * _total(best):
@@ -237,7 +237,8 @@ class _Searching:
         # Both on the device leave out buffers, which the program counts as soon as either may be away.
         for other, away in product(self._neighbours(policy), dict.fromkeys([(cache, hidden), (False, False)])):
             self.place(other, *away)
-        self._move_weights(prediction)
+        same = [self.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.tokens]  # where the weights are
+        self._move_weights(min((p for p in (prediction, *same) if p is not None), key=_total))
 
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
@@ -304,10 +305,10 @@ class _Searching:
         return self._laid_out(policy, endless)
 
     def _move_weights(self, prediction: Prediction) -> None:
-        """Moves shares of the weights nearer to the device as long as that is quicker."""
+        """Moves shares of the weights as long as that is quicker: nearer to the device, or away to make room."""
         best = prediction
         for step in STEPS:
-            for source, target in ((2, 0), (2, 1), (1, 0)):
+            for source, target in ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2)):
                 while (moved := _moved(best.policy, source, target, step)) is not None:
                     tried = self.attempt(moved)
                     if tried is None or _total(tried) >= _total(best):
