@@ -174,7 +174,7 @@ class Engine:
             prompts = list(prompts)
         workload = self.reader.survey(prompts, params)
         layout, largest, why = self.fitting(workload) if workload.count else (None, 0, None)
-        fitting = Workload({(p, n): times for (p, n), times in workload.sizes.items() if p + n <= largest})
+        fitting = workload.up_to(largest)
         most = sum(n * times for (_, n), times in fitting.sizes.items())
         progress = Progress(most=most)
         if layout is None:
@@ -208,9 +208,8 @@ class Engine:
         why: OutOfMemory | None = None
         middle = high - 1
         while low < high:
-            sizes = {(p, n): times for (p, n), times in workload.sizes.items() if p + n <= totals[middle]}
             try:
-                layout = self.plan(Workload(sizes))
+                layout = self.plan(workload.up_to(totals[middle]))
                 low = middle + 1
             except OutOfMemory as error:
                 if not error.what.startswith(ONE_SEQUENCE):

@@ -71,8 +71,9 @@ class Planner:
             opened = self.opened
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
-            store.keep(key, store.corrected(latest, factors, opened.facts))
-            self._hardware = store.with_capacity(store.corrected(latest, factors, opened.facts), self.machine)
+            better = store.corrected(latest, factors, opened.facts)
+            store.keep(key, better)
+            self._hardware = store.with_capacity(better, self.machine)
 
     def hardware(self) -> Hardware:
         """This machine's rates, and this model's on it, measured unless they have been."""

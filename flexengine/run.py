@@ -161,7 +161,6 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Prints the plan; nothing is written but what is measured of the machine."""
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
-    from flexengine.plan.layout import Workload
     from flexengine.plan.whatif import helps, instead
 
     with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
@@ -170,13 +169,12 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
             raise InvalidInput(f"{args.input} has no row that could be run; there is nothing to plan")
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
-        sizes = {(p, n): times for (p, n), times in workload.sizes.items() if p + n <= largest}
-        if aside := workload.count - sum(sizes.values()):
+        fitting = workload.up_to(largest)
+        if aside := workload.count - fitting.count:
             print(f"{aside:,} rows of more than {largest:,} tokens cannot be held and are left out: {why}\n")
-        workload = Workload(sizes)
-        prediction = engine.planner.cost(workload).predict(layout)
-        ideas = (helps if engine.policy is None else instead)(engine.facts, hardware, workload, prediction)
-        print(report(engine.source.name, engine.facts, hardware, workload, prediction, ideas))
+        prediction = engine.planner.cost(fitting).predict(layout)
+        ideas = (helps if engine.policy is None else instead)(engine.facts, hardware, fitting, prediction)
+        print(report(engine.source.name, engine.facts, hardware, fitting, prediction, ideas))
     return DONE
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -72,14 +73,14 @@ def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], objec
         if size * each > PATIENCE:
             wanted = wanted[: wanted.index(size)]
             break
-        seconds, count = _turn(lambda i, size=size: call(size, i), budget / TURNS, 0, machine)  # type: ignore[misc]
+        seconds, count = _turn(partial(call, size), budget / TURNS, 0, machine)
         each = seconds / count / size
         if seconds > budget:  # so slow that it needs no warming up
             spent[size], calls[size] = seconds, count
     for size in wanted * TURNS:
         if spent.get(size, 0.0) < budget:
             first = calls.get(size, 0)
-            seconds, count = _turn(lambda i, size=size: call(size, i), budget / TURNS, first, machine)  # type: ignore[misc]
+            seconds, count = _turn(partial(call, size), budget / TURNS, first, machine)
             spent[size], calls[size] = spent.get(size, 0.0) + seconds, first + count
     return tuple((float(size), size * calls[size] / spent[size]) for size in wanted)
 

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
@@ -23,10 +23,9 @@ def seconds_per_call(
     call: Callable[[int], object],
     budget: float,
     machine: Machine | None = None,
-    middle: Callable[[Sequence[float]], float] = median,
 ) -> float:
     """Seconds of call(0), call(1), ... over about `budget` seconds: what is typical, as a job meets good and bad
-    moments alike; or what `middle` makes of them.
+    moments alike.
 
     The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget. machine: what
     the calls queue on its GPU is waited for.
@@ -47,7 +46,7 @@ def seconds_per_call(
             found.append((now - start) / count)
         if now - began >= budget and (len(found) >= LEAST or now - began >= 2 * budget):
             break
-    return middle(found)
+    return median(found)
 
 
 def _nothing() -> None:

@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import Layout, ModelFacts, Workload, page_tokens
+from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
 from flexengine.plan.lp import Linear, Memory, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
@@ -63,6 +63,11 @@ class Prediction:
         return self.tokens / self.seconds
 
     @property
+    def total_seconds(self) -> float:
+        """From the start to the last row, which is what the search makes least."""
+        return self.seconds + self.load_seconds
+
+    @property
     def bottleneck(self) -> str:
         """The lane that works longest."""
         return max(self.busy, key=lambda lane: self.busy[lane])
@@ -101,7 +106,7 @@ class Cost:
         return profile(self._units(prefill_tokens, share), max(1, self.workload.count), schedule, shape, room)
 
     def _unit(self, prefill_tokens: int, share: float) -> Unit:
-        return unit(self.workload, prefill_tokens, Pages(16, self.away_page, share), self.windows)
+        return unit(self.workload, prefill_tokens, Pages(PAGE_TOKENS, self.away_page, share), self.windows)
 
     def _prefill(self, gpu_batch_size: int, prefill_tokens: int) -> tuple[float, float, float]:
         """Of prompts alone: tokens of a mean gpu_batch, seconds of all layers per token, gpu_batches per token."""
@@ -110,7 +115,7 @@ class Cost:
         weights = np.array([times for _, times in sizes], dtype=float)
         chosen = rng.choice(len(sizes), min(SAMPLE, self.workload.count), p=weights / weights.sum())
         pieces = [p for i, k in enumerate(chosen) for p in split_prompt(i, 0, sizes[k][0][0], prefill_tokens)]
-        batches = form_batches(pieces, gpu_batch_size, prefill_tokens, 16, None)
+        batches = form_batches(pieces, gpu_batch_size, prefill_tokens, PAGE_TOKENS, None)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
         return float(tokens.mean()), float(self.rates.stack(tokens).sum() / total), len(batches) / total

@@ -104,6 +104,10 @@ class Workload:
         """The workload of sequences with these sizes."""
         return Workload(Counter(lengths))
 
+    def up_to(self, tokens: int) -> "Workload":
+        """The sequences of at most so many tokens at their end."""
+        return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
+
     @property
     def count(self) -> int:
         return sum(self.sizes.values())

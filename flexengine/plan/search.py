@@ -8,6 +8,7 @@ are then tried with other gpu_batches, micro-batches, slots and schedules, and t
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
+from operator import attrgetter
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
@@ -108,7 +109,7 @@ class _Searching:
             raise InvalidInput(f"latency limit is {limit} s; the least found here is {least:.4g} s, set it higher")
         best = fast[0]
         for prediction in fast[1:]:
-            if _total(prediction) < BETTER * _total(best):
+            if prediction.total_seconds < BETTER * best.total_seconds:
                 best = prediction
         return best
 
@@ -170,7 +171,7 @@ class _Searching:
                 if prediction is not None and block == largest:
                     whole = whole or self._holds(prediction.layout)
         if self.tried:
-            self._batches_of(min(self.tried.values(), key=_total).policy)
+            self._batches_of(min(self.tried.values(), key=attrgetter("total_seconds")).policy)
         return whole
 
     def _holds(self, layout: Layout) -> bool:
@@ -223,7 +224,7 @@ class _Searching:
     def _finalists(self) -> list[Prediction]:
         """The best few that differ in schedule or block size."""
         kinds: dict[tuple[str, int], Prediction] = {}
-        for prediction in sorted(self.tried.values(), key=_total):
+        for prediction in sorted(self.tried.values(), key=attrgetter("total_seconds")):
             kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
         return list(kinds.values())[:FINALISTS]
 
@@ -238,7 +239,7 @@ class _Searching:
         for other, away in product(self._neighbours(policy), dict.fromkeys([(cache, hidden), (False, False)])):
             self.place(other, *away)
         same = [self.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.tokens]  # where the weights are
-        self._move_weights(min((p for p in (prediction, *same) if p is not None), key=_total))
+        self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
 
     def _neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
@@ -311,13 +312,9 @@ class _Searching:
             for source, target in ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2)):
                 while (moved := _moved(best.policy, source, target, step)) is not None:
                     tried = self.attempt(moved)
-                    if tried is None or _total(tried) >= _total(best):
+                    if tried is None or tried.total_seconds >= best.total_seconds:
                         break
                     best = tried
-
-
-def _total(prediction: Prediction) -> float:
-    return prediction.seconds + prediction.load_seconds
 
 
 def _placed_like(shape: Policy, placed: Policy) -> Policy:

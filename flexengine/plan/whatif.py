@@ -54,7 +54,7 @@ def helps(
     prediction: of the best policy as things are; options: what the search for it kept to; budget: seconds by the clock
     `now` in which searches may be begun, one more of the longest so far taken into account.
     """
-    before, began, longest = total(prediction), now(), 0.0
+    before, began, longest = prediction.total_seconds, now(), 0.0
     asked = options or Options()
     quick = [(change, _near(change, workload, prediction, asked)) for change in changes(model, hardware, prediction)]
     found = []
@@ -63,15 +63,10 @@ def helps(
         searched = start - began + longest <= budget
         if searched:
             with suppress(OutOfMemory, InvalidInput):  # a search may miss the latency limit
-                seconds = min(least, total(search(change.model, change.hardware, workload, asked).best))
+                seconds = min(least, search(change.model, change.hardware, workload, asked).best.total_seconds)
             longest = max(longest, now() - start)
         found.append(Help(change.label, before / min(seconds, before), searched))
     return sorted((h for h in found if h.ratio >= LEAST), key=lambda h: -h.ratio)
-
-
-def total(prediction: Prediction) -> float:
-    """Seconds from the start to the last row, which is what the search makes least."""
-    return prediction.seconds + prediction.load_seconds
 
 
 # The changes.
@@ -164,7 +159,7 @@ def instead(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
 ) -> list[Help]:
     """What the policy that would be chosen gains over a given one, if that is worth a word."""
-    ratio = total(prediction) / total(search(model, hardware, workload).best)
+    ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
     return [Help("the policy that is chosen without --policy", ratio)] if ratio >= LEAST else []
 
 
@@ -200,7 +195,7 @@ def _near(change: Change, workload: Workload, prediction: Prediction, options: O
         except OutOfMemory:
             continue
         if options.latency_limit is None or found.latency <= options.latency_limit:
-            seconds.append(total(found))
+            seconds.append(found.total_seconds)
     return min(seconds)
 
 
