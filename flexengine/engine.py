@@ -24,8 +24,8 @@ from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload, lay_out
-from flexengine.plan.search import Options
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload
+from flexengine.plan.search import lay_out_given
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
@@ -268,12 +268,9 @@ class Engine:
     def plan(self, workload: Workload) -> Layout:
         """The layout a job of this workload gets: the given policy's, or the planner's. Raises OutOfMemory."""
         if self.policy is not None:
-            return lay_out(self.facts, self.policy, workload, self.machine.capacity)
-        if self._weights is not None:  # weights are placed already: keep them if this job fits beside them
-            with contextlib.suppress(OutOfMemory):
-                kept = Options(self.fixed_prefill, placed=self._weights.layout.policy)
-                return self.planner.search(workload, kept).best.layout
-        return self.planner.search(workload, Options(self.fixed_prefill)).best.layout
+            return lay_out_given(self.facts, self.policy, workload, self.machine.capacity)
+        placed = self._weights.layout.policy if self._weights is not None else None
+        return self.planner.choose(workload, self.fixed_prefill, placed).layout
 
     @torch.no_grad()
     def _prepare(self, watch: Watch) -> Means:

@@ -30,7 +30,7 @@ class OutOfMemory(FlexError, MemoryError):
     def __init__(self, tier: str, what: str, needed: int, used: int, capacity: int, remedy: str = "") -> None:
         self.tier, self.what, self.needed, self.used, self.capacity = tier, what, needed, used, capacity
         message = (
-            f"{tier} memory: {what} needs {needed:,} bytes, but {used:,} of {capacity:,} bytes are in use"
+            f"{tier} memory: {what} needs {needed:,} bytes, but {used:,} of {capacity:,} bytes are taken"
             f" ({needed + used - capacity:,} too many)"
         )
         super().__init__(f"{message}; {remedy}" if remedy else message)

@@ -8,17 +8,19 @@ from typing import Any
 import torch
 
 from flexengine.config import SamplingParams, cache_root, parse_size
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import FlexError, InvalidInput, OutOfMemory
+from flexengine.measure import store
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
-from flexengine.plan.cost import Cost
+from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.layout import Workload
 from flexengine.plan.search import Options, Search, search
-from flexengine.survey import Reader
+from flexengine.policy import Policy
+from flexengine.survey import Reader, Refused
 from flexengine.tier.machine import Links, Machine, make_machine
-from flexengine.worker.opened import Opened, open_model
+from flexengine.worker.opened import Opened
 
 Say = Callable[[str], None]
 
@@ -32,9 +34,7 @@ class Planner:
     takes time.
     """
 
-    def __init__(
-        self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None
-    ) -> None:
+    def __init__(self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None) -> None:
         self.machine, self.opened, self.offload_dir = machine, opened, offload_dir
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
@@ -48,7 +48,7 @@ class Planner:
         known = self._measured(measure=False)
         found = search(facts, known or assumed(self.machine.kind, self.machine.capacity), workload, options)
         placed = options is not None and options.placed is not None
-        if found.best.seconds < WORTH or placed or self._complete(known):
+        if found.best.seconds < WORTH or placed or (known is not None and store.knows(known, facts)):
             return found
         try:
             return search(facts, self.hardware(), workload, options)
@@ -56,6 +56,21 @@ class Planner:
             if self.say:
                 self.say(f"not measured: {error}")
             return found
+
+    def choose(self, workload: Workload, prefill_tokens: int | None, placed: Policy | None = None) -> Prediction:
+        """What is best for a workload. placed: the policy under which the weights are in memory; they stay where they
+        are if the job fits beside them, unless it is long and loading them anew pays."""
+        anew = Options(prefill_tokens)
+        if placed is None:
+            return self.search(workload, anew).best
+        try:
+            kept = self.search(workload, replace(anew, placed=placed)).best
+        except OutOfMemory:
+            return self.search(workload, anew).best
+        if kept.seconds < WORTH:
+            return kept
+        other = self.search(workload, anew).best
+        return other if other.total_seconds < kept.seconds else kept
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
@@ -66,8 +81,6 @@ class Planner:
         """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
         were given."""
         if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
-            from flexengine.measure import store
-
             opened = self.opened
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
@@ -82,22 +95,15 @@ class Planner:
         assert self._hardware is not None
         return self._hardware
 
-    def _complete(self, known: Hardware | None) -> bool:
-        facts = self.opened.facts
-        return known is not None and facts.signature(0) in known.layers and facts.head_signature in known.heads
-
     def _measured(self, measure: bool) -> Hardware | None:
-        from flexengine.measure.store import obtain
-
-        return obtain(self.machine, self.offload_dir, self.opened, measure, self.say)
+        return store.obtain(self.machine, self.offload_dir, self.opened, measure, self.say)
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     """The same rates with a machine's capacities. Raises InvalidInput if it is of another kind."""
     if hardware.kind != machine.kind:
         raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind}")
-    c = machine.capacity
-    return replace(hardware, device_bytes=c.device, host_bytes=c.host, disk_bytes=c.disk)
+    return store.with_capacity(hardware, machine)
 
 
 @dataclass(frozen=True)
@@ -121,8 +127,6 @@ class Place:
 
 def this_machine(place: Place, opened: Opened | None, again: bool = False, say: Say | None = None) -> Hardware:
     """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`)."""
-    from flexengine.measure import store
-
     machine = place.machine()
     try:
         dtype = opened.dtype if opened else torch.float16 if machine.kind == "cuda" else torch.float32
@@ -141,19 +145,10 @@ def this_machine(place: Place, opened: Opened | None, again: bool = False, say: 
         machine.close()
 
 
-def model_facts(
-    model: str | None, kind: str, dtype: str | None = None, trust_remote_code: bool = False
-) -> tuple[str, ModelFacts]:
-    """Name and numbers of a model as it would run on a machine of kind cpu, sim or cuda. A directory with a config.json
-    and no weights will do."""
-    opened = open_model(model, dtype, kind, trust_remote_code, weights=False)
-    return opened.source.name, opened.facts
-
-
 def workload(
-    model: str | None, rows: Iterable[Any], params: SamplingParams, trust_remote_code: bool = False
+    opened: Opened, rows: Iterable[Any], params: SamplingParams, trust_remote_code: bool, refused: Refused
 ) -> Workload:
-    """The sizes of the rows, read with the model's tokenizer; those that cannot be run count for nothing."""
-    opened = open_model(model, None, "cpu", trust_remote_code, weights=False)
+    """The sizes of the rows, read with the model's tokenizer; those that cannot be run are told to `refused`."""
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
-    return Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0]).survey(rows, params)
+    reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
+    return reader.survey(rows, params, refused)

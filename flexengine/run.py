@@ -162,11 +162,15 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
     from flexengine.plan.whatif import helps, instead
+    from flexengine.survey import Refused
 
     with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
-        workload = engine.reader.survey(rows, params)
+        refused = Refused()
+        workload = engine.reader.survey(rows, params, refused)
         if not workload.count:
-            raise InvalidInput(f"{args.input} has no row that could be run; there is nothing to plan")
+            raise InvalidInput(f"{args.input} has no row that can be run; {refused or 'it is empty'}")
+        if refused:
+            print(f"flexengine: {refused}", file=sys.stderr)
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
         fitting = workload.up_to(largest)

@@ -14,6 +14,24 @@ from flexengine.plan.layout import Workload
 _ENDLESS = 1 << 40  # tokens, for models that name no limit
 
 
+class Refused:
+    """Counts rows that cannot be run, and remembers why the first cannot."""
+
+    def __init__(self) -> None:
+        self.count, self.first = 0, ""
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def __str__(self) -> str:
+        rows = "1 row" if self.count == 1 else f"{self.count:,} rows"
+        return f"{rows} cannot be run and {'is' if self.count == 1 else 'are'} left out; the first: {self.first}"
+
+    def note(self, row: Row) -> None:
+        """Tells of such a row."""
+        self.count, self.first = self.count + 1, self.first or row.error or ""
+
+
 class Reader:
     """Reads prompts as one model does. tokenizer: None if the checkpoint has none; context: most tokens of a sequence,
     None for any; vocabulary: how many tokens there are."""
@@ -33,11 +51,13 @@ class Reader:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
-    def survey(self, prompts: Iterable[Any], params: SamplingParams) -> Workload:
-        """The sizes of all sequences to come: what a plan is made from. Prompts are tokenised again when it is their
+    def survey(self, prompts: Iterable[Any], params: SamplingParams, refused: Refused | None = None) -> Workload:
+        """The sizes of all sequences to come: what a plan is made from. refused: told of the others. Prompts are tokenised again when it is their
         turn, which costs little beside generating, so that no memory grows with their number."""
         sizes: Counter[tuple[int, int]] = Counter()
         for item in self.requests(prompts, params):
             if isinstance(item, Request):
                 sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
+            elif refused is not None:
+                refused.note(item)
         return Workload(sizes)

@@ -12,22 +12,11 @@ from test_cost import DEVICE, DISK, HOST, machine_of, opt
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import LEAST_SECONDS, Watch, _pairs
+from flexengine.plan.feedback import LEAST_SECONDS, Watch
 from flexengine.plan.layout import Workload, lay_out
-from flexengine.schedule.order import Piece
 from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
-
-
-def test_pairs_against_counting() -> None:
-    rng = random.Random(1)
-    for _ in range(300):
-        piece = Piece(0, rng.randint(0, 30), rng.randint(1, 30), True)
-        window = rng.choice([None, rng.randint(1, 40)])
-        queries = range(piece.start, piece.start + piece.count)
-        counted = sum(1 for q in queries for k in range(q + 1) if window is None or k > q - window)
-        assert _pairs(piece, window) == counted
 
 
 def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:

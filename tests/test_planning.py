@@ -16,6 +16,8 @@ from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Workload
 from flexengine.run import DONE, REFUSED, main
+from flexengine.survey import Refused
+from flexengine.worker.opened import Opened, open_model
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
@@ -95,23 +97,31 @@ def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) ->
         Engine(families("llama").directory, device="cpu", hardware=machine_of(random.Random(7), "sim"))
 
 
+def bare_model(directory: Path) -> Opened:
+    return open_model(str(directory), None, "cpu", False, weights=False)
+
+
 def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
     """A directory without weights gives the numbers that the same one with weights gives."""
     known = families("llama")
     (tmp_path / "config.json").write_text((known.directory / "config.json").read_text())
-    _, bare = planning.model_facts(str(tmp_path), "cpu")
-    _, full = planning.model_facts(str(known.directory), "cpu")
-    assert bare == full
-    assert planning.workload(str(tmp_path), known.rows, GREEDY) == Workload.of((len(p), NEW) for p in known.prompts)
+    bare = bare_model(tmp_path)
+    full = bare_model(known.directory)
+    assert bare.facts == full.facts
+    refused = Refused()
+    rows = [*known.rows, {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}]
+    found = planning.workload(bare, rows, GREEDY, False, refused)
+    assert found == Workload.of((len(p), NEW) for p in known.prompts)
+    assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: prompt {len(known.rows)}")
 
 
 def test_experts_and_windows_are_in_the_facts(families: Any) -> None:
-    _, facts = planning.model_facts(str(families("mixtral").directory), "cpu")
+    facts = bare_model(families("mixtral").directory).facts
     config = json.loads((families("mixtral").directory / "config.json").read_text())
     shared = [t for layer in facts.layers for t in layer if t.experts]
     assert {t.experts for t in shared} == {config["num_local_experts"]}
     assert facts.active == config["num_experts_per_tok"]
-    _, gemma = planning.model_facts(str(families("gemma2").directory), "cpu")
+    gemma = bare_model(families("gemma2").directory).facts
     assert {None, json.loads((families("gemma2").directory / "config.json").read_text())["sliding_window"]} == set(
         gemma.windows
     )

@@ -656,3 +656,13 @@ def test_admission_is_not_worst_case_reservation() -> None:
     sweeps.add(Sequence(1, 1, 10))
     sweeps.begin(lambda sequence, pages: None)
     assert set(sweeps.live) == {0}
+
+
+def test_pairs_against_counting() -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        piece = Piece(0, rng.randint(0, 30), rng.randint(1, 30), True)
+        window = rng.choice([None, rng.randint(1, 40)])
+        queries = range(piece.start, piece.start + piece.count)
+        counted = sum(1 for q in queries for k in range(q + 1) if window is None or k > q - window)
+        assert piece.pairs(window) == counted

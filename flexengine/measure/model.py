@@ -219,13 +219,7 @@ def _random(
 
 def _bind(slots: Mapping[str, Slot], tensors: Sequence[Tensor]) -> None:
     for slot, tensor in zip(slots.values(), tensors, strict=True):
-        _place(slot)[slot.name] = torch.nn.Parameter(tensor, requires_grad=False)
-
-
-def _place(slot: Slot) -> dict[str, Any]:
-    """The module's dict that holds what this slot names."""
-    parameters: dict[str, Any] = slot.module._parameters  # type: ignore[assignment]
-    return parameters if slot.name in parameters else slot.module._buffers
+        slot.bind(torch.nn.Parameter(tensor, requires_grad=False))
 
 
 class _Before:
@@ -233,7 +227,7 @@ class _Before:
 
     def __init__(self, skeleton: Skeleton) -> None:
         slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
-        self._held = [(_place(slot), slot.name, _place(slot)[slot.name]) for slot in slots]
+        self._held = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
 
     def move_buffers(self, skeleton: Skeleton, device: torch.device) -> None:
         for module in skeleton.model.modules():

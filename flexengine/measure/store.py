@@ -52,9 +52,7 @@ def obtain(
     if hardware is None:
         hardware = measure_machine(machine, opened.dtype, opened.files, say)
         keep(key, hardware)
-    wanted = {facts.signature(j) for j in range(len(facts.layers))}
-    known = wanted <= set(hardware.layers) and facts.head_signature in hardware.heads
-    if measure and not known:
+    if measure and not knows(hardware, facts):
         say("measuring the model's layers")
         with noticing(say):
             layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
@@ -66,6 +64,12 @@ def obtain(
         )  # fmt: skip
         keep(key, hardware)
     return with_capacity(hardware, machine)
+
+
+def knows(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Whether it has the measured seconds of this model's layers and head."""
+    layers = {facts.signature(j) for j in range(len(facts.layers))}
+    return layers <= set(hardware.layers) and facts.head_signature in hardware.heads
 
 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:
@@ -117,8 +121,9 @@ def _times(table: Table, factor: float) -> Table:
 
 
 def key_of(machine: Machine, offload_dir: Path, dtype: torch.dtype, checkpoint: Sequence[Path]) -> str:
-    """What to keep this machine's figures under; they depend on the dtype of activations and the model's disk too."""
-    disks = sorted({_device_of(path) for path in checkpoint})
+    """What to keep this machine's figures under; they depend on the dtype of activations and the model's disk too,
+    which is taken to be that of the offload directory where there is no model."""
+    disks = sorted({_device_of(path) for path in checkpoint or [offload_dir]})
     return _digest([fingerprint(machine, offload_dir), str(dtype), *map(str, disks)])
 
 

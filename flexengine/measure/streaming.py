@@ -19,7 +19,7 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.weights import Weights
 
-PASS_BYTES = 512 << 20  # of the checkpoint, that a pass streams at most
+PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
 LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
 

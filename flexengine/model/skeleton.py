@@ -42,6 +42,16 @@ class Slot(NamedTuple):
     name: str
     shape: tuple[int, ...]
 
+    @property
+    def holder(self) -> dict[str, Any]:
+        """The module's dict that holds what this slot names."""
+        parameters: dict[str, Any] = self.module._parameters  # type: ignore[assignment]
+        return parameters if self.name in parameters else self.module._buffers
+
+    def bind(self, parameter: nn.Parameter) -> None:
+        """Makes the module compute with this parameter."""
+        self.holder[self.name] = parameter
+
 
 @dataclass(frozen=True)
 class CacheShape:

@@ -12,18 +12,22 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.plan import explain
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload, lay_out
+from flexengine.plan.layout import ModelFacts, Workload
 from flexengine.plan.picture import check, plot
-from flexengine.plan.search import Options, Search, frontier, search
+from flexengine.plan.search import Options, Search, frontier, lay_out_given, search
 from flexengine.plan.whatif import BUDGET, Help, helps, instead
 from flexengine.policy import Policy
+
+if TYPE_CHECKING:
+    from flexengine.planning import Place
+    from flexengine.worker.opened import Opened
 
 DONE, REFUSED, FAILED, INTERRUPTED = 0, 2, 3, 130
 PROMPT_TOKENS, ROWS = 512, 1000
@@ -105,7 +109,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures, prints and saves. Raises FlexError."""
-    hardware = _this_machine(args, args.model, args.again)
+    opened = _opened(args, _kind(args)) if args.model is not None else None
+    hardware = _planning().this_machine(_place(args), opened, args.again, _say)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         _write(args.save, text)
@@ -117,11 +122,11 @@ def plan(args: argparse.Namespace) -> None:
     _check(args)
     given = Policy.load(args.policy) if args.policy else None
     compared = [(path, Policy.load(path)) for path in args.compare or ()]
-    hardware = _hardware(args)
-    from flexengine import planning
-
-    name, model = planning.model_facts(args.model, hardware.kind, args.dtype, args.trust_remote_code)
-    case = model, hardware, _workload(args)
+    other = _other_machine(args) if args.hardware else None
+    opened = _opened(args, other.kind if other else _kind(args))
+    workload = _workload(args, opened)
+    hardware = other or _planning().this_machine(_place(args), opened, say=_say)
+    name, case = opened.source.name, (opened.facts, hardware, workload)
     options = Options(latency_limit=args.latency)
     found = None if given else search(*case, options)
     prediction = found.best if found else _priced(*case, given or Policy())
@@ -168,7 +173,7 @@ def _helps(
 
 
 def _priced(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
-    return Cost(model, hardware, workload).predict(lay_out(model, policy, workload, hardware.capacity))
+    return Cost(model, hardware, workload).predict(lay_out_given(model, policy, workload, hardware.capacity))
 
 
 def _tried(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction | FlexError:
@@ -224,26 +229,35 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
 
 
-def _this_machine(args: argparse.Namespace, model: str | None, again: bool = False) -> Hardware:
+def _planning() -> Any:
+    """Imported late: it takes torch, and --help shall not."""
     from flexengine import planning
+
+    return planning
+
+
+def _say(text: str) -> None:
+    print(f"flexengine: {text}", file=sys.stderr)
+
+
+def _place(args: argparse.Namespace) -> "Place":
+    return _planning().Place(args.device, args.device_mem, args.host_mem, args.offload_dir)  # type: ignore[no-any-return]
+
+
+def _kind(args: argparse.Namespace) -> str:
+    """Of this machine."""
+    with closing(_place(args).machine()) as machine:
+        return machine.kind
+
+
+def _opened(args: argparse.Namespace, kind: str) -> "Opened":
     from flexengine.worker.opened import open_model
 
-    def say(text: str) -> None:
-        print(f"flexengine: {text}", file=sys.stderr)
-
-    place = planning.Place(args.device, args.device_mem, args.host_mem, args.offload_dir)
-    opened = None
-    if model is not None:
-        with closing(place.machine()) as machine:
-            kind = machine.kind
-        opened = open_model(model, args.dtype, kind, args.trust_remote_code, weights=False)
-    return planning.this_machine(place, opened, again, say)
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False)
 
 
-def _hardware(args: argparse.Namespace) -> Hardware:
-    """The machine to plan for. Sizes that are given replace those of a hardware file."""
-    if not args.hardware:
-        return _this_machine(args, args.model)
+def _other_machine(args: argparse.Namespace) -> Hardware:
+    """The machine of a hardware file. Sizes that are given replace the file's."""
     hardware = Hardware.load(args.hardware)
     if args.device not in ("auto", hardware.kind):
         raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
@@ -254,19 +268,26 @@ def _hardware(args: argparse.Namespace) -> Hardware:
     return replace(hardware, device_bytes=device, host_bytes=host)
 
 
-def _workload(args: argparse.Namespace) -> Workload:
+def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     """The job's sizes. Raises InvalidInput if there is no row to run."""
     params = SamplingParams(max_tokens=args.max_tokens)
     if not args.input:
-        return Workload({(args.prompt_tokens or PROMPT_TOKENS, params.max_tokens): args.rows or ROWS})
-    from flexengine import planning
+        prompt, most = args.prompt_tokens or PROMPT_TOKENS, opened.skeleton.context_length
+        if most and prompt + params.max_tokens > most:
+            raise InvalidInput(f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the"
+                               f" {most} tokens of {opened.source.name}'s context; lower one")  # fmt: skip
+        return Workload({(prompt, params.max_tokens): args.rows or ROWS})
     from flexengine.job.inputs import Rows
+    from flexengine.survey import Refused
 
+    refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit) as rows:
-        found = planning.workload(args.model, rows, params, args.trust_remote_code)
+        found = _planning().workload(opened, rows, params, args.trust_remote_code, refused)
     if not found.count:
-        raise InvalidInput(f"{args.input} has no row that can be run; check --prompt-column and the rows' lengths")
-    return found
+        raise InvalidInput(f"{args.input} has no row that can be run; {refused or 'it is empty'}")
+    if refused:
+        _say(str(refused))
+    return found  # type: ignore[no-any-return]
 
 
 def _write(path: str, text: str) -> None:

@@ -16,7 +16,7 @@ from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
 from flexengine.schedule import sweeps
-from flexengine.schedule.order import Batch, Cell, Piece, pages_for
+from flexengine.schedule.order import Batch, Cell, pages_for
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
@@ -136,12 +136,12 @@ class Clock:
     def _attention(self, batch: Batch) -> list[float]:
         """Of every layer."""
         rates, model = self.cost.rates, self.cost.model
-        decoding = [p.start + 1 for p in batch.pieces if _decodes(p)]
-        prompts = [p for p in batch.pieces if not _decodes(p)]
+        decoding = [p.start + 1 for p in batch.pieces if p.decodes]
+        prompts = [p for p in batch.pieces if not p.decodes]
         by_window: dict[int | None, float] = {}
         for window in rates.windows:
             seen = [min(n, window) if window else n for n in decoding]
-            pairs = sum(_pairs(p, window) for p in prompts)
+            pairs = sum(p.pairs(window) for p in prompts)
             length = sum(p.start + p.count for p in prompts) / max(1, len(prompts))
             work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
             by_window[window] = float(work) + float(rates.prompt_attention(pairs, length))
@@ -156,13 +156,3 @@ def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:
             written |= dict.fromkeys(task.writes)
         yield task._replace(reads=(*task.reads, ("swept", sweep - 1)))
     yield Task(Op.COMPUTE, Cell(sweep, -1, -1), "device", tuple(written), (("swept", sweep),))
-
-
-def _decodes(piece: Piece) -> bool:
-    return piece.start > 0 and piece.count == 1
-
-
-def _pairs(piece: Piece, window: int | None) -> int:
-    """(query, key) pairs of a piece of a prompt."""
-    keys = np.arange(piece.start + 1, piece.start + piece.count + 1)
-    return int(np.minimum(keys, window).sum() if window else keys.sum())

@@ -88,6 +88,8 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
     for kind, letter in KINDS.items():
         shares = {t: prediction.fractions.get(letter + place, 0.0) for t, place in zip(TIERS, "gcd", strict=True)}
         where = ", ".join(f"{names[t]} {percent(share)}" for t, share in shares.items() if share > 0)
+        if kind == "weights" and shares["disk"] > 0:
+            where += " (the checkpoint itself)"
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
     used = [t for t in TIERS if not shared or t != "host" or prediction.fractions.get("wc", 0.0) > 0]
     return ["Placement   " + "  ".join(f"{MARKS[t] * 3} {names[t]}" for t in used), *lines]
@@ -277,12 +279,12 @@ def splits(prediction: Prediction) -> str:
 
 
 def frontier_text(found: Sequence[Prediction], rows: int = ROWS) -> str:
-    """A table of predictions: latency, tok/s, block, splits. Of more than `rows` those in equal steps, and the last."""
+    """A table of predictions: latency, tok/s, block, sequences alive in the mean, splits. Of more than `rows` those in equal steps, and the last."""
     step = -(-(len(found) - 1) // max(1, rows - 1)) or 1
     shown = [p for i, p in enumerate(found) if i % step == 0 or i == len(found) - 1]
-    lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}  schedule    slots  device/host/disk % of w, c, h"]
+    lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}{'alive':>8}  schedule    slots  device/host/disk % of w, c, h"]
     lines += [
-        f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}  {p.policy.schedule:<12}"
+        f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}{digits(p.alive):>8}  {p.policy.schedule:<12}"
         f"{p.policy.slots:>5}  {splits(p)}"
         for p in shown
     ]

@@ -10,7 +10,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
 from flexengine.plan.profile import Array, Profile
 from flexengine.policy import TIERS
-from flexengine.schedule.order import Batch, Piece, pages_for
+from flexengine.schedule.order import Batch, pages_for
 
 TOLERATED = 0.25  # relative error that is let pass
 LEAST_SECONDS, LEAST_SWEEPS = 10.0, 8  # of a job, for its error to be called persistent
@@ -65,14 +65,14 @@ class Watch:
             hidden[TIERS.index(batch.hidden_home)] += batch.tokens
             for piece in batch.pieces:
                 end = piece.start + piece.count
-                if piece.start and piece.count == 1:
+                if piece.decodes:
                     decoding, cached = decoding + 1, cached + end
                     for w in windows:
                         seen[w] += min(end, w)
                 else:
                     entering, prompt = entering + piece.final, prompt + piece.count
                     for window in pairs:
-                        pairs[window] += _pairs(piece, window)
+                        pairs[window] += piece.pairs(window)
                 if batch.cache_home != "device":
                     before = pages_for(piece.start, away) * away
                     loaded, stored = loaded + before, stored + pages_for(end, away) * away - piece.start // away * away
@@ -143,14 +143,3 @@ def _shares(counts: Sequence[Sequence[int]]) -> Array:
     """Rows that add up to 1."""
     table = np.array(counts, dtype=float)
     return np.asarray(table / np.maximum(table.sum(1, keepdims=True), 1))
-
-
-def _pairs(piece: Piece, window: int | None) -> int:
-    """(query, key) pairs of a piece of a prompt."""
-    first, last = piece.start + 1, piece.start + piece.count
-    if window is None or last <= window:
-        return (first + last) * piece.count // 2
-    if first >= window:
-        return piece.count * window
-    inside = window - first + 1
-    return (first + window) * inside // 2 + (last - window) * window

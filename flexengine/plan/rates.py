@@ -85,13 +85,13 @@ class Rates:
         """As in `Hardware.crosstalk`, with what this model's own weights have shown: of disk_read, and of all links
         where the processor that computes also moves their bytes."""
         found = {lane: dict(others) for lane, others in self.hardware.crosstalk.items()}
-        if self.streaming:
-            found.setdefault("device", {})["disk_read"] = self.streaming["device"]
-            found.setdefault("disk_read", {})["device"] = self.streaming["disk_read"]
-        for link in self.hardware.links if self.streaming and self.hardware.kind != "cuda" else ():
+        for link in self.hardware.links if self.streaming else ():
             for lane, other, what in (("device", link, "device"), (link, "device", "disk_read")):
                 known = found.setdefault(lane, {})
-                known[other] = max(known.get(other, 0.0), self.streaming[what])
+                if link == "disk_read":
+                    known[other] = self.streaming[what]
+                elif self.hardware.kind != "cuda":
+                    known[other] = max(known.get(other, 0.0), self.streaming[what])
         return found
 
     @property

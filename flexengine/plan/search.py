@@ -15,6 +15,7 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out, lay_out_weights
 from flexengine.plan.lp import FRACTIONS, Memory, Problem, solve
+from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
 BLOCK = 1024  # most sequences alive: what more would gain, the bookkeeping of each takes
@@ -57,6 +58,14 @@ def planned(capacity: Capacity) -> Capacity:
         return capacity
     kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
     return replace(capacity, device=capacity.device - kept)
+
+
+def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
+    """The layout of a policy somebody gives: as the search would have planned it, if it fits so; else to the brim."""
+    try:
+        return lay_out(model, policy, workload, planned(capacity))
+    except OutOfMemory:
+        return lay_out(model, policy, workload, capacity)
 
 
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
@@ -106,7 +115,7 @@ class _Searching:
         fast = [p for p in self.tried.values() if limit is None or p.latency <= limit]
         if not fast:
             least = min(p.latency for p in self.tried.values())
-            raise InvalidInput(f"latency limit is {limit} s; the least found here is {least:.4g} s, set it higher")
+            raise InvalidInput(f"latency limit is {limit} s; the least found here is {upward(least)} s, set it higher")
         best = fast[0]
         for prediction in fast[1:]:
             if prediction.total_seconds < BETTER * best.total_seconds:
@@ -195,9 +204,8 @@ class _Searching:
     def streamed(self) -> None:
         """Asks the program about every block, with and without cache and hidden states off the device."""
         for block, cache, hidden in product(self.blocks(), (False, True), (False, True)):
-            for batch in (GPU_BATCH, *SMALLER):
-                shape = self.shaped(block, batch)
-                if batch < 2 * block and self.place(shape, cache, hidden) is not None:
+            for shape in dict.fromkeys(self.shaped(block, batch) for batch in (GPU_BATCH, *SMALLER)):
+                if self.place(shape, cache, hidden) is not None:
                     self.place(replace(shape, schedule="diagonal"), cache, hidden)
                     self.place(replace(self._even(block), schedule="diagonal"), cache, hidden)
                     break
@@ -310,11 +318,13 @@ class _Searching:
         best = prediction
         for step in STEPS:
             for source, target in ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2)):
-                while (moved := _moved(best.policy, source, target, step)) is not None:
-                    tried = self.attempt(moved)
-                    if tried is None or tried.total_seconds >= best.total_seconds:
+                moved = _moved(best.policy, source, target, step)
+                while moved is not None and (tried := self.attempt(moved)) is not None:
+                    if tried.total_seconds > best.total_seconds:
                         break
-                    best = tried
+                    if tried.total_seconds < best.total_seconds:  # else the step was too small to move a tensor
+                        best = tried
+                    moved = _moved(moved, source, target, step)
 
 
 def _placed_like(shape: Policy, placed: Policy) -> Policy:

@@ -1,5 +1,7 @@
 """Numbers and names as people read them. Sizes are in decimal units: 1 GB is 10**9 bytes."""
 
+import math
+
 from flexengine.plan.hardware import LANES
 from flexengine.policy import TIERS
 
@@ -24,6 +26,12 @@ def digits(x: float) -> str:
     """About three significant digits."""
     places = 2 if x < 9.995 else 1 if x < 99.95 else 0
     return f"{x:.3g}" if 0 < x < 0.9995 else f"{x:,.{places}f}"
+
+
+def upward(x: float) -> str:
+    """Four significant digits of a positive number, no less than it."""
+    unit = 10.0 ** (math.floor(math.log10(x)) - 3)
+    return f"{math.ceil(x / unit - 1e-9) * unit:.4g}"
 
 
 def percent(share: float) -> str:

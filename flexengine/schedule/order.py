@@ -35,6 +35,21 @@ class Piece:
     count: int
     final: bool
 
+    @property
+    def decodes(self) -> bool:
+        """Whether it is one generated token rather than a piece of a prompt."""
+        return self.start > 0 and self.count == 1
+
+    def pairs(self, window: int | None) -> int:
+        """(query, key) pairs of its attention, of which each query sees `window` at most."""
+        first, last = self.start + 1, self.start + self.count
+        if window is None or last <= window:
+            return (first + last) * self.count // 2
+        if first >= window:
+            return self.count * window
+        inside = window - first + 1
+        return (first + window) * inside // 2 + (last - window) * window
+
 
 class Batch(NamedTuple):
     """A gpu_batch: pieces whose KV cache shares a home tier, and the home of its activations between layers."""

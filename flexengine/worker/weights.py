@@ -1,7 +1,5 @@
 """Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -83,7 +81,7 @@ class Weights:
         for layer in (*self.skeleton.layers, self.skeleton.others):
             for name, slot in layer.items():
                 if name in self._resident:
-                    _bind(slot, self._resident[name])
+                    slot.bind(self._resident[name])
         if self.machine.compute.type != "cpu":
             for module in self.skeleton.model.modules():
                 for key, buffer in module._buffers.items():
@@ -142,7 +140,7 @@ class Weights:
         views = self._slot_views(layer, slot)
         for name, place in self.skeleton.layers[layer].items():
             if name in views:
-                _bind(place, views[name])
+                place.bind(views[name])
         self._bound[layer] = slot
 
     def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +180,7 @@ class Weights:
         """Gives all memory back: the modules forget their weights, the ledgers their entries."""
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
-                _bind(slot, _parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
+                slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
         self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages):
             held.clear()
@@ -215,10 +213,3 @@ def _spread(pieces: Pieces, target: Tensor) -> list[tuple[Home, Tensor]]:
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:
     return torch.nn.Parameter(tensor, requires_grad=False)
-
-
-def _bind(slot: Slot, tensor: Tensor) -> None:
-    kind: dict[str, Any] = slot.module._parameters  # type: ignore[assignment]
-    if slot.name not in kind:
-        kind = slot.module._buffers
-    kind[slot.name] = tensor
