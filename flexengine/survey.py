@@ -52,8 +52,9 @@ class Reader:
                 yield row.refused(str(error))
 
     def survey(self, prompts: Iterable[Any], params: SamplingParams, refused: Refused | None = None) -> Workload:
-        """The sizes of all sequences to come: what a plan is made from. refused: told of the others. Prompts are tokenised again when it is their
-        turn, which costs little beside generating, so that no memory grows with their number."""
+        """The sizes of all sequences to come: what a plan is made from. refused: told of the other rows. Prompts are
+        tokenised again when it is their turn, which costs little beside generating, so that no memory grows with their
+        number."""
         sizes: Counter[tuple[int, int]] = Counter()
         for item in self.requests(prompts, params):
             if isinstance(item, Request):

@@ -28,12 +28,13 @@ ALLOWED = {
     "measure": {"errors", "config", "policy", "plan", "schedule", "kernels", "tier", "kv", "model", "runtime", "worker",
                 "__version__"},
     "survey": {"errors", "config", "job", "model", "plan"},
-    "planning": {"errors", "config", "plan", "kernels", "tier", "model", "worker", "measure", "survey"},
+    "planning": {"errors", "config", "policy", "plan", "kernels", "tier", "model", "worker", "measure", "survey"},
     "generation": {"config", "job", "model", "plan", "runtime", "schedule", "worker"},
     "engine": {"errors", "config", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime", "worker",
                "job", "survey", "planning", "generation"},
-    "run": {"errors", "config", "policy", "plan", "job", "generation", "engine", "__version__"},
-    "plan command": {"errors", "config", "policy", "plan", "job", "planning", "run", "tier", "worker", "__version__"},
+    "run": {"errors", "config", "policy", "plan", "job", "survey", "generation", "engine", "__version__"},
+    "plan command": {"errors", "config", "policy", "plan", "job", "survey", "planning", "run", "tier", "worker",
+                     "__version__"},
     "__init__": {"config", "policy", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.

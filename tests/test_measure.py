@@ -208,7 +208,7 @@ def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | No
 
 def held_by(skeleton: Skeleton) -> list[tuple[int, bool]]:
     groups = (*skeleton.layers, skeleton.others)
-    tensors = [model._place(slot)[slot.name] for group in groups for slot in group.values()]
+    tensors = [slot.holder[slot.name] for group in groups for slot in group.values()]
     return [(id(tensor), tensor.is_meta) for tensor in tensors]
 
 
@@ -248,7 +248,7 @@ def test_random_weights(families: Any, tmp_path: Path) -> None:
             places = set()
             for group in (*skeleton.layers, skeleton.others):
                 for name, slot in group.items():
-                    tensor = model._place(slot)[slot.name]
+                    tensor = slot.holder[slot.name]
                     assert tensor.shape == known.model.get_parameter(name).shape
                     assert tensor.isfinite().all()
                     assert tensor.unique().numel() > 1

@@ -48,9 +48,9 @@ class Slot(NamedTuple):
         parameters: dict[str, Any] = self.module._parameters  # type: ignore[assignment]
         return parameters if self.name in parameters else self.module._buffers
 
-    def bind(self, parameter: nn.Parameter) -> None:
-        """Makes the module compute with this parameter."""
-        self.holder[self.name] = parameter
+    def bind(self, tensor: Tensor) -> None:
+        """Makes the module compute with this parameter or buffer."""
+        self.holder[self.name] = tensor
 
 
 @dataclass(frozen=True)

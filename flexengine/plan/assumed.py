@@ -14,12 +14,13 @@ _GPU32: Table = ((1, 2.5e11), (64, 8e12), (1024, 1e13))  # twice the bytes, and 
 def assumed(kind: str, capacity: Capacity) -> Hardware:
     """Hardware of kind cpu, sim or cuda with these capacities and rates that nobody measured."""
     gpu = kind == "cuda"
+    products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CORE, "float32": _CORE}
     memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)
     return Hardware(
         name=f"{kind}, assumed", kind=kind,
         device_bytes=capacity.device, host_bytes=capacity.host, disk_bytes=capacity.disk,
         links={"disk_read": ((1.0, 1.5e9),), "disk_write": ((1.0, 7e8),), "h2d": ((1.0, link),), "d2h": ((1.0, link),)},
-        checkpoint_read=((1.0, 1.5e9),), products={"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CORE, "float32": _CORE},
+        checkpoint_read=((1.0, 1.5e9),), products=products,
         prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
         host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,
     )  # fmt: skip

@@ -279,13 +279,14 @@ def splits(prediction: Prediction) -> str:
 
 
 def frontier_text(found: Sequence[Prediction], rows: int = ROWS) -> str:
-    """A table of predictions: latency, tok/s, block, sequences alive in the mean, splits. Of more than `rows` those in equal steps, and the last."""
+    """A table of predictions: latency, tok/s, block, sequences alive in the mean, splits. Of more than `rows` those in
+    equal steps, and the last."""
     step = -(-(len(found) - 1) // max(1, rows - 1)) or 1
     shown = [p for i, p in enumerate(found) if i % step == 0 or i == len(found) - 1]
     lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}{'alive':>8}  schedule    slots  device/host/disk % of w, c, h"]
     lines += [
-        f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}{digits(p.alive):>8}  {p.policy.schedule:<12}"
-        f"{p.policy.slots:>5}  {splits(p)}"
+        f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}{digits(p.alive):>8}"
+        f"  {p.policy.schedule:<12}{p.policy.slots:>5}  {splits(p)}"
         for p in shown
     ]
     if len(shown) < len(found):

@@ -19,7 +19,7 @@ from flexengine.plan.layout import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
-LEAST, MOST = 1e-12, 1e21  # of any number: what machines have, so that seconds made of them stay finite
+LEAST, MOST = 1e-30, 1e30  # of any number: what machines have, so that seconds made of them stay finite
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
 
 Table = tuple[tuple[float, float], ...]
@@ -53,8 +53,8 @@ class Hardware:
     cell_seconds: fixed cost of one layer of one gpu_batch; task_seconds: of handing one task to its lane.
     sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in it.
     crosstalk: lane to lane: seconds that each busy second of the second adds to the first (they share cores or memory).
-    layers: by signature of a model's layer (`ModelFacts.signature`), (tokens of a gpu_batch, seconds) of one layer without its
-        attention. heads: by signature of the output projection, (rows, seconds) of logits and sampled tokens.
+    layers: by signature of a model's layer (`ModelFacts.signature`), (tokens of a gpu_batch, seconds) of one layer
+        without its attention. heads: by signature of the output projection, (rows, seconds) of logits and tokens.
     streaming: by signature of a model's first layer, what streaming its weights from the checkpoint and computing do
         to each other, in place of crosstalk: "device", seconds that each second of disk_read adds to the device;
         "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.

@@ -85,13 +85,12 @@ class Rates:
         """As in `Hardware.crosstalk`, with what this model's own weights have shown: of disk_read, and of all links
         where the processor that computes also moves their bytes."""
         found = {lane: dict(others) for lane, others in self.hardware.crosstalk.items()}
-        for link in self.hardware.links if self.streaming else ():
+        moved = self.hardware.links if self.hardware.kind != "cuda" else ("disk_read",)
+        for link in moved if self.streaming else ():
             for lane, other, what in (("device", link, "device"), (link, "device", "disk_read")):
                 known = found.setdefault(lane, {})
-                if link == "disk_read":
-                    known[other] = self.streaming[what]
-                elif self.hardware.kind != "cuda":
-                    known[other] = max(known.get(other, 0.0), self.streaming[what])
+                least = known.get(other, 0.0) if link != "disk_read" else 0.0
+                known[other] = max(least, self.streaming[what])
         return found
 
     @property
