@@ -59,15 +59,14 @@ def test_everything_tried_fits_and_the_best_is_the_best(seed: int, kind: str) ->
 
 def test_two_hundred_policies_rounded_from_the_program_fit() -> None:
     """Counts the placements that are no corner: the program's fractions after rounding."""
-    rounded, seed = 0, 0
-    while rounded < 200:
-        seed += 1
+    rounded = 0
+    for seed in range(1, 4):
         rng = random.Random(f"rounded {seed}")
         hardware = squeezed(machine_of(rng, rng.choice(KINDS)), rng.uniform(0.4, 1.3), rng.uniform(0.2, 1.2))
         for prediction in search(SMALL, hardware, work_of(rng)).tried:
             check_fits(prediction, hardware)
             rounded += any(0 < share < 1 for share in prediction.policy.weights)
-    assert seed > 1
+    assert rounded >= 200
 
 
 @pytest.mark.parametrize("kind", KINDS)

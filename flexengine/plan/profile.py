@@ -146,8 +146,8 @@ def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
 
 def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> tuple[Array, Array]:
     """The same where sequences enter as others leave: sweep by sweep, but what is periodic only once."""
-    horizon = len(each.live)
-    live, kept = np.zeros(horizon), np.zeros(horizon)  # of those who have entered, in the sweeps to come
+    horizon, ones = len(each.live), np.stack([each.live, each.kept])
+    there = np.zeros_like(ones)  # alive and kept, of those who have entered, in the sweeps to come
     entered: list[float] = []
     times: list[float] = []
     left, repeated, least = float(rows), False, np.maximum(each.kept, 1e-9)
@@ -157,18 +157,17 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
             times[-horizon:] = [1.0 + whole] * horizon
             left -= whole * period
             continue
-        alive = 0.0 if live[0] < 1e-9 else float(live[0])
-        allowed = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
-        fitting = float(np.min((room - kept) / least))
-        now = max(0.0, min(allowed, _whole(each, fitting), left))
+        alive = 0.0 if there[0, 0] < 1e-9 else float(there[0, 0])
+        now = min(float(entrants(schedule, alive, *shape)), left)  # type: ignore[arg-type]
+        if now > 0 and room < np.inf:
+            now = max(0.0, min(now, _whole(each, float(((room - there[1]) / least).min()))))
         if now <= 0 and not alive:
             now = min(1.0, left)  # less than one sequence fits: whoever plans must not come here, but never hang
         entered.append(now)
         times.append(1.0)
         left -= now
-        for there, one in ((live, each.live), (kept, each.kept)):  # one sweep on
-            there[:-1] = there[1:] + now * one[1:]
-            there[-1] = 0.0
+        there[:, :-1] = there[:, 1:] + now * ones[:, 1:] if now > 0 else there[:, 1:]  # one sweep on
+        there[:, -1] = 0.0
     rest = horizon - 1  # sweeps until the last have left
     return np.append(entered, np.zeros(rest)), np.append(times, np.ones(rest))
 

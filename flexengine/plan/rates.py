@@ -71,8 +71,8 @@ class Rates:
 
     def decode_attention(self, tokens: Array | float, length: Array | float) -> Array:
         """One layer: `tokens` cached tokens read by sequences of about `length` each."""
-        table = self.hardware.decode_attention
-        rate = np.vectorize(lambda x: at(table, max(x, 1.0)), otypes=[float])(length)
+        lengths, rates = np.log(np.array(self.hardware.decode_attention)).T  # as plan.hardware.at, for many at once
+        rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
 
     def prompt_attention(self, pairs: Array | float, length: float) -> Array:

@@ -29,6 +29,9 @@ TOKENS_CPU = (512, 2048, 1024, 256, 128)  # and on a CPU
 OVERHEAD = 64 << 20
 FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
+VAIN = 2  # steps without a gain before one turns back: tensors are whole, and the first of a kind needs a larger slot
+FINE = tuple(k / 500 for k in range(1, 16))  # moved at last, as what rounding to tensors does cannot be foreseen
+MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between tiers: nearer to the device, or away to make room
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
 BETTER = 0.995  # of the seconds, to be called better
 _ON_DEVICE: Split = (1.0, 0.0, 0.0)
@@ -228,6 +231,10 @@ class _Searching:
             if self.best() is before:
                 break
         self._batches_of(self.best().policy)
+        last = self.best().policy
+        for (source, target), step in product(MOVES, FINE):
+            if (moved := _moved(last, source, target, step)) is not None:
+                self.attempt(moved)
 
     def _finalists(self) -> list[Prediction]:
         """The best few that differ in schedule or block size."""
@@ -314,16 +321,13 @@ class _Searching:
         return self._laid_out(policy, endless)
 
     def _move_weights(self, prediction: Prediction) -> None:
-        """Moves shares of the weights as long as that is quicker: nearer to the device, or away to make room."""
+        """Moves shares of the weights as long as that is quicker."""
         best = prediction
         for step in STEPS:
-            for source, target in ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2)):
-                moved = _moved(best.policy, source, target, step)
-                while moved is not None and (tried := self.attempt(moved)) is not None:
-                    if tried.total_seconds > best.total_seconds:
-                        break
-                    if tried.total_seconds < best.total_seconds:  # else the step was too small to move a tensor
-                        best = tried
+            for source, target in MOVES:
+                moved, vain = _moved(best.policy, source, target, step), 0
+                while moved is not None and vain < VAIN and (tried := self.attempt(moved)) is not None:
+                    best, vain = (tried, 0) if tried.total_seconds < best.total_seconds else (best, vain + 1)
                     moved = _moved(moved, source, target, step)
 
 

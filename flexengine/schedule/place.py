@@ -1,5 +1,6 @@
 """Where things live: fractions become whole tensors, sequences and gpu_batches."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -20,7 +21,7 @@ def place(sizes: Sequence[int], split: Split) -> list[str]:
     total, before, homes = sum(sizes), 0, []
     for size in sizes:
         middle = (before + size / 2) / total if total else 0.5
-        home = next(name for name, edge in zip(_ORDER, edges, strict=True) if middle < edge)
+        home = _ORDER[bisect_right(edges, middle)]
         homes.append(home if home in allowed else allowed[-1])
         before += size
     return homes
