@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan import lp
+from flexengine.plan import solver
 from flexengine.plan.lp import FRACTIONS, Linear, Memory, Phase, Problem, Solution, problem_text, solve
 
 pulp = pytest.importorskip("pulp")
@@ -460,9 +460,9 @@ def test_what_is_no_number_or_no_fraction_is_refused(changes: dict[str, object],
 @pytest.fixture
 def fresh_solver() -> Iterator[None]:
     """Solvers looked for anew, here and after."""
-    lp._solver.cache_clear()
+    solver._solver.cache_clear()
     yield
-    lp._solver.cache_clear()
+    solver._solver.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh_solver")

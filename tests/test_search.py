@@ -1,6 +1,7 @@
 """plan.search: what it chooses always fits, no policy drawn at random is better, a better machine is never slower."""
 
 import random
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -235,3 +236,17 @@ def test_a_175b_model_on_a_small_gpu_is_streamed() -> None:
     check_fits(best, hardware)
     assert best.policy.weights[0] < 0.1
     assert best.policy.block_size > 32
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6])
+def test_no_memory_is_left_that_a_tensor_would_fit_in(share: float) -> None:
+    """Tensors are large beside this memory; no other placement of the weights is quicker by more than is cared for."""
+    hardware = squeezed(machine_of(random.Random(3), "cpu"), share, 1.0)
+    best = search(SMALL, hardware, WORK).best
+    cost, least = Cost(SMALL, hardware, WORK), best.total_seconds
+    for k in range(501):
+        policy = replace(best.policy, weights=(k / 500, 0.0, round(1 - k / 500, 3)))
+        with suppress(OutOfMemory):
+            least = min(least, cost.predict(lay_out(SMALL, policy, WORK, planned(hardware.capacity))).total_seconds)
+    assert best.policy.weights[0] < 1
+    assert best.total_seconds <= 1.02 * least

@@ -13,27 +13,19 @@ busy and used are linear in the nine fractions. `problem_text` prints a program 
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any
 
 from flexengine.config import shown
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.solver import Infeasible, Program, Row, Variable, optimum
 
 KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
 PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
 FRACTIONS = tuple(kind + place for kind in KINDS for place in PLACES)
-SOLVERS: dict[str, dict[str, dict[str, str]]] = {  # to pulp's names and options, in order of preference
-    "HiGHS": {"HiGHS": {"presolve": "off"}},  # which takes longer than such a small program
-    "CBC": {"COIN_CMD": {}, "PULP_CBC_CMD": {}},
-}
-
 GB = 1e9  # bytes
-_TIE = 1e-9  # cost, relative to the job's, of holding everything one tier further from the device
-_TIE_KIND = {"w": 1.0, "c": 1.1, "h": 1.23}  # unequal: which of two kinds gives way is no accident either
-_COST = 1e4  # the job's cost as solvers see it: the ties then stand clear of their tolerance of 1e-7
+# What it costs, among equals, to hold a kind one tier further away; unequal, so that which gives way is no accident.
+_TIES = {"w": 1.0, "c": 1.1, "h": 1.23}
 _SPREAD = 1e-4  # least capacity a memory row is scaled by, relative to its largest coefficient
 _NOISE = 1e-9  # fractions and relative excesses below this are rounding
 
@@ -110,37 +102,6 @@ class Solution:
     phase_seconds: dict[str, float]
 
 
-@dataclass(frozen=True)
-class _Variable:
-    """An unknown, 0 or more. The solver sees value / scale. cost: of one unit, in the unit of what is minimised."""
-
-    symbol: str
-    meaning: str
-    unit: str
-    cost: float = 0.0
-    scale: float = 1.0
-    tie: float = 0.0
-
-
-@dataclass(frozen=True)
-class _Row:
-    """sum of terms[symbol] * variable <= limit, or == if equal, in `unit`. The solver sees both sides / scale."""
-
-    label: str
-    unit: str
-    terms: Mapping[str, float]
-    limit: float
-    scale: float = 1.0
-    equal: bool = False
-
-
-@dataclass(frozen=True)
-class _Program:
-    goal: str
-    variables: list[_Variable]
-    rows: list[_Row]
-
-
 def solve(problem: Problem, solver: str | None = None) -> Solution:
     """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
 
@@ -150,8 +111,8 @@ def solve(problem: Problem, solver: str | None = None) -> Solution:
     """
     problem = _checked(problem)
     try:
-        fractions = _fractions(_optimum(_job_program(problem), solver))
-    except _Infeasible as error:
+        fractions = _fractions(optimum(_job_program(problem), solver))
+    except Infeasible as error:
         raise _why(problem, solver) or error from None
     seconds = {phase.label: _seconds(phase, problem, fractions) for phase in problem.phases}
     return Solution(fractions, sum(phase.times * seconds[phase.label] for phase in problem.phases), seconds)
@@ -185,64 +146,64 @@ def _sum_text(terms: Mapping[str, float]) -> str:
 # The programs: fewest seconds of the job; and, where that has no solution, what it would take.
 
 
-def _job_program(problem: Problem) -> _Program:
+def _job_program(problem: Problem) -> Program:
     times, time_rows = _time_part(problem, [phase.times for phase in problem.phases])
     rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
     if problem.latency_limit is not None:
         lives = {v.symbol: phase.life for v, phase in zip(times, problem.phases, strict=True)}
-        rows.append(_Row("latency of a row", "s", lives, problem.latency_limit, scale=problem.latency_limit))
-    return _Program("seconds of the job", [*_share_variables(problem), *times], rows)
+        rows.append(Row("latency of a row", "s", lives, problem.latency_limit, scale=problem.latency_limit))
+    return Program("seconds of the job", [*_share_variables(problem), *times], rows)
 
 
-def _latency_program(problem: Problem) -> _Program:
+def _latency_program(problem: Problem) -> Program:
     """Fewest seconds that a row lives."""
     times, time_rows = _time_part(problem, [phase.life for phase in problem.phases])
     rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
-    return _Program("seconds a row lives", [*_share_variables(problem), *times], rows)
+    return Program("seconds a row lives", [*_share_variables(problem), *times], rows)
 
 
-def _shortage_program(problem: Problem) -> _Program:
+def _shortage_program(problem: Problem) -> Program:
     """Fewest bytes too many, each memory's relative to its capacity; seconds do not matter."""
     rows = _memory_rows(problem)
-    slacks = [_Variable(f"S{i}", f"too much in {row.label}", "GB", 1 / row.scale, row.scale)
+    slacks = [Variable(f"S{i}", f"too much in {row.label}", "GB", 1 / row.scale, row.scale)
               for i, row in enumerate(rows, 1)]  # fmt: skip
     loose = [replace(row, terms={**row.terms, s.symbol: -1.0}) for row, s in zip(rows, slacks, strict=True)]
-    return _Program("relative excess", [*_share_variables(problem), *slacks], [*_share_rows(problem), *loose])
+    return Program("relative excess", [*_share_variables(problem), *slacks], [*_share_rows(problem), *loose])
 
 
-def _share_variables(problem: Problem) -> list[_Variable]:
+def _share_variables(problem: Problem) -> list[Variable]:
     return [
-        _Variable(name, f"share of the {KINDS[name[0]]} {PLACES[name[1]]}", "1", tie=_TIE_KIND[name[0]] * rank)
+        Variable(name, f"share of the {KINDS[name[0]]} {PLACES[name[1]]}", "1", tie=_TIES[name[0]] * rank)
         for name, rank in zip(FRACTIONS, (0, 1, 2) * len(KINDS), strict=True)
         if name in problem.allowed
     ]
 
 
-def _share_rows(problem: Problem) -> list[_Row]:
+def _share_rows(problem: Problem) -> list[Row]:
     """Everything lies somewhere."""
     return [
-        _Row(f"all {what}", "1", {kind + p: 1.0 for p in PLACES if kind + p in problem.allowed}, 1.0, equal=True)
+        Row(f"all {what}", "1", {kind + p: 1.0 for p in PLACES if kind + p in problem.allowed}, 1.0, equal=True)
         for kind, what in KINDS.items()
     ]
 
 
-def _time_part(problem: Problem, costs: Sequence[float]) -> tuple[list[_Variable], list[_Row]]:
+def _time_part(problem: Problem, costs: Sequence[float]) -> tuple[list[Variable], list[Row]]:
     """T1, T2, ...: seconds of one sweep of each phase, and what each is at least."""
     variables, rows = [], []
     for i, (phase, cost) in enumerate(zip(problem.phases, costs, strict=True), 1):
         bounds = [(label, _open(least, problem)) for label, least in _bounds(phase, problem)]
         numbers = (abs(k) for _, least in bounds for k in (least.constant, *least.coefficients.values()))
         scale = max(numbers, default=0.0) or 1.0
-        time = _Variable(f"T{i}", f"seconds of one {phase.label} sweep; the job has {phase.times:g}", "s", cost, scale)
+        time = Variable(f"T{i}", f"seconds of one {phase.label} sweep; the job has {phase.times:g}", "s", cost, scale)
         variables.append(time)
         rows += [
-            _Row(f"{phase.label}: {label}", "s", {**least.coefficients, time.symbol: -1.0}, -least.constant, scale)
+            Row(f"{phase.label}: {label}", "s", {**least.coefficients, time.symbol: -1.0}, -least.constant, scale)
             for label, least in bounds
         ]
     return variables, rows
 
 
-def _memory_rows(problem: Problem) -> list[_Row]:
+def _memory_rows(problem: Problem) -> list[Row]:
     rows = []
     for memory in problem.memories:
         if memory.capacity < math.inf:
@@ -250,7 +211,7 @@ def _memory_rows(problem: Problem) -> list[_Row]:
             largest = max((abs(k) for k in used.coefficients.values()), default=0.0)
             scale = max(memory.capacity / GB, _SPREAD * largest) or 1.0
             room = (memory.capacity - memory.used.constant) / GB
-            rows.append(_Row(f"{memory.label} memory", "GB", used.coefficients, room, scale))
+            rows.append(Row(f"{memory.label} memory", "GB", used.coefficients, room, scale))
     return rows
 
 
@@ -275,58 +236,6 @@ def _open(line: Linear, problem: Problem) -> Linear:
     return Linear(line.constant, {name: k for name, k in line.coefficients.items() if name in problem.allowed})
 
 
-# The solver
-
-
-@cache
-def _solver(name: str | None) -> Any:
-    """Pulp's solver of this name, quiet; None: the first installed."""
-    if name is not None and name not in SOLVERS:
-        raise InvalidInput(f"solver is {shown(name)}; it must be one of {', '.join(SOLVERS)}")
-    try:
-        import pulp
-    except ImportError as error:
-        raise InvalidInput("the planner needs pulp, which is not installed; pip install 'pulp[highs]'") from error
-    wanted = [(key, pulp_name) for key in ([name] if name else SOLVERS) for pulp_name in SOLVERS[key]]
-    installed = set(pulp.listSolvers(onlyAvailable=True))
-    for key, pulp_name in wanted:
-        if pulp_name in installed:
-            with warnings.catch_warnings():  # pulp 3 warns of its own CBC, which pulp 4 will not bring
-                warnings.simplefilter("ignore", DeprecationWarning)
-                return pulp.getSolver(pulp_name, msg=False, **SOLVERS[key][pulp_name])
-    missing = " or ".join([name] if name else SOLVERS)
-    raise InvalidInput(f"the planner needs a solver, and pulp finds no {missing}; pip install highspy")
-
-
-class _Infeasible(InvalidInput):
-    """No values satisfy the rows."""
-
-
-def _optimum(program: _Program, solver: str | None) -> dict[str, float]:
-    """Values by symbol. Raises _Infeasible."""
-    chosen = _solver(solver)
-    import pulp
-
-    # Expressions are made from dictionaries: pulp's operators copy one for every term.
-    lp = pulp.LpProblem("placement")
-    new = getattr(lp, "add_variable", pulp.LpVariable)  # the method came late in pulp 3; pulp 4 has only that
-    unknown = {v.symbol: new(v.symbol, 0.0) for v in program.variables}
-    scale = {v.symbol: v.scale for v in program.variables}
-    total = sum(v.cost * v.scale for v in program.variables) or 1.0
-    lp.objective = pulp.LpAffineExpression(
-        {unknown[v.symbol]: _COST * (v.cost * v.scale / total + _TIE * v.tie) for v in program.variables}
-    )
-    for i, row in enumerate(program.rows):
-        terms = {unknown[symbol]: k * scale[symbol] / row.scale for symbol, k in row.terms.items()}
-        sense = pulp.LpConstraintEQ if row.equal else pulp.LpConstraintLE
-        expression = pulp.LpAffineExpression(terms)
-        lp.addConstraint(pulp.LpConstraint(expression, sense, rhs=row.limit / row.scale), f"{i} {row.label}")
-    if (status := lp.solve(chosen)) != pulp.LpStatusOptimal:
-        raise _Infeasible(f"the placement cannot be solved for ({pulp.LpStatus[status]});"
-                          " check the units of the seconds and bytes given")  # fmt: skip
-    return {symbol: (variable.varValue or 0.0) * scale[symbol] for symbol, variable in unknown.items()}
-
-
 def _fractions(values: Mapping[str, float]) -> dict[str, float]:
     """All nine fractions, without the solver's rounding: none below 0, each kind summing to 1."""
     clean = {name: value if (value := values.get(name, 0.0)) > _NOISE else 0.0 for name in FRACTIONS}
@@ -336,7 +245,7 @@ def _fractions(values: Mapping[str, float]) -> dict[str, float]:
 
 def _why(problem: Problem, solver: str | None) -> Exception | None:
     """Why no placement will do: the memory that is shortest, and by how much; or the latency limit."""
-    fractions = _fractions(_optimum(_shortage_program(problem), solver))
+    fractions = _fractions(optimum(_shortage_program(problem), solver))
     short = [(m.used.value(fractions) - m.capacity, m) for m in problem.memories]
     short = [(lack, m) for lack, m in short if lack > _NOISE * max(abs(m.capacity), 1.0)]
     if short:
@@ -347,7 +256,7 @@ def _why(problem: Problem, solver: str | None) -> Exception | None:
         return OutOfMemory(worst.label, "the block in its tightest placement", needed, 0, capacity, remedy)
     if problem.latency_limit is None:
         return None
-    fractions = _fractions(_optimum(_latency_program(problem), solver))
+    fractions = _fractions(optimum(_latency_program(problem), solver))
     least = sum(phase.life * _seconds(phase, problem, fractions) for phase in problem.phases)
     return InvalidInput(f"latency limit is {problem.latency_limit:g} s; this block needs at least {least:.6g} s;"
                         " raise the limit or make the block smaller")  # fmt: skip
