@@ -224,7 +224,7 @@ class Cost:
         cache, rest = self._touched(layout)
         total += cache
         return Prediction(
-            policy, layout, total, rest + resident / at(self.hardware.checkpoint_read, LOADED),
+            policy, layout, total, max(rest, resident / at(self.hardware.checkpoint_read, LOADED)),
             float((seconds * sweeps.times * sweeps.live).sum() / max(1, sweeps.rows)), sweeps.rows, self.tokens,
             float((sweeps.live * sweeps.times).sum() / sweeps.times.sum()), counts,
             {kind: mean(seconds, kind) for kind in kinds},
@@ -294,11 +294,13 @@ class Cost:
         return tuple(found)
 
     def loading(self) -> Phase:
-        """What comes before the first sweep: weights that stay in memory are read once, and their RAM is new."""
+        """What comes before the first sweep: weights that stay in memory are read once, and their RAM is new. Who waits
+        for the disk lets others write to RAM."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
-        device = read + (0.0 if self.hardware.kind == "cuda" else touched)
-        return Phase("load", 1.0, {"disk_read": Linear(0.0, {"wg": device, "wc": read + touched})})
+        device = 0.0 if self.hardware.kind == "cuda" else touched
+        lanes = {"disk_read": Linear(0.0, {"wg": read, "wc": read}), "touch": Linear(0.0, {"wg": device, "wc": touched})}
+        return Phase("load", 1.0, lanes)
 
     def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
         """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
