@@ -23,6 +23,7 @@ from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.feedback import Watch
+from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload
 from flexengine.plan.search import lay_out_given
@@ -47,10 +48,10 @@ class Engine:
     model: a directory, a .gguf file or a hub id; None is the demo model. policy: None lets the planner choose.
     device: auto, cpu, cuda or sim. device_mem, host_mem: bytes or text such as "800M"; None takes what is free.
     offload_dir: where KV and activations spill. dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA),
-    float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time.
-    trace: file for Chrome trace JSON. on_sweep: called with a Progress after every sweep. trust_remote_code: run
-    Python that lies beside the weights, if the model needs it. hardware: rates to plan with instead of this machine's
-    measured ones.
+    float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time, to find
+    faults; plans are made as if it were True. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
+    every sweep. trust_remote_code: run Python that lies beside the weights, if the model needs it. hardware: rates to
+    plan with instead of this machine's measured ones.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -200,26 +201,8 @@ class Engine:
                 yield item
 
     def fitting(self, workload: Workload) -> tuple[Layout, int, OutOfMemory | None]:
-        """The job's layout, the most tokens of a sequence in it, and why not more. Sets aside the longest where they
-        are why it cannot be held; raises OutOfMemory if the shortest cannot."""
-        totals = sorted({p + n for p, n in workload.sizes})
-        low, high = 0, len(totals)
-        layout: Layout | None = None
-        why: OutOfMemory | None = None
-        middle = high - 1
-        while low < high:
-            try:
-                layout = self.plan(workload.up_to(totals[middle]))
-                low = middle + 1
-            except OutOfMemory as error:
-                if not error.what.startswith(ONE_SEQUENCE):
-                    raise
-                high, why = middle, error
-            middle = (low + high) // 2
-        if layout is None:
-            assert why is not None
-            raise why
-        return layout, totals[low - 1], why
+        """The job's layout, the most tokens of a sequence in it, and why not more; see `plan.fitting`."""
+        return fitting(workload, self.plan)
 
     def _generate(self, watch: Watch, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
         began, layout = time.perf_counter(), watch.layout

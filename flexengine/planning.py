@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from flexengine.config import SamplingParams, cache_root, parse_size
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory
 from flexengine.measure import store
+from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost, Prediction
@@ -40,22 +39,15 @@ class Planner:
         self._given = given is not None
         self.say: Say | None = None
 
-    def search(self, workload: Workload, options: Options | None = None) -> Search:
-        """The policy for a workload. Raises as `plan.search.search` does."""
-        facts = self.opened.facts
-        if self._hardware is not None:
-            return search(facts, self._hardware, workload, options)
-        known = self._measured(measure=False)
-        found = search(facts, known or assumed(self.machine.kind, self.machine.capacity), workload, options)
-        placed = options is not None and options.placed is not None
-        if found.best.seconds < WORTH or placed or (known is not None and store.knows(known, facts)):
+    def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
+        """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured
+        for a job that is worth it; not while weights are loaded, as it takes the room and the modules."""
+        facts, known = self.opened.facts, self.known()
+        found = search(facts, known, workload, options)
+        complete = self._hardware is not None or store.knows(known, facts)
+        if complete or not measure or found.best.seconds < WORTH:
             return found
-        try:
-            return search(facts, self.hardware(), workload, options)
-        except (FlexError, OSError) as error:  # what was found is a plan, too
-            if self.say:
-                self.say(f"not measured: {error}")
-            return found
+        return search(facts, self.hardware(), workload, options)
 
     def choose(self, workload: Workload, prefill_tokens: int | None, placed: Policy | None = None) -> Prediction:
         """What is best for a workload. placed: the policy under which the weights are in memory; they stay where they
@@ -64,18 +56,17 @@ class Planner:
         if placed is None:
             return self.search(workload, anew).best
         try:
-            kept = self.search(workload, replace(anew, placed=placed)).best
+            kept = self.search(workload, replace(anew, placed=placed), measure=False).best
         except OutOfMemory:
-            return self.search(workload, anew).best
+            return self.search(workload, anew, measure=False).best
         if kept.seconds < WORTH:
             return kept
-        other = self.search(workload, anew).best
+        other = self.search(workload, anew, measure=False).best
         return other if other.total_seconds < kept.seconds else kept
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
-        known = self._hardware or self._measured(measure=False) or assumed(self.machine.kind, self.machine.capacity)
-        return Cost(self.opened.facts, known, workload)
+        return Cost(self.opened.facts, self.known(), workload)
 
     def learn(self, watch: Watch) -> None:
         """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
@@ -86,17 +77,24 @@ class Planner:
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
             better = store.corrected(latest, factors, opened.facts)
             store.keep(key, better)
-            self._hardware = store.with_capacity(better, self.machine)
+            if self._hardware is not None:  # else it is read again when it is needed
+                self._hardware = store.with_capacity(better, self.machine)
+
+    def known(self) -> Hardware:
+        """This machine's rates as far as they have been measured; else what is assumed of one of its kind."""
+        known = self._hardware or store.obtain(self.machine, self.offload_dir, self.opened)
+        return known or assumed(self.machine.kind, self.machine.capacity)
 
     def hardware(self) -> Hardware:
-        """This machine's rates, and this model's on it, measured unless they have been."""
+        """This machine's rates, and this model's on it, measured unless they have been, or cannot be."""
         if self._hardware is None:
-            self._hardware = self._measured(measure=True)
-        assert self._hardware is not None
+            say = self.say or (lambda _: None)
+            try:
+                self._hardware = store.obtain(self.machine, self.offload_dir, self.opened, measure=True, say=say)
+            except (FlexError, OSError) as error:
+                say(f"not measured: {error}")
+        self._hardware = self._hardware or self.known()
         return self._hardware
-
-    def _measured(self, measure: bool) -> Hardware | None:
-        return store.obtain(self.machine, self.offload_dir, self.opened, measure, self.say)
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
@@ -125,20 +123,15 @@ class Place:
         return make_machine(self.device, device, host, self.directory, links)
 
 
-def this_machine(place: Place, opened: Opened | None, again: bool = False, say: Say | None = None) -> Hardware:
-    """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`)."""
+def this_machine(
+    place: Place, opened: Opened | None, again: bool = False, say: Say | None = None, dtype: str | None = None
+) -> Hardware:
+    """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`).
+    dtype: of activations, where there is no model; None: this kind of machine's own."""
+    computing = named_dtype(dtype)
     machine = place.machine()
     try:
-        dtype = opened.dtype if opened else torch.float16 if machine.kind == "cuda" else torch.float32
-        files = opened.files if opened else []
-        key = store.key_of(machine, place.directory, dtype, files)
-        hardware = None if again else store.cached(key)
-        if hardware is None:
-            hardware = store.measure_machine(machine, dtype, files, say or (lambda _: None))
-            store.keep(key, hardware)
-        if opened is None:
-            return store.with_capacity(hardware, machine)
-        found = store.obtain(machine, place.directory, opened, True, say)
+        found = store.obtain(machine, place.directory, opened, True, say, again, computing)
         assert found is not None
         return found
     finally:

@@ -161,6 +161,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Prints the plan; nothing is written but what is measured of the machine."""
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
+    from flexengine.plan.fitting import aside
     from flexengine.plan.whatif import helps, instead
     from flexengine.survey import Refused
 
@@ -171,11 +172,12 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
             raise InvalidInput(f"{args.input} has no row that can be run; {refused or 'it is empty'}")
         if refused:
             print(f"flexengine: {refused}", file=sys.stderr)
+        engine.fitting(workload)  # what cannot be held is refused before anything is measured
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
         fitting = workload.up_to(largest)
-        if aside := workload.count - fitting.count:
-            print(f"{aside:,} rows of more than {largest:,} tokens cannot be held and are left out: {why}\n")
+        if left := aside(workload, largest, why):
+            print(f"{left}\n")
         prediction = engine.planner.cost(fitting).predict(layout)
         ideas = (helps if engine.policy is None else instead)(engine.facts, hardware, fitting, prediction)
         print(report(engine.source.name, engine.facts, hardware, fitting, prediction, ideas))

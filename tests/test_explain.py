@@ -379,9 +379,9 @@ def test_refusals(line: Line, options: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
-    def this_machine(place: planning.Place, opened: object, again: bool = False, say: Any = None) -> Hardware:
+    def this_machine(place: planning.Place, opened: object, again: bool, say: Any, dtype: str) -> Hardware:
         say("measuring")
-        assert (place.device, place.offload_dir, opened, again) == ("cpu", "d", None, True)
+        assert (place.device, place.offload_dir, opened, again, dtype) == ("cpu", "d", None, True, "auto")
         return machine
 
     monkeypatch.setattr(planning, "this_machine", this_machine)

@@ -43,22 +43,24 @@ def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: An
 def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
     """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""
     known, rng = families("llama"), random.Random(6)
-    refused = streamed = 0
+    refused, streamed = list[float](), 0
+    work = Workload.of((len(p), NEW) for p in known.prompts)
     for share in (1.5, 1.0, 0.6, 0.4, 0.2, 0.02):
         with Engine(known.directory, device="cpu") as engine:
-            whole = engine.plan(Workload.of((len(p), NEW) for p in known.prompts)).total("device")
+            whole = engine.plan(work).total("device")
         options = {"device_mem": int(share * whole), "offload_dir": tmp_path}
         with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
             try:
-                results = engine.generate(known.rows, GREEDY)
+                engine.fitting(work)
             except OutOfMemory:
-                refused += 1
+                refused.append(share)
                 continue
+            results = engine.generate(known.rows, GREEDY)
             done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
             assert all(found == right for found, right in done)
             assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
             streamed += engine.summary["policy"]["weights"][0] < 1
-    assert refused
+    assert refused == [0.02]
     assert streamed
 
 
@@ -69,7 +71,9 @@ class Recorder:
         self.cached, self.measured = cached, measured
         self.asked: list[bool] = []
 
-    def __call__(self, _machine: Any, _directory: Any, _opened: Any, measure: bool, _say: Any) -> Hardware | None:
+    def __call__(
+        self, _machine: Any, _directory: Any, _opened: Any, measure: bool = False, say: Any = None
+    ) -> Hardware | None:
         self.asked.append(measure)
         return self.measured if measure else self.cached
 
@@ -86,6 +90,18 @@ def test_a_machine_is_measured_before_long_jobs_only(
         assert recorder.asked == ([False, True] if worth else [False])
         engine.plan(Workload({(8, 8): rows}))  # what was measured is known from then on
         assert recorder.asked.count(True) == int(worth)
+
+
+def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring binds the modules to other weights; what is loaded would be lost to the next job."""
+    known = families("llama")
+    recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    with Engine(known.directory, device="cpu") as engine:
+        engine.generate(known.rows[:2], GREEDY)
+        engine.plan(Workload({(8, 8): 30_000_000}))
+        assert not any(recorder.asked)
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
 def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) -> None:

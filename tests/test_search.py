@@ -146,8 +146,11 @@ def test_the_latency_limit_is_kept() -> None:
     kept = search(SMALL, hardware, WORK, Options(latency_limit=limit)).best
     assert kept.latency <= limit
     assert totals(kept) >= 0.99 * totals(free.best)
-    with pytest.raises(InvalidInput, match=r"latency limit is .* the least found here is"):
+    with pytest.raises(InvalidInput, match=r"latency limit is .* the least found here is") as refused:
         search(SMALL, hardware, WORK, Options(latency_limit=least / 100))
+    named = float(str(refused.value).split("found here is ")[1].split(" s")[0])
+    assert named <= 1.05 * least
+    assert search(SMALL, hardware, WORK, Options(latency_limit=named)).best.latency <= named
 
 
 def test_where_all_fits_smaller_blocks_serve_the_latency() -> None:

@@ -36,34 +36,52 @@ Say = Callable[[str], None]
 
 
 def obtain(
-    machine: Machine, offload_dir: Path, opened: Opened, measure: bool, say: Say | None = None
-) -> Hardware | None:
+    machine: Machine, offload_dir: Path, opened: Opened | None, measure: bool = False, say: Say | None = None,
+    again: bool = False, dtype: torch.dtype | None = None,
+) -> Hardware | None:  # fmt: skip
     """This machine's Hardware with the model's own layers and head, and with what may be used of it now.
 
     What the cache lacks is measured, within a minute, if `measure`; else it is missing, and without the machine itself
-    the answer is None. say: told what is being measured. Weights should not be loaded yet: they take the room.
+    the answer is None. say: told what is being measured. again: whatever the cache has. dtype: of activations where
+    there is no model. Weights must not be loaded yet: measuring takes the room, and leaves the modules empty.
     """
-    facts = opened.facts
-    key = key_of(machine, offload_dir, opened.dtype, opened.files)
+    held = opened.dtype if opened else dtype or (torch.float16 if machine.kind == "cuda" else torch.float32)
+    files = opened.files if opened else []
+    key = key_of(machine, offload_dir, held, files)
     say = say or _silent
-    hardware = cached(key)
+    hardware = None if again else cached(key)
     if hardware is None and not measure:
         return None
     if hardware is None:
-        hardware = measure_machine(machine, opened.dtype, opened.files, say)
+        hardware = measure_machine(machine, held, files, say)
         keep(key, hardware)
-    if measure and not knows(hardware, facts):
-        say("measuring the model's layers")
-        with noticing(say):
-            layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
-            name = facts.signature(0)
-            mutual = measure_streaming(opened, machine, layers[name]) if name in layers else {}
-        hardware = replace(
-            hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
-            streaming={**hardware.streaming, **({name: mutual} if mutual else {})},
-        )  # fmt: skip
-        keep(key, hardware)
+    if measure and opened is not None:
+        hardware = _with_model(key, hardware, machine, opened, say)
     return with_capacity(hardware, machine)
+
+
+def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, say: Say) -> Hardware:
+    """The same with the model's own seconds, which are kept."""
+    facts, name = opened.facts, opened.facts.signature(0)
+    layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
+    with noticing(say):
+        if not knows(hardware, facts):
+            say("measuring the model's layers")
+            layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
+        table = layers.get(name) or hardware.layers.get(name)
+        if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
+            streaming = {name: mutual}
+    if not layers and not heads and not streaming:
+        return hardware
+
+    def joined(known: Hardware) -> Hardware:
+        return replace(
+            known, layers={**known.layers, **layers}, heads={**known.heads, **heads},
+            streaming={**known.streaming, **streaming},
+        )  # fmt: skip
+
+    keep(key, joined(cached(key) or hardware))  # other jobs may have added theirs meanwhile
+    return joined(hardware)
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:

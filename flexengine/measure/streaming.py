@@ -21,22 +21,26 @@ from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
+MOST = 2.0  # of a figure, as `Hardware` wants it
 LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """Seconds of one layer: from one to the next, and the work of the device's lane and the disk's."""
+    """Seconds of one layer: from one to the next, and the work of the device's lane, the disk's and, where there is
+    one, the link's between host and device."""
 
     seconds: float
     device: float
     read: float
+    link: float = 0.0
 
     @property
     def hidden(self) -> float:
-        """What each second of the shorter adds to the longer, if they overlapped and this is how long they take alone;
-        see `measure_streaming`."""
-        return (self.seconds - max(self.device, self.read)) / min(self.device, self.read)
+        """What each second of the shorter ones adds to the longest, if they overlapped and this is how long they take
+        alone; see `measure_streaming`."""
+        alone = (self.device, self.read, self.link)
+        return (self.seconds - max(alone)) / (sum(alone) - max(alone))
 
 
 @torch.no_grad()
@@ -71,10 +75,10 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
         for _ in range(TURNS):
             alone, both = (_passes(weights, trial, depth, slots) for slots in (1, 2))
             device = min(alone.device, at(layer, tokens))
-            beside.append(Streamed(both.seconds, device, alone.read).hidden)
+            beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
             wakes.append(alone.device - at(layer, tokens))
-    lost = min(2.0, max(0.0, median(beside)))
-    return {"device": lost, "disk_read": lost, "wake": max(0.0, median(wakes))}
+    lost, wake = (min(MOST, max(0.0, median(found))) for found in (beside, wakes))
+    return {"device": lost, "disk_read": lost, "wake": wake}
 
 
 def _depth(opened: Opened) -> int:
@@ -107,4 +111,5 @@ def _passes(weights: Weights, trial: Trial, depth: int, slots: int) -> Streamed:
             executor.run(program.sweep(number, [batch], more))
         layers = number * depth
         lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.busy.items()}
-        return Streamed((time.perf_counter() - began) / layers, lanes["device"], lanes["disk_read"])
+        seconds = (time.perf_counter() - began) / layers
+        return Streamed(seconds, lanes["device"], lanes["disk_read"], lanes.get("h2d", 0.0))

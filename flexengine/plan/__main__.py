@@ -18,10 +18,11 @@ from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.plan import explain
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.fitting import aside, fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.layout import ModelFacts, Workload, lay_out
 from flexengine.plan.picture import check, plot
-from flexengine.plan.search import Options, Search, frontier, lay_out_given, search
+from flexengine.plan.search import LEAST, Options, Search, frontier, lay_out_given, search
 from flexengine.plan.whatif import BUDGET, Help, helps, instead
 from flexengine.policy import Policy
 
@@ -109,8 +110,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures, prints and saves. Raises FlexError."""
+    _check_written(args, ("save",), [])
+    if args.model is None and args.trust_remote_code:
+        raise InvalidInput("--trust-remote-code says nothing without --model; leave it out")
     opened = _opened(args, _kind(args)) if args.model is not None else None
-    hardware = _planning().this_machine(_place(args), opened, args.again, _say)
+    hardware = _planning().this_machine(_place(args), opened, args.again, _say, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         _write(args.save, text)
@@ -124,12 +128,20 @@ def plan(args: argparse.Namespace) -> None:
     compared = [(path, Policy.load(path)) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
     opened = _opened(args, other.kind if other else _kind(args))
-    workload = _workload(args, opened)
-    hardware = other or _planning().this_machine(_place(args), opened, say=_say)
-    name, case = opened.source.name, (opened.facts, hardware, workload)
+    asked = _workload(args, opened)
+    hardware = other or _measured(args, opened, asked)
     options = Options(latency_limit=args.latency)
-    found = None if given else search(*case, options)
-    prediction = found.best if found else _priced(*case, given or Policy())
+
+    def tried(work: Workload) -> Search | Prediction:
+        machine = opened.facts, hardware, work
+        return _priced(*machine, given) if given is not None else search(*machine, options)
+
+    answer, largest, why = fitting(asked, tried)
+    if left := aside(asked, largest, why):
+        _say(left)
+    name, case = opened.source.name, (opened.facts, hardware, asked.up_to(largest))
+    found = answer if isinstance(answer, Search) else None
+    prediction = answer.best if isinstance(answer, Search) else answer
     print(_told(args, name, case, found, prediction, compared))
     if args.plot:
         curve = frontier(found) if found and args.frontier else ()
@@ -218,9 +230,13 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
     if args.plot:
         check(args.plot)
-    read = [args.input, args.hardware, args.policy, *(args.compare or ())]
+    _check_written(args, ("plot", "save"), [args.input, args.hardware, args.policy, *(args.compare or ())])
+
+
+def _check_written(args: argparse.Namespace, options: Sequence[str], read: Sequence[str | None]) -> None:
+    """Raises InvalidInput for files of these options that cannot be written, or are one with another or one read."""
     taken = {Path(name).resolve() for name in read if name}
-    for name in filter(None, (args.plot, args.save)):
+    for name in filter(None, (getattr(args, option) for option in options)):
         if Path(name).resolve() in taken:
             raise InvalidInput(f"{name} is to be written, but something else is read from it or written to it;"
                                " name another file")  # fmt: skip
@@ -254,6 +270,16 @@ def _opened(args: argparse.Namespace, kind: str) -> "Opened":
     from flexengine.worker.opened import open_model
 
     return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False)
+
+
+def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
+    """This machine, after it is sure that it can hold some of the rows."""
+    place = _place(args)
+    with closing(place.machine()) as machine:
+        fitting(workload, lambda work: lay_out(opened.facts, LEAST, work, machine.capacity))
+        planner = _planning().Planner(machine, opened, place.directory)
+        planner.say = _say
+        return planner.hardware()  # type: ignore[no-any-return]
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:

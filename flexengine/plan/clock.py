@@ -26,11 +26,6 @@ Rows = Sequence[tuple[int, int]]  # (prompt tokens, tokens to generate), in orde
 Seconds = Callable[[Task], float]
 
 
-def task_seconds(cost: Cost, layout: Layout, batches: Sequence[Batch]) -> Seconds:
-    """Seconds of each task of a sweep of these gpu_batches under a layout."""
-    return Clock.of(cost, layout).seconds(batches)
-
-
 def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast:
     """The whole job, task by task. rows: in order of entry; None takes the workload's in a random order, always the
     same. With one slot nothing overlaps. Meant for small jobs: every task of every sweep is kept."""

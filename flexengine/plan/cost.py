@@ -299,8 +299,8 @@ class Cost:
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
         device = 0.0 if self.hardware.kind == "cuda" else touched
-        lanes = {"disk_read": Linear(0.0, {"wg": read, "wc": read}), "touch": Linear(0.0, {"wg": device, "wc": touched})}
-        return Phase("load", 1.0, lanes)
+        lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
+        return Phase("load", 1.0, {lane: Linear(0.0, by) for lane, by in lanes.items()})
 
     def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
         """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.

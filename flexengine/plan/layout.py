@@ -120,10 +120,6 @@ class Workload:
         """Tokens of the `count` longest prompts together."""
         return sum(_largest(((p, times) for (p, _), times in self.sizes.items()), count))
 
-    def pages(self, page_tokens: int) -> int:
-        """Pages that all sequences fill at their longest."""
-        return sum(times * pages_for(p + n - 1, page_tokens) for (p, n), times in self.sizes.items())
-
 
 def _largest(numbers: Iterable[tuple[int, int]], count: int) -> list[int]:
     """The `count` largest of (number, how often it occurs), falling."""

@@ -6,6 +6,7 @@ are then tried with other gpu_batches, micro-batches, slots and schedules, and t
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
@@ -14,7 +15,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out, lay_out_weights
-from flexengine.plan.lp import FRACTIONS, Memory, Problem, solve
+from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
@@ -34,6 +35,8 @@ FINE = tuple(k / 500 for k in range(1, 16))  # moved at last, as what rounding t
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between tiers: nearer to the device, or away to make room
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
 BETTER = 0.995  # of the seconds, to be called better
+WAITING = 10.0  # seconds of loading, from which on a short job may rather stream its weights than keep them
+LEAST = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=1, prefill_tokens=min(TOKENS))  # what takes least memory
 _ON_DEVICE: Split = (1.0, 0.0, 0.0)
 
 
@@ -78,7 +81,7 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     lay_out(model, found.smallest(), workload, found.capacity)  # raises where nothing fits
     if found.options.placed is not None:
         found.reshape(found.options.placed)
-    elif not found.resident():
+    elif not found.resident() or found.hurried():
         found.streamed()
         found.refine()
     return Search(found.best(), tuple(found.tried.values()))
@@ -114,11 +117,18 @@ class _Searching:
         if not self.tried:
             lay_out(self.cost.model, self.smallest(), self.cost.workload, self.capacity)
             self.attempt(self.smallest())
+        best, limit = self.leader(), self.options.latency_limit
+        if limit is not None and best.latency > limit:
+            least = upward(best.latency)
+            raise InvalidInput(f"latency limit is {limit} s; the least found here is {least} s, set it higher")
+        return best
+
+    def leader(self) -> Prediction:
+        """The best so far; of those that do not keep the latency limit, if none does, the nearest to it."""
         limit = self.options.latency_limit
         fast = [p for p in self.tried.values() if limit is None or p.latency <= limit]
         if not fast:
-            least = min(p.latency for p in self.tried.values())
-            raise InvalidInput(f"latency limit is {limit} s; the least found here is {upward(least)} s, set it higher")
+            return min(self.tried.values(), key=attrgetter("latency"))
         best = fast[0]
         for prediction in fast[1:]:
             if prediction.total_seconds < BETTER * best.total_seconds:
@@ -149,7 +159,7 @@ class _Searching:
         return Policy(-(-block // batches), batches, prefill_tokens=self.tokens[0])
 
     def smallest(self) -> Policy:
-        least = replace(self.shaped(1), weights=(0.0, 0.0, 1.0), slots=1, prefill_tokens=self.tokens[-1])
+        least = replace(LEAST, prefill_tokens=min(self.tokens))
         placed = self.options.placed
         return _placed_like(least, placed) if placed is not None else least
 
@@ -174,8 +184,8 @@ class _Searching:
         return lay_out(model, policy, self.cost.workload, capacity, self.weights[key])
 
     def resident(self) -> bool:
-        """Tries everything on the device; whether that holds as many sequences as may be alive, so that nothing off
-        the device can be better."""
+        """Tries everything on the device; whether that holds as many sequences as may be alive, so that no sweep can be
+        quicker with anything elsewhere."""
         whole, largest = False, self.blocks()[0]
         for block in self.blocks():
             for tokens in self.tokens[:1] if whole else self.tokens:  # smaller blocks are for the latency alone
@@ -185,6 +195,11 @@ class _Searching:
         if self.tried:
             self._batches_of(min(self.tried.values(), key=attrgetter("total_seconds")).policy)
         return whole
+
+    def hurried(self) -> bool:
+        """Whether the job is so short that reading the weights beforehand is a large part of it."""
+        best = self.leader()
+        return best.load_seconds > max(WAITING, best.seconds / 2)
 
     def _holds(self, layout: Layout) -> bool:
         """Whether the pools are as large as a block ever needs."""
@@ -225,13 +240,13 @@ class _Searching:
                 self.attempt(replace(self.smallest(), slots=slots))
                 self.place(replace(self.smallest(), slots=slots), False, False)
         for _ in range(ROUNDS):
-            before = self.best()
+            before = self.leader()
             for prediction in self._finalists():
                 self._around(prediction)
-            if self.best() is before:
+            if self.leader() is before:
                 break
-        self._batches_of(self.best().policy)
-        last = self.best().policy
+        self._batches_of(self.leader().policy)
+        last = self.leader().policy
         for (source, target), step in product(MOVES, FINE):
             if (moved := _moved(last, source, target, step)) is not None:
                 self.attempt(moved)
@@ -239,7 +254,12 @@ class _Searching:
     def _finalists(self) -> list[Prediction]:
         """The best few that differ in schedule or block size."""
         kinds: dict[tuple[str, int], Prediction] = {}
-        for prediction in sorted(self.tried.values(), key=attrgetter("total_seconds")):
+        limit = self.options.latency_limit
+
+        def rank(p: Prediction) -> tuple[float, float]:
+            return 0.0 if limit is None else max(limit, p.latency), p.total_seconds
+
+        for prediction in sorted(self.tried.values(), key=rank):
             kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
         return list(kinds.values())[:FINALISTS]
 
@@ -275,22 +295,28 @@ class _Searching:
 
         cache, hidden: whether KV cache and hidden states may leave the device.
         """
+        shape = replace(shape, weights=LEAST.weights, cache=_ON_DEVICE, activations=_ON_DEVICE)  # the program's to say
         asked = (shape, cache, hidden)
         if asked not in self.asked:
-            self.asked[asked] = self._placed(shape, cache, hidden)
+            self.asked[asked] = None
+            with suppress(OutOfMemory, InvalidInput):  # no placement of this block fits, or corners that do not
+                self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden))
         return self.asked[asked]
 
-    def _placed(self, shape: Policy, cache: bool, hidden: bool) -> Prediction | None:
-        try:
-            problem = self._problem(shape, cache, hidden)
-            for margin in MARGINS:
-                policy = _rounded(shape, solve(problem).fractions)
-                if (prediction := self.attempt(policy)) is not None:
-                    return prediction
-                problem = _with_less(problem, self.refused[policy], margin)
-        except (OutOfMemory, InvalidInput):  # no placement of this block fits, or is quick enough
-            pass
+    def _placed(self, shape: Policy, problem: Problem) -> Prediction | None:
+        for margin in MARGINS:
+            policy = _rounded(shape, self._solved(problem).fractions)
+            if (prediction := self.attempt(policy)) is not None:
+                return prediction
+            problem = _with_less(problem, self.refused[policy], margin)
         return None
+
+    def _solved(self, problem: Problem) -> Solution:
+        """Without the latency limit where nothing keeps it: so that it can be said what there is."""
+        try:
+            return solve(problem)
+        except InvalidInput:
+            return solve(replace(problem, latency_limit=None))
 
     def _problem(self, shape: Policy, cache: bool, hidden: bool) -> Problem:
         cost, shared = self.cost, self.cost.hardware.shared

@@ -159,7 +159,10 @@ def instead(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
 ) -> list[Help]:
     """What the policy that would be chosen gains over a given one, if that is worth a word."""
-    ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
+    try:
+        ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
+    except OutOfMemory:  # a given policy may fill RAM to the brim
+        return []
     return [Help("the policy that is chosen without --policy", ratio)] if ratio >= LEAST else []
 
 
