@@ -14,7 +14,8 @@ from flexengine import Engine, Policy, SamplingParams, planning
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Workload
+from flexengine.plan.layout import Capacity, Workload, lay_out
+from flexengine.plan.search import LEAST, planned
 from flexengine.run import DONE, REFUSED, main
 from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
@@ -54,13 +55,16 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
                 engine.fitting(work)
             except OutOfMemory:
                 refused.append(share)
+                with pytest.raises(OutOfMemory):  # not even what takes least
+                    lay_out(engine.facts, LEAST, work, planned(engine.machine.capacity))
                 continue
             results = engine.generate(known.rows, GREEDY)
             done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
             assert all(found == right for found, right in done)
             assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
             streamed += engine.summary["policy"]["weights"][0] < 1
-    assert refused == [0.02]
+    assert 0.02 in refused
+    assert max(refused) < 0.4
     assert streamed
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import Workload
+from flexengine.plan.layout import ONE_SEQUENCE, Workload
 
 Plan = TypeVar("Plan")
 
@@ -12,7 +12,8 @@ Plan = TypeVar("Plan")
 def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan, int, OutOfMemory | None]:
     """The plan of as many rows as can be held, the most tokens (prompt and generated) of one of them, and why not more.
 
-    plan: of a workload; raises OutOfMemory if it cannot be held, as this does if the shortest rows cannot.
+    plan: of a workload; raises OutOfMemory if it cannot be held. This does so, too, if the shortest rows cannot, or if
+    something else than the KV cache of a single row is too large: then another policy may hold them all.
     """
     totals = sorted({p + n for p, n in workload.sizes})
     low, middle, high = 0, len(totals) - 1, len(totals)
@@ -23,6 +24,8 @@ def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan,
             found = plan(workload.up_to(totals[middle]))
             low = middle + 1
         except OutOfMemory as error:
+            if not error.what.startswith(ONE_SEQUENCE):
+                raise
             high, why = middle, error
         middle = (low + high) // 2
     if found is None:
