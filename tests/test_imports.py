@@ -19,6 +19,7 @@ ALLOWED = {
     "schedule": {"errors", "config", "policy"},
     "plan": {"errors", "config", "policy", "schedule"},
     "kernels": {"errors", "config"},
+    "codec": {"errors"},
     "tier": {"errors", "kernels"},
     "kv": {"errors"},
     "model": {"errors", "config", "kernels"},
