@@ -168,10 +168,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
-        if not workload.count:
-            raise InvalidInput(f"{args.input} has no row that can be run; {refused or 'it is empty'}")
-        if refused:
-            print(f"flexengine: {refused}", file=sys.stderr)
+        refused.report(workload, args.input, _say)
         engine.fitting(workload)  # what cannot be held is refused before anything is measured
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
@@ -243,8 +240,12 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
     )  # fmt: skip
-    engine.planner.say = lambda what: print(f"flexengine: {what}", file=sys.stderr)
+    engine.planner.say = _say
     return engine
+
+
+def _say(text: str) -> None:
+    print(f"flexengine: {text}", file=sys.stderr)
 
 
 def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Prompts into requests, and a look at all of them beforehand: how many there are of each size."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from flexengine.config import SamplingParams
@@ -10,6 +10,7 @@ from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
 from flexengine.model.stop import check_stops
 from flexengine.plan.layout import Workload
+from flexengine.plan.words import count
 
 _ENDLESS = 1 << 40  # tokens, for models that name no limit
 
@@ -24,12 +25,19 @@ class Refused:
         return self.count > 0
 
     def __str__(self) -> str:
-        rows = "1 row" if self.count == 1 else f"{self.count:,} rows"
-        return f"{rows} cannot be run and {'is' if self.count == 1 else 'are'} left out; the first: {self.first}"
+        left = "is" if self.count == 1 else "are"
+        return f"{count(self.count, 'row', 'rows')} cannot be run and {left} left out; the first: {self.first}"
 
     def note(self, row: Row) -> None:
         """Tells of such a row."""
         self.count, self.first = self.count + 1, self.first or row.error or ""
+
+    def report(self, found: Workload, name: str, say: Callable[[str], None]) -> None:
+        """Says how many there are, if any. Raises InvalidInput if file `name` has no other row."""
+        if not found.count:
+            raise InvalidInput(f"{name} has no row that can be run; {self if self else 'it is empty'}")
+        if self:
+            say(str(self))
 
 
 class Reader:

@@ -382,6 +382,10 @@ def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
             used[0] += 10 * cores
     assert len(said) == 1
     assert "2.5 cores" in said[0]
+    with timing.noticing(said.append):  # one tick of the processor's clock is not ten busy cores
+        clock[0] += 0.001
+        used[0] += 0.01
+    assert len(said) == 1
 
 
 def test_room(at: Callable[..., Machine]) -> None:

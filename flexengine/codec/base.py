@@ -59,23 +59,28 @@ def packed_bytes(count: int, bits: int) -> int:
     return count * bits // 8
 
 
+def _word(bits: int) -> tuple[int, int]:
+    """Codes that fill bytes together, and how many bytes."""
+    return (8, 3) if bits == 3 else (8 // bits, 1)
+
+
 def pack(codes: Tensor, bits: int) -> Tensor:
     """uint8 codes [..., n] below 2^bits into bytes [..., n * bits / 8], the first code lowest. n: a multiple of 8."""
     if bits == 8:
         return codes
-    each = 8 if bits == 3 else 8 // bits  # codes that fill bytes together
+    each, octets = _word(bits)
     wide = codes.reshape(*codes.shape[:-1], -1, each).to(torch.int32)
     shifts = torch.arange(each, dtype=torch.int32, device=codes.device) * bits
     words = (wide << shifts).sum(-1, dtype=torch.int32)
-    octets = torch.arange(bits if bits == 3 else 1, dtype=torch.int32, device=codes.device) * 8
-    return ((words[..., None] >> octets) & 255).to(torch.uint8).flatten(-2)
+    places = torch.arange(octets, dtype=torch.int32, device=codes.device) * 8
+    return ((words[..., None] >> places) & 255).to(torch.uint8).flatten(-2)
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """The codes again, uint8."""
     if bits == 8:
         return packed
-    each, octets = (8, 3) if bits == 3 else (8 // bits, 1)
+    each, octets = _word(bits)
     places = torch.arange(octets, dtype=torch.int32, device=packed.device) * 8
     wide = packed.reshape(*packed.shape[:-1], -1, octets).to(torch.int32)
     words = (wide << places).sum(-1, dtype=torch.int32)

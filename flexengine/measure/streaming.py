@@ -9,7 +9,7 @@ import torch
 from flexengine.errors import OutOfMemory
 from flexengine.measure.model import Trial
 from flexengine.measure.timing import unnoticed
-from flexengine.plan.hardware import Table, at
+from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
@@ -21,7 +21,6 @@ from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
-MOST = 2.0  # of a figure, as `Hardware` wants it
 LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
 
 
@@ -77,7 +76,7 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
             device = min(alone.device, at(layer, tokens))
             beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
             wakes.append(alone.device - at(layer, tokens))
-    lost, wake = (min(MOST, max(0.0, median(found))) for found in (beside, wakes))
+    lost, wake = (min(MOST_SLOWED, max(0.0, median(found))) for found in (beside, wakes))
     return {"device": lost, "disk_read": lost, "wake": wake}
 
 

@@ -16,6 +16,7 @@ from flexengine.tier.machine import Machine
 LEAST = 3  # calls that count, if the budget allows
 MOST = 1000
 DISTURBED = 0.25  # cores; what other programs may take without being mentioned
+NOTICED = 0.5  # seconds from which on that can be told: processor time is counted in hundredths
 BURST = 8  # calls queued on a GPU between two waits, as a lane does
 
 
@@ -83,7 +84,9 @@ def noticing(say: Callable[[str], None]) -> Iterator[None]:
     """Says afterwards if other programs took processor time that this one wanted."""
     others, began = _others_seconds(), time.perf_counter()
     yield
-    cores = (_others_seconds() - others) / max(1e-9, time.perf_counter() - began)
+    if (seconds := time.perf_counter() - began) < NOTICED:
+        return
+    cores = (_others_seconds() - others) / seconds
     if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
         say(f"other programs kept {cores:.1f} cores busy meanwhile; the machine will be taken for a slower one")
 

@@ -113,8 +113,10 @@ def measure(args: argparse.Namespace) -> None:
     _check_written(args, ("save",), [])
     if args.model is None and args.trust_remote_code:
         raise InvalidInput("--trust-remote-code says nothing without --model; leave it out")
+    from flexengine import planning
+
     opened = _opened(args, _kind(args)) if args.model is not None else None
-    hardware = _planning().this_machine(_place(args), opened, args.again, _say, args.dtype)
+    hardware = planning.this_machine(_place(args), opened, args.again, _say, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         _write(args.save, text)
@@ -245,19 +247,14 @@ def _check_written(args: argparse.Namespace, options: Sequence[str], read: Seque
             raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
 
 
-def _planning() -> Any:
-    """Imported late: it takes torch, and --help shall not."""
-    from flexengine import planning
-
-    return planning
-
-
 def _say(text: str) -> None:
     print(f"flexengine: {text}", file=sys.stderr)
 
 
 def _place(args: argparse.Namespace) -> "Place":
-    return _planning().Place(args.device, args.device_mem, args.host_mem, args.offload_dir)  # type: ignore[no-any-return]
+    from flexengine import planning  # late: it takes torch, and --help shall not
+
+    return planning.Place(args.device, args.device_mem, args.host_mem, args.offload_dir)
 
 
 def _kind(args: argparse.Namespace) -> str:
@@ -274,12 +271,14 @@ def _opened(args: argparse.Namespace, kind: str) -> "Opened":
 
 def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
     """This machine, after it is sure that it can hold some of the rows."""
+    from flexengine import planning
+
     place = _place(args)
     with closing(place.machine()) as machine:
         fitting(workload, lambda work: lay_out(opened.facts, LEAST, work, machine.capacity))
-        planner = _planning().Planner(machine, opened, place.directory)
+        planner = planning.Planner(machine, opened, place.directory)
         planner.say = _say
-        return planner.hardware()  # type: ignore[no-any-return]
+        return planner.hardware()
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:
@@ -303,17 +302,15 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
             raise InvalidInput(f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the"
                                f" {most} tokens of {opened.source.name}'s context; lower one")  # fmt: skip
         return Workload({(prompt, params.max_tokens): args.rows or ROWS})
+    from flexengine import planning
     from flexengine.job.inputs import Rows
     from flexengine.survey import Refused
 
     refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit) as rows:
-        found = _planning().workload(opened, rows, params, args.trust_remote_code, refused)
-    if not found.count:
-        raise InvalidInput(f"{args.input} has no row that can be run; {refused or 'it is empty'}")
-    if refused:
-        _say(str(refused))
-    return found  # type: ignore[no-any-return]
+        found = planning.workload(opened, rows, params, args.trust_remote_code, refused)
+    refused.report(found, args.input, _say)
+    return found
 
 
 def _write(path: str, text: str) -> None:

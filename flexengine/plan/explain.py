@@ -8,7 +8,7 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import LANES, Hardware, Table, at
 from flexengine.plan.layout import ModelFacts, Workload
 from flexengine.plan.whatif import Help
-from flexengine.plan.words import clock, digits, lane_names, percent, size, tier_names
+from flexengine.plan.words import clock, count, digits, lane_names, percent, size, tier_names
 from flexengine.policy import TIERS, Policy
 
 BAR = 40  # characters
@@ -55,7 +55,7 @@ def job_size(workload: Workload) -> str:
     if not workload.count:
         return "no rows"
     prompts, outputs = zip(*workload.sizes, strict=True)
-    rows = "1 row" if workload.count == 1 else f"{workload.count:,} rows"
+    rows = count(workload.count, "row", "rows")
     return f"{rows} of {_range(prompts)} prompt tokens, at most {_range(outputs)} tokens generated for each"
 
 
@@ -66,18 +66,14 @@ def _range(values: Iterable[int]) -> str:
 
 def policy_words(policy: Policy) -> list[str]:
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
-    shape = f"{_count(batches, 'gpu_batch', 'gpu_batches')} of {_count(policy.gpu_batch_size, 'sequence', 'sequences')}"
+    shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
     overlap = "transfers wait for computing, and computing for them" if policy.slots == 1 else (
         "the next layer comes in while one is computed")  # fmt: skip
     return [
         f"Policy      block of {policy.block_size:,}: {shape}; prompts in pieces of {policy.prefill_tokens:,} tokens",
         f"            schedule {policy.schedule}: {ENTRY[policy.schedule]}",
-        f"            {_count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
+        f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
-
-
-def _count(number: int, one: str, many: str) -> str:
-    return f"{number:,} {one if number == 1 else many}"
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
@@ -328,7 +324,7 @@ def hardware_text(hardware: Hardware) -> str:
         slowed = ", ".join(f"{percent(share)} of {names[other]}" for other, share in others.items() if share)
         rows += [(f"{names[lane]} loses", slowed)] if slowed else []
     rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
-    layers, heads = _count(len(hardware.layers), "layer", "layers"), _count(len(hardware.heads), "head", "heads")
+    layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
     rows.append(("of single models", f"{layers}, {heads}"))
     return "\n".join([machine(hardware), *(f"  {what:<20}{text}" for what, text in rows)])
 

@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import ONE_SEQUENCE, Workload
+from flexengine.plan.words import count
 
 Plan = TypeVar("Plan")
 
@@ -36,6 +37,6 @@ def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan,
 
 def aside(workload: Workload, largest: int, why: OutOfMemory | None) -> str:
     """What is said of the rows that are set aside; "" if none is."""
-    count = workload.count - workload.up_to(largest).count
-    rows = "1 row" if count == 1 else f"{count:,} rows"
-    return f"{rows} of more than {largest:,} tokens cannot be held and are left out: {why}" if count else ""
+    left = workload.count - workload.up_to(largest).count
+    rows = count(left, "row", "rows")
+    return f"{rows} of more than {largest:,} tokens cannot be held and are left out: {why}" if left else ""

@@ -20,6 +20,7 @@ from flexengine.plan.layout import Capacity
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
 LEAST, MOST = 1e-30, 1e30  # of any number: what machines have, so that seconds made of them stay finite
+MOST_SLOWED = 2.0  # seconds that one second of a lane may add to another, or waiting to a layer
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
 
 Table = tuple[tuple[float, float], ...]
@@ -119,16 +120,18 @@ class Hardware:
             raise InvalidInput("hardware of kind cpu has host_bytes; its RAM is device_bytes, set host_bytes to null")
         for lane, others in _object("crosstalk", self.crosstalk).items():
             for other, share in _object(f"crosstalk {lane}", others).items():
-                if lane not in LANES or other not in LANES or not 0 <= _number(f"crosstalk {lane}", share) <= 2:
+                known = lane in LANES and other in LANES
+                if not known or not 0 <= _number(f"crosstalk {lane}", share) <= MOST_SLOWED:
                     raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
-                                       f" it must be 0 to 2, between lanes of {', '.join(LANES)}")  # fmt: skip
+                                       f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(LANES)}")
 
         for name, figures in _object("streaming", self.streaming).items():
             if set(_object(f"streaming {name}", figures)) != set(STREAMING):
                 raise InvalidInput(f"streaming {shown(name)} is {shown(figures)}; it must have {', '.join(STREAMING)}")
             for what, figure in figures.items():
-                if not 0 <= _number(f"streaming {what}", figure) <= 2:
-                    raise InvalidInput(f"streaming {shown(name)} {what} is {shown(figure)}; it must be 0 to 2")
+                if not 0 <= _number(f"streaming {what}", figure) <= MOST_SLOWED:
+                    raise InvalidInput(f"streaming {shown(name)} {what} is {shown(figure)};"
+                                       f" it must be 0 to {MOST_SLOWED:g}")  # fmt: skip
 
     @property
     def shared(self) -> bool:

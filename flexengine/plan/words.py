@@ -28,6 +28,11 @@ def digits(x: float) -> str:
     return f"{x:.3g}" if 0 < x < 0.9995 else f"{x:,.{places}f}"
 
 
+def count(number: int, one: str, many: str) -> str:
+    """How many there are of something: 1 row, 2,000 rows."""
+    return f"{number:,} {one if number == 1 else many}"
+
+
 def upward(x: float) -> str:
     """Four significant digits of a positive number, no less than it."""
     unit = 10.0 ** (math.floor(math.log10(x)) - 3)
