@@ -25,11 +25,14 @@ CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
 
 @dataclass(frozen=True)
 class Question:
-    """A model directory and the M of the layer GEMMs and of the head's, for each sweep in order."""
+    """A model directory and the M of the layer GEMMs and of the head's, for each sweep in order.
+
+    lossy: the switches of the run; with encoded weights the engine's own product of that kind is what is timed."""
 
     model: str
     layer_ms: tuple[tuple[int, ...], ...]
     head_ms: tuple[int, ...]
+    lossy: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line."""
@@ -122,13 +125,40 @@ def kernels() -> dict[str, Callable[[Any, Any], Any]]:
     return found
 
 
-def gemm_seconds(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) -> dict[str, float]:
+def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, int8: bool, repeats: int = 3) -> float:
+    """The same with encoded weights."""
+    import torch
+
+    import flexengine.kernels
+    from flexengine.codec.named import WEIGHTS
+    from flexengine.codec.packed import Packed
+
+    forms = [Packed(WEIGHTS[codec], n, k) for n, k in shapes]
+    weights = [torch.randint(0, 60, (form.nbytes,), dtype=torch.uint8) for form in forms]
+    kernel, best = flexengine.kernels.load(), float("inf")
+    for attempt in range(repeats + 1):
+        inputs = {k: torch.randn(m, k) for _, k in shapes}
+        start = time.perf_counter()
+        for form, w in zip(forms, weights, strict=True):
+            kernel.product(inputs[form.columns], w, form, None, int8)
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def gemm_seconds(
+    m: int, shapes: Sequence[tuple[int, int]], lossy: dict[str, Any] | None, head: bool = False, repeats: int = 3
+) -> dict[str, float]:
     """Seconds of multiplying by one weight [n, k] of each shape, by kernel; the least of the repeats.
 
     Each shape has its own weight, so between repeats most of them leave the CPU's caches, as streamed weights do.
     """
     import torch
 
+    switches = lossy or {}
+    if codec := switches.get("weights", switches.get("compute")):
+        int8 = switches.get("compute") == "int8"
+        return {"encoded": encoded_seconds(m, shapes, "int8" if head else codec, int8, repeats)}
     inputs = {k: torch.randn(m, k) for _, k in shapes}
     best: dict[str, float] = {}
     for name, kernel in kernels().items():
@@ -157,8 +187,10 @@ def answer(asked: Question) -> dict[str, Any]:
     files = shard_files(model)
     rates = read_rates(files)
     with torch.inference_mode():
-        layer = {m: gemm_seconds(m, layer_shapes(config)) for m in {m for ms in asked.layer_ms for m in ms}}
-        head = {m: gemm_seconds(m, [(config["vocab_size"], config["hidden_size"])]) for m in set(asked.head_ms)}
+        sizes = {m for ms in asked.layer_ms for m in ms}
+        layer = {m: gemm_seconds(m, layer_shapes(config), asked.lossy) for m in sizes}
+        shape = (config["vocab_size"], config["hidden_size"])
+        head = {m: gemm_seconds(m, [shape], asked.lossy, head=True) for m in set(asked.head_ms)}
     compute = [
         config["num_hidden_layers"] * sum(min(layer[m].values()) for m in ms) + min(head[h].values())
         for ms, h in zip(asked.layer_ms, asked.head_ms, strict=True)
@@ -177,7 +209,8 @@ def main() -> None:
     """The question on stdin, the answer on stdout."""
     fields = json.loads(sys.stdin.read())
     ms = tuple(tuple(sweep) for sweep in fields["layer_ms"])
-    print(json.dumps(answer(Question(fields["model"], ms, tuple(fields["head_ms"])))))
+    asked = Question(fields["model"], ms, tuple(fields["head_ms"]), fields["lossy"])
+    print(json.dumps(answer(asked)))
 
 
 if __name__ == "__main__":

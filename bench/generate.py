@@ -1,6 +1,6 @@
 """Resident generation against transformers' generate(): case a (uniform lengths) and case b (mixed lengths).
 
-python -m bench.generate [--cases a b] [--runs 3] [--model DIR] [--out generate.jsonl]
+python -m bench.generate [--cases a b] [--runs 3] [--lossy exact compute=int8 ...] [--model DIR] [--out generate.jsonl]
 
 Each side runs in its own process, alternating; both read the same fp32 weights. The peer first tries its batch sizes
 once each and keeps the fastest. One JSON line per case: tokens/s of both sides and ratios per round (load excluded).
@@ -10,6 +10,7 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,24 +29,38 @@ def demo_model() -> Path:
     return Path(found.stdout.splitlines()[-1])
 
 
-def run_case(case: Case, job: Job, rounds: int) -> Record:
-    """Best batch of the peer, then alternating rounds; the record."""
+def run_case(case: Case, job: Job, rounds: int, variants: Sequence[Record]) -> list[Record]:
+    """Best batch of the peer, then alternating rounds of all variants and the peer; a record for each variant."""
     print(f"case {case.name}: {case.rows} rows, {case.prompt_tokens} in, {case.output_tokens} out", file=sys.stderr)
     peer_job, by_batch = harness.best_batch(PEER, job, case.peer_batches)
-    ours, peer = [], []
+    runs: list[list[Record]] = [[] for _ in variants]
+    peer: list[Record] = []
     for i in range(rounds):
         print(f"round {i + 1} of {rounds}", file=sys.stderr)
-        ours.append(harness.run_side(OURS, job))
+        for found, switches in zip(runs, variants, strict=True):
+            found.append(harness.run_side(OURS, replace(job, lossy=switches)))
         peer.append(harness.run_side(PEER, peer_job))
+    return [
+        record(case, job, (switches, ours), (peer_job.batch, by_batch, peer))
+        for switches, ours in zip(variants, runs, strict=True)
+    ]
+
+
+def record(
+    case: Case, job: Job, run: tuple[Record, list[Record]], other: tuple[int, Record, list[Record]]
+) -> Record:
+    """The JSON line of one variant (its switches, its runs) against the peer (its batch, rates by batch, its runs)."""
+    (switches, ours), (batch, by_batch, peer) = run, other
     ratios = [a["tok_s"] / b["tok_s"] for a, b in zip(ours, peer, strict=True) if "error" not in a and "error" not in b]
     return {
         **harness.header("generate", case, [*ours, *peer]),
         "model": Path(job.model).name,
+        "lossy": harness.named(switches),
         "tokens": [case.prompt_tokens, case.output_tokens],
         "ratio": harness.stats(ratios),
         "ours_tok_s": harness.stats(harness.good(ours)),
         "peer_tok_s": harness.stats(harness.good(peer)),
-        "peer_batch": peer_job.batch,
+        "peer_batch": batch,
         "peer_tok_s_by_batch": by_batch,
         "rows_equal": harness.rows_equal(ours[-1], peer[-1]),
         "ratios": ratios,
@@ -73,9 +88,10 @@ def main() -> int:
                 str(model), tuple(case.requests(harness.vocab_size(model))), dtype="float32",
                 device_mem=args.device_mem, policy=harness.load_policy(args.policy), scratch=scratch,
             )  # fmt: skip
-            record = run_case(case, job, args.runs)
-        harness.emit(record, args.out)
-        failed |= record["ratio"] is None
+            found = run_case(case, job, args.runs, args.lossy)
+        for line in found:
+            harness.emit(line, args.out)
+            failed |= line["ratio"] is None
     return int(failed)
 
 

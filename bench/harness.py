@@ -31,7 +31,7 @@ Record = dict[str, Any]
 class Job:
     """What one side process reads from stdin.
 
-    batch: batch size of a padded peer. device, device_mem, policy: for the engine; None leaves its own choice.
+    batch: batch size of a padded peer. device, device_mem, policy, lossy: for the engine; None leaves its own choice.
     scratch: an empty directory on the disk of the model, for what a side offloads.
     """
 
@@ -42,6 +42,7 @@ class Job:
     device: str = "cpu"
     device_mem: str | None = None
     policy: Record | None = None
+    lossy: Record | None = None
     scratch: str | None = None
 
     def to_json(self) -> str:
@@ -238,7 +239,27 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--runs", type=int, default=3, help="alternating rounds (default 3)")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     parser.add_argument("--device-mem", help="passed to the engine, e.g. 1200M (default: its own choice)")
+    parser.add_argument("--lossy", nargs="+", type=lossy, default=[{}], metavar="NAME=VALUE,...",
+                        help="switches of the engine, e.g. exact weights=int4 weights=int4,compute=int8: each is run")
     parser.add_argument("--policy", type=Path, help="policy file for the engine (default: its own choice)")
+
+
+def lossy(text: str) -> Record:
+    """Switches as in "weights=int4,compute=int8"; "exact" has none."""
+    pairs = [] if text == "exact" else [part.split("=", 1) for part in text.split(",")]
+    return {name: float(value) if name == "topk" else value for name, value in pairs}
+
+
+def named(switches: Record) -> str:
+    """The reverse of lossy."""
+    return ",".join(f"{name}={value}" for name, value in switches.items()) or "exact"
+
+
+def prepared_files() -> list[Path]:
+    """What the engine keeps on disk of encoded or converted models."""
+    given = os.environ.get("FLEXENGINE_CACHE")
+    root = Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
+    return sorted(root.glob("prepared/*/*.safetensors"))
 
 
 def load_policy(path: Path | None) -> Record | None:

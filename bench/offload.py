@@ -1,6 +1,7 @@
 """A model bigger than the memory allowed, against accelerate's disk offload: cases c1 and c2 on the OPT-1.3B shape.
 
-python -m bench.offload DIR [--cases c1 c2] [--runs 3] [--peer-runs 1] [--limit 2.0G | --no-limit] [--out offload.jsonl]
+python -m bench.offload DIR [--cases c1 c2] [--runs 3] [--peer-runs 1] [--lossy exact weights=int4 ...]
+    [--limit 2.0G | --no-limit] [--out offload.jsonl]
 
 DIR is where the checkpoint is made (or reused). Both sides run under the same memory limit, each in its own cgroup and
 with the checkpoint dropped from the page cache first. After each of our runs the bound is measured: see bench/bound.py.
@@ -10,7 +11,7 @@ The peer needs many minutes: --peer-runs, --peer-timeout and --sides ours say ho
 import argparse
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from bench import harness, limit
@@ -31,16 +32,18 @@ class Plan:
     ours: Limits
     peer: Limits
     peer_dtype: str
+    variants: tuple[Record, ...] = ({},)
 
 
 def measure_bound(job: Job, case: Case, ours: Record) -> Record:
     """The bound in seconds of one of our runs, measured now, and our share of it."""
-    measured = harness.run_module("bench.bound", question(job.model, case.lengths()).to_json())
+    asked = replace(question(job.model, case.lengths()), lossy=job.lossy)
+    measured = harness.run_module("bench.bound", asked.to_json())
     if "error" in measured:
         return measured
     summary = ours["summary"]
     read, sweeps = summary["bytes"].get("disk_read", 0), max(1, summary["sweeps"])
-    per_sweep = min(read / sweeps, measured["model_bytes"])
+    per_sweep = min(read / sweeps, measured["model_bytes"])  # what was read once, to stay, counts for nothing here
     best = bounds(per_sweep / max(measured["read_rate"].values()), measured["compute_seconds"])
     return {
         **measured,
@@ -51,23 +54,25 @@ def measure_bound(job: Job, case: Case, ours: Record) -> Record:
     }
 
 
-def run_case(case: Case, job: Job, plan: Plan) -> tuple[list[Record], list[Record], list[Record]]:
-    """Alternating rounds: (our runs, the peer's, bounds of ours)."""
-    ours: list[Record] = []
+Runs = tuple[list[Record], list[Record], list[Record]]  # ours, the peer's, bounds of ours
+
+
+def run_case(case: Case, job: Job, plan: Plan) -> list[tuple[Job, Runs]]:
+    """Alternating rounds of all variants of ours and the peer."""
     peer: list[Record] = []
-    found: list[Record] = []
+    runs: list[tuple[Job, Runs]] = [(replace(job, lossy=switches), ([], peer, [])) for switches in plan.variants]
     files = shard_files(Path(job.model))
     peer_job = Job(job.model, job.requests, dtype=plan.peer_dtype, batch=case.rows, scratch=job.scratch)
     for i in range(max(plan.our_rounds, plan.peer_rounds)):
-        if i < plan.our_rounds:
-            evict(files)
-            ours.append(harness.run_side(OURS, job, plan.ours))
+        for variant, (ours, _, found) in runs if i < plan.our_rounds else ():
+            evict([*files, *harness.prepared_files()])
+            ours.append(harness.run_side(OURS, variant, plan.ours))
             if "error" not in ours[-1]:
-                found.append(measure_bound(job, case, ours[-1]))
+                found.append(measure_bound(variant, case, ours[-1]))
         if i < plan.peer_rounds:
             evict(files)
             peer.append(harness.run_side(PEER, peer_job, plan.peer))
-    return ours, peer, found
+    return runs
 
 
 def ratios(ours: list[Record], peer: list[Record]) -> list[float]:
@@ -83,8 +88,8 @@ def ratios(ours: list[Record], peer: list[Record]) -> list[float]:
     ]
 
 
-def record(case: Case, job: Job, plan: Plan, runs: tuple[list[Record], list[Record], list[Record]]) -> Record:
-    """The JSON line of a case. ratio_at_least: where the peer was stopped while generating."""
+def record(case: Case, job: Job, plan: Plan, runs: Runs) -> Record:
+    """The JSON line of a case and variant. ratio_at_least: where the peer was stopped while generating."""
     ours, peer, found = runs
     shares = [b["share"] for b in found if "error" not in b]
     ours_stats = harness.stats(harness.good(ours))
@@ -93,6 +98,7 @@ def record(case: Case, job: Job, plan: Plan, runs: tuple[list[Record], list[Reco
     return {
         **harness.header("offload", case, [*ours, *peer]),
         "model": Path(job.model).name,
+        "lossy": harness.named(job.lossy or {}),
         "limit_bytes": plan.ours.memory,
         "peer_dtype": plan.peer_dtype,
         "tokens": [case.prompt_tokens, case.output_tokens],
@@ -146,6 +152,7 @@ def main() -> int:
         ours=Limits(memory),
         peer=Limits(memory, args.peer_timeout),
         peer_dtype=args.peer_dtype,
+        variants=tuple(args.lossy),
     )
     failed = False
     for case in (OFFLOAD[name] for name in args.cases):
@@ -156,8 +163,9 @@ def main() -> int:
                 policy=harness.load_policy(args.policy), scratch=scratch,
             )  # fmt: skip
             runs = run_case(case, job, plan)
-        harness.emit(record(case, job, plan, runs), args.out)
-        failed |= any("error" in run and "seconds_at_least" not in run for run in (*runs[0], *runs[1]))
+        for variant, found in runs:
+            harness.emit(record(case, variant, plan, found), args.out)
+            failed |= any("error" in run and "seconds_at_least" not in run for run in (*found[0], *found[1]))
     return int(failed)
 
 

@@ -11,12 +11,19 @@ if "OMP_WAIT_POLICY" not in os.environ:
 if TYPE_CHECKING:
     from flexengine.config import Result, SamplingParams
     from flexengine.engine import Engine
+    from flexengine.lossy import Lossy
     from flexengine.policy import Policy
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Policy", "Result", "SamplingParams", "__version__"]
+__all__ = ["Engine", "Lossy", "Policy", "Result", "SamplingParams", "__version__"]
 
-_HOMES = {"Engine": "engine", "Policy": "policy", "Result": "config", "SamplingParams": "config"}
+_HOMES = {
+    "Engine": "engine",
+    "Lossy": "lossy",
+    "Policy": "policy",
+    "Result": "config",
+    "SamplingParams": "config",
+}
 
 
 def __getattr__(name: str) -> Any:

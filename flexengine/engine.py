@@ -18,6 +18,7 @@ from flexengine.generation import Generation, Means, Progress
 from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
+from flexengine.lossy import EXACT, Lossy
 from flexengine.model.linear import numerics
 from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
@@ -33,9 +34,10 @@ from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
-from flexengine.survey import Reader
+from flexengine.survey import Reader, forced
 from flexengine.tier.machine import Links
 from flexengine.worker.cache import Cache
+from flexengine.worker.delegation import Delegation
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import open_model
 from flexengine.worker.weights import Weights
@@ -51,7 +53,7 @@ class Engine:
     float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time, to find
     faults; plans are made as if it were True. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
     every sweep. trust_remote_code: run Python that lies beside the weights, if the model needs it. hardware: rates to
-    plan with instead of this machine's measured ones.
+    plan with instead of this machine's measured ones. lossy: what may differ from the checkpoint's own numbers.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -72,6 +74,7 @@ class Engine:
         on_sweep: Callable[[Progress], None] | None = None,
         trust_remote_code: bool = False,
         hardware: Hardware | None = None,
+        lossy: Lossy = EXACT,
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
@@ -80,7 +83,9 @@ class Engine:
         self.machine = place.machine(links)
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
-        opened = open_model(str(model) if model is not None else None, dtype, self.machine.kind, trust_remote_code)
+        name = str(model) if model is not None else None
+        opened = open_model(name, dtype, self.machine.kind, trust_remote_code, lossy=lossy)
+        self.lossy = lossy
         self.source, self.dtype, self.skeleton, self.facts = opened.source, opened.dtype, opened.skeleton, opened.facts
         self._opened, directory = opened, opened.source.directory
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
@@ -103,6 +108,11 @@ class Engine:
     ) -> None:
         self.close()
 
+    def prepare(self) -> None:
+        """Encodes the weights now, if they are to be and have not been; else the first job does. Raises OutOfMemory if
+        the disk is full."""
+        _ = self._opened.origins
+
     def close(self) -> None:
         """Ends the stream that is under way, if any, and gives back memory and files."""
         if (running := self._running) is not None:
@@ -118,6 +128,12 @@ class Engine:
         """Results of all prompts, in their order. A prompt is a string or a row: {"prompt"}, {"messages"} or
         {"prompt_token_ids"}, with sampling parameters of its own if it likes."""
         return sorted(self.stream(prompts, params), key=lambda result: result.index)
+
+    def score(self, rows: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Result]:
+        """What the model thinks of given continuations: (prompt, continuation), in token ids. `logprobs` of a result
+        has the forced tokens' log probabilities, and what was likeliest instead. Every token is a decode step, so it is
+        the job's own cache and kernels that are judged. Raises InvalidInput for rows that cannot be run."""
+        return self.generate(forced(rows, self.skeleton.context_length, self.skeleton.head[1][0]))
 
     def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
         """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`.
@@ -263,14 +279,18 @@ class Engine:
             self.machine.tier(tier).ledger.restart_peak()
         room = {what: layout.account["device"].get(what, 0) for what in ("workspace", "paused forwards")}
         with contextlib.ExitStack() as undo:  # the spill files first: they may fail, and gigabytes of weights take time
-            cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype)
+            cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)
             undo.callback(hidden.close)
+            delegation = None
+            if layout.delegation:
+                delegation = Delegation(self.facts, layout, self.machine, cache, self.dtype)
+                undo.callback(delegation.close)
             if self._weights is None:
                 self._weights = Weights(self._opened, layout, self.machine)
             weights = self._weights
-            worker = Worker(self.skeleton, weights, cache, hidden, room)
+            worker = Worker(self.skeleton, weights, cache, hidden, room, delegation)
             undo.pop_all()
         streamed = weights.streamed
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
@@ -313,6 +333,7 @@ class Engine:
             "bytes": {link: n - before.get(link, 0) for link, n in self.machine.traffic().items()},
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
+            "lossy": self.lossy.given,
             "policy": means.layout.policy.to_json() if means else None,
             "plan": means.watch.report() if means else None,
         }

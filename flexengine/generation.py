@@ -121,7 +121,7 @@ class Generation:
         self._open[request.index] = _Open(request, sampling.n)
         for number in range(sampling.n):
             stops = Stops(self.tokenizer, sampling, self.eos)
-            self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops)
+            self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops, request.forced)
             self.means.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
             self._next += 1
 

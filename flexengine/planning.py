@@ -37,7 +37,14 @@ class Planner:
         self.machine, self.opened, self.offload_dir = machine, opened, offload_dir
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
-        self.say: Say | None = None
+
+    @property
+    def say(self) -> Say:
+        return self.opened.say
+
+    @say.setter
+    def say(self, say: Say) -> None:
+        self.opened.say = say
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
         """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured
@@ -88,11 +95,10 @@ class Planner:
     def hardware(self) -> Hardware:
         """This machine's rates, and this model's on it, measured unless they have been, or cannot be."""
         if self._hardware is None:
-            say = self.say or (lambda _: None)
             try:
-                self._hardware = store.obtain(self.machine, self.offload_dir, self.opened, measure=True, say=say)
+                self._hardware = store.obtain(self.machine, self.offload_dir, self.opened, measure=True, say=self.say)
             except (FlexError, OSError) as error:
-                say(f"not measured: {error}")
+                self.say(f"not measured: {error}")
         self._hardware = self._hardware or self.known()
         return self._hardware
 

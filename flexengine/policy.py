@@ -34,6 +34,8 @@ class Policy:
     slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
     schedule: who enters when: row, zigzag (all together), diagonal (one cohort a sweep), continuous.
     prefill_tokens: most tokens of one gpu_batch, which bounds activation memory.
+    delegate: whether decoding sequences whose KV cache lives on the host attend there, on the CPU: queries and new
+        tokens cross the link instead of pages (FlexGen section 4.2, "CPU computation"). Activations stay on the device.
     """
 
     gpu_batch_size: int = 16
@@ -44,6 +46,7 @@ class Policy:
     slots: int = 2
     schedule: str = "continuous"
     prefill_tokens: int = 2048
+    delegate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
@@ -54,6 +57,14 @@ class Policy:
             object.__setattr__(self, name, _split(name, getattr(self, name)))
         if self.schedule not in SCHEDULES:
             raise InvalidInput(f"policy schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+        if not isinstance(self.delegate, bool):
+            raise InvalidInput(f"policy delegate is {self.delegate!r}; it must be true or false")
+        if self.delegate and self.activations[0] < 1:
+            raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states wait"
+                               " on the device while the host attends, so activations must be [1, 0, 0]")  # fmt: skip
+        if self.delegate and not self.cache[1]:
+            raise InvalidInput(f"policy delegate is true with cache {list(self.cache)}; attention can be delegated only"
+                               " where a share of the cache lives on the host")  # fmt: skip
 
     @property
     def block_size(self) -> int:

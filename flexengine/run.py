@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import FlexError, InvalidInput
+from flexengine.lossy import CACHE, COMPUTE, SWITCHES, WEIGHTS, Lossy
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
@@ -49,6 +50,8 @@ def parser() -> argparse.ArgumentParser:
     _add_output(p.add_argument_group("output"))
     _add_sampling(p.add_argument_group("sampling", "what a row does not say itself"))
     _add_machine(p.add_argument_group("model and machine"))
+    _add_lossy(p.add_argument_group("lossy", "what may differ from the checkpoint's own numbers, for speed and room;"
+                                             " python -m flexengine.quality shows what it costs"))  # fmt: skip
     p.add_argument("--version", action="version", version=f"flexengine {__version__}")
     return p
 
@@ -105,6 +108,15 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
                        help="where KV cache and activations spill to disk")  # fmt: skip
 
 
+def _add_lossy(group: "argparse._ArgumentGroup") -> None:
+    group.add_argument("--weights", choices=WEIGHTS, help="keep matrices in so many bits")
+    group.add_argument("--compute", choices=COMPUTE,
+                       help="multiply integers; keeps weights in int8 unless --weights says")  # fmt: skip
+    group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in so many bits")
+    group.add_argument("--topk", type=float, metavar="SHARE",
+                       help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed on the way,
     130 or 143 interrupted by SIGINT or SIGTERM."""
@@ -143,6 +155,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
     args.policy = Policy.load(args.policy) if args.policy != AUTO else None
+    args.lossy = Lossy(**{name: getattr(args, name) for name in SWITCHES})
+    if args.lossy:
+        _say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
     if args.dry_run:
         for option in ("json", "trace", "restart", "retry_errors"):
             if getattr(args, option):
@@ -239,6 +254,7 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
     engine = _engine_class()(
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
+        lossy=args.lossy,
     )  # fmt: skip
     engine.planner.say = _say
     return engine
@@ -255,7 +271,7 @@ def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engi
              "output_format": "jsonl"}  # fmt: skip
     made = {"version": __version__, "model": engine.source.name, "model_fingerprint": engine.fingerprint,
             **engine.numerics}  # fmt: skip
-    return make_manifest(params, given, made, {})
+    return make_manifest(params, given, made, engine.lossy.given)
 
 
 def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:

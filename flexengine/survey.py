@@ -40,6 +40,25 @@ class Refused:
             say(str(self))
 
 
+def forced(
+    rows: Iterable[tuple[Iterable[int], Iterable[int]]], context: int | None, vocabulary: int
+) -> list[Request]:
+    """Requests that take given continuations. rows: (prompt, continuation) in token ids. Raises InvalidInput, naming
+    the row, if one of them is empty, holds an unknown token or is too long for the context."""
+    made = []
+    for i, (prompt, continuation) in enumerate(rows):
+        begin, rest = tuple(prompt), tuple(continuation)
+        unknown = sum(type(t) is not int or not 0 <= t < vocabulary for t in (*begin, *rest))
+        size = f"row {i} has {len(begin)} + {len(rest)} tokens"
+        if not begin or not rest or unknown:
+            raise InvalidInput(f"{size}, {unknown} of them unknown; prompt and continuation need one each, all of them"
+                               f" from 0 to {vocabulary - 1}")  # fmt: skip
+        if context is not None and len(begin) + len(rest) > context:
+            raise InvalidInput(f"{size}; the model's context is {context}")
+        made.append(Request(i, begin, SamplingParams(len(rest), logprobs=1, ignore_eos=True), forced=rest))
+    return made
+
+
 class Reader:
     """Reads prompts as one model does. tokenizer: None if the checkpoint has none; context: most tokens of a sequence,
     None for any; vocabulary: how many tokens there are."""
@@ -48,8 +67,11 @@ class Reader:
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
 
     def requests(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
-        """The prompts in order; those that cannot be run as rows with an error."""
+        """The prompts in order; those that cannot be run as rows with an error. What is a request already stays."""
         for i, prompt in enumerate(prompts):
+            if isinstance(prompt, Request):
+                yield prompt
+                continue
             row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
             item = encode(row, self.tokenizer, self.context, params, self.vocabulary)
             try:

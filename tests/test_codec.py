@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.base import BITS, Codec, pack, packed_bytes, unpack
-from flexengine.codec.channel import Channel8
 from flexengine.codec.groupwise import GROUPS, Groupwise
 from flexengine.codec.named import CACHES, WEIGHTS
 from flexengine.errors import InvalidInput
@@ -16,7 +15,7 @@ SHAPES = [(1, 1), (3, 64), (64, 3), (7, 130), (129, 65), (32, 256)]
 PLAIN = [Groupwise(f"{bits} by {group}", bits, group, across) for bits in BITS for group in GROUPS
          for across in (False, True)]  # fmt: skip
 FITTED = [codec for codec in WEIGHTS.values() if isinstance(codec, Groupwise) and codec.fitted]
-ALL: list[Codec] = [*PLAIN, *FITTED, Channel8("channel")]
+ALL: list[Codec] = [*PLAIN, *FITTED]
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> Tensor:

@@ -54,8 +54,8 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     slot, stage = streamed_unit(model, policy)
     homes = [pair for unit in placed(model, policy) for pair in unit]
     homes += [(t, "device") for t in model.others]
-    account["device"]["weights"] = sum(up(t.elements * t.held, 4096) for t, home in homes if home == "device")
-    account["host"]["weights"] = sum(up(t.elements * t.stored, 4096) for t, home in homes if home == "host")
+    account["device"]["weights"] = sum(up(t.held_bytes, 4096) for t, home in homes if home == "device")
+    account["host"]["weights"] = sum(up(t.stored_bytes, 4096) for t, home in homes if home == "host")
     account["device"]["weight slots"] = policy.slots * up(slot, 4096)
     account["host"]["weight staging"] = policy.slots * up(stage, 4096) if staged else 0
     account["device"]["workspace"] = workspace(model, policy, work)
@@ -88,8 +88,8 @@ def streamed_unit(model: ModelFacts, policy: Policy) -> tuple[int, int]:
     slot = stage = 0
     units = placed(model, policy)
     for pairs in units[: len(model.layers)]:
-        slot = max(slot, sum(up(t.elements * t.held, 64) for t, home in pairs if home != "device"))
-        stage = max(stage, sum(up(t.elements * t.stored, 64) for t, home in pairs if home == "disk"))
+        slot = max(slot, sum(up(t.held_bytes, 64) for t, home in pairs if home != "device"))
+        stage = max(stage, sum(up(t.stored_bytes, 64) for t, home in pairs if home == "disk"))
     head, home = units[len(model.layers)][0]
     if home != "device":
         row = model.hidden * head.held

@@ -99,6 +99,27 @@ def test_schedule_is_one_of_four() -> None:
         Policy(schedule="zag")
 
 
+@pytest.mark.parametrize("value", [1, 0, None, "yes", [True]])
+def test_delegate_is_true_or_false(value: Any) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        Policy(cache=(0, 1, 0), delegate=value)
+    assert str(caught.value) == f"policy delegate is {value!r}; it must be true or false"
+
+
+def test_delegate_needs_a_cache_on_the_host_and_activations_on_the_device(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .*a share of the cache lives on the host"):
+        Policy(delegate=True)
+    with pytest.raises(InvalidInput, match=r"activations \[0.5, 0.5, 0.0\]; .*must be \[1, 0, 0\]"):
+        Policy(cache=(0, 1, 0), activations=(0.5, 0.5, 0), delegate=True)
+    made = Policy(cache=(0, 0.5, 0.5), delegate=True)
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps(made.to_json()))
+    assert Policy.load(path) == made
+    old = {name: value for name, value in Policy().to_json().items() if name != "delegate"}
+    path.write_text(json.dumps(old))
+    assert Policy.load(path) == Policy()
+
+
 def test_block_size() -> None:
     assert Policy(3, 5).block_size == 15
     assert Policy(3, 5, schedule="row").block_size == 3
@@ -126,6 +147,8 @@ def test_json_round_trip(tmp_path: Path) -> None:
             "cache": random_split(rng), "activations": random_split(rng), "slots": rng.randint(1, 4),
             "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
         }  # fmt: skip
+        on_device = fields["activations"] == [1, 0, 0]
+        fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
         path.write_text(json.dumps(fields))
         policy = Policy.load(path)
         assert policy == Policy(**fields)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from flexengine.plan.search import Options, Search, frontier, planned, search
 from flexengine.policy import TIERS, Policy
 
 SMALL = opt(24, 256, 4, 4096)
-WEIGHTS = sum(t.elements * t.held for t in SMALL.tensors)
+WEIGHTS = sum(t.held_bytes for t in SMALL.tensors)
 WORK = Workload({(20, 8): 12, (48, 12): 4})
 KINDS = ("cpu", "sim")
 

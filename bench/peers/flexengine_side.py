@@ -19,14 +19,16 @@ def main() -> None:
     """One job."""
     job = Job.from_json(sys.stdin.read())
     start = time.perf_counter()
-    from flexengine import Engine, Policy, SamplingParams
+    from flexengine import Engine, Lossy, Policy, SamplingParams
 
     options: dict[str, Any] = {"device": job.device, "dtype": job.dtype, "offload_dir": job.scratch}
     options |= {"device_mem": job.device_mem, "policy": Policy(**job.policy) if job.policy else None}
+    options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
     options = {k: v for k, v in options.items() if v is not None}
     rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in job.requests]
     most = max(r.max_tokens for r in job.requests)
     with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options) as engine:
+        engine.prepare()  # once for a model
         loaded = time.perf_counter()
         results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
         seconds = time.perf_counter() - loaded

@@ -4,7 +4,7 @@ x' = minimum + code * scale, both in 16 bits. Codes are rounded against the 16-b
 the exact ones; a group of equal numbers has scale 0.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,23 +13,24 @@ from torch import Tensor
 from flexengine.codec.base import BITS, Codec, Part, pack, packed_bytes, unpack
 from flexengine.errors import InvalidInput
 
-GROUPS = (32, 64, 128)
+GROUPS = (8, 16, 32, 64, 128)
 HALF = torch.finfo(torch.float16)
-# Ranges tried for a group, as shares of the whole, from either end; what lies outside is clipped.
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+START, ROUNDS = 0.95, 3  # of a fit: share of the range it begins with; how often codes and range are improved in turn
+ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of a range, cut alike from both ends, tried where there is no time to fit
 
 
 @dataclass(frozen=True)
 class Groupwise(Codec):
     """bits: of a code. group: elements that share a scale. across: groups run down the columns (along the output
-    channel of a weight, the tokens of a KV cache) instead of along the rows. fitted: the range of each group is the
-    one of SHARES that gives the least squared error, rather than all of it."""
+    channel of a weight, the tokens of a KV cache) instead of along the rows. fitted: scale and minimum are those of
+    least squared error for the codes they give, rather than all of the range; alike: the best of ALIKE instead."""
 
     name: str
     bits: int
     group: int
     across: bool = False
     fitted: bool = False
+    alike: bool = False
 
     def __post_init__(self) -> None:
         if self.bits not in BITS or self.group not in GROUPS:
@@ -53,11 +54,18 @@ class Groupwise(Codec):
         low, high = groups.amin(-1), groups.amax(-1)
         if not bool((low >= HALF.min).all() and (high <= HALF.max).all()):  # also refuses what is not a number
             raise InvalidInput(f"codec {self.name} cannot hold numbers that are not finite or beyond {HALF.max:g}")
+        codes, scale, minimum = self.fit(groups, matters)
+        return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
+
+    def fit(self, groups: Tensor, matters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The codes of fp32 groups [..., group], uint8, and their scales and minima, fp16 [...]. matters: how much an
+        error of each element does. Numbers that are not finite, or beyond fp16, are not looked for."""
+        low, high = groups.amin(-1), groups.amax(-1)
         scale, minimum = self._kept(low, high)
         if self.fitted:
-            scale, minimum = self._least(groups, matters, low, high)
-        codes = self._codes(groups, scale, minimum)
-        return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
+            find = self._best if self.alike else self._fitted
+            scale, minimum = find(groups, matters, low, high)
+        return self._codes(groups, scale, minimum), scale, minimum
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
         groups = _values(unpack(parts["codes"], self.bits), parts["scale"], parts["minimum"])
@@ -102,12 +110,28 @@ class Groupwise(Codec):
         codes = torch.where(step > 0, above / torch.where(step > 0, step, 1.0), 0.0)
         return codes.round().clamp(0, self.levels).to(torch.uint8)
 
-    def _least(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def _fitted(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Rounds to codes, draws the line of least squares through (code, number), rounds again, and so on."""
+        weights = torch.ones_like(groups) if matters is None else matters + 1e-12
+        total, cut = weights.sum(-1), (1 - START) / 2 * (high - low)
+        scale, minimum = self._kept(low + cut, high - cut)
+        for _ in range(ROUNDS):
+            codes = self._codes(groups, scale, minimum).float()
+            centre, mean = (codes * weights).sum(-1) / total, (groups * weights).sum(-1) / total
+            apart = (codes - centre[..., None]) * weights
+            spread = (apart * codes).sum(-1)
+            slope = torch.where(spread > 0, (apart * groups).sum(-1) / spread, scale.float())
+            scale = slope.half()
+            minimum = (mean - scale.float() * centre).clamp(HALF.min, HALF.max).half()
+        return scale, minimum
+
+    def _best(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """The scale and minimum with the least squared error over the group, of the ranges tried."""
         best_scale, best_minimum = self._kept(low, high)
         best = self._error(groups, matters, best_scale, best_minimum)
-        for start, end in _ranges(low, high):
-            scale, minimum = self._kept(start, end)
+        for share in ALIKE[1:]:
+            cut = (1 - share) / 2 * (high - low)
+            scale, minimum = self._kept(low + cut, high - cut)
             error = self._error(groups, matters, scale, minimum)
             better = error < best
             best = torch.where(better, error, best)
@@ -122,12 +146,3 @@ class Groupwise(Codec):
 
 def _values(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return minimum.float()[..., None] + codes.float() * scale.float()[..., None]
-
-
-def _ranges(low: Tensor, high: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Every pair of shares, cut from below and from above."""
-    width = high - low
-    for below in SHARES:
-        for above in SHARES:
-            if below + above < 2:
-                yield low + (1 - below) / 2 * width, high - (1 - above) / 2 * width

@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 from flexengine.codec.base import Codec
-from flexengine.codec.channel import Channel8
 from flexengine.codec.groupwise import Groupwise
 
 
@@ -17,16 +16,18 @@ class KV(NamedTuple):
 
 
 # flexgen4: systems 1.6, groups along the output channel; the others along the input, where errors cost less.
-WEIGHTS: dict[str, Codec] = {
+WEIGHTS: dict[str, Groupwise] = {
     codec.name: codec
     for codec in (
-        Channel8("int8"),
+        Groupwise("int8", 8, 64),
         Groupwise("int4", 4, 64, fitted=True),
         Groupwise("int3", 3, 64, fitted=True),
         Groupwise("int2", 2, 32, fitted=True),
         Groupwise("flexgen4", 4, 64, across=True),
     )
 }
+
+EDGES = Groupwise("int8", 8, 64)  # embedding and output projection, wherever the layers are encoded
 
 
 def _kivi(bits: int) -> KV:

@@ -14,12 +14,16 @@ OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Request:
-    """A row ready to run: `prompt_ids` are token ids in [0, vocab), prompt + max_tokens fit the context."""
+    """A row ready to run: `prompt_ids` are token ids in [0, vocab), prompt + max_tokens fit the context.
+
+    forced: tokens that are taken as they are, whatever the model would choose, to see what it thinks of them.
+    """
 
     index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     line: int = field(default=0, compare=False)  # as in Row
+    forced: tuple[int, ...] = ()
 
 
 def encode(

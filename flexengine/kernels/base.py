@@ -1,17 +1,21 @@
-"""What a set of kernels does: attention over a paged KV cache, products with narrow weights, dtype conversion.
+"""What a set of kernels does: attention over a paged KV cache, products with narrow and encoded weights, conversion.
 
 Shapes used throughout:
     pool      [n_pages, 2, kv_heads, page_tokens, head_dim], contiguous; one layer. Index 1 is 0 for K, 1 for V.
     table     the pages of one sequence in order: its token s lies in page table[s // page_tokens],
               at offset s % page_tokens.
+    form      how an encoded pool lies: then it is uint8 [n_pages, form.page_bytes], contiguous, at an even address.
     heads     kv_heads * group; query head h reads kv head h // group (grouped-query attention; group 1 is multi-head).
 """
 
 from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 
 
@@ -28,12 +32,31 @@ class Kernels(ABC):
     name: str
 
     @abstractmethod
-    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    def append(
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+    ) -> None:
         """Writes token t's K to pool[pages[t], 0, :, offsets[t]] and its V to pool[pages[t], 1, :, offsets[t]].
 
-        k, v: [T, kv_heads, head_dim], any token and head strides; rounded to the pool's dtype (to nearest even).
+        k, v: [T, kv_heads, head_dim], any token and head strides; rounded to the pool's dtype (to nearest even), or
+            encoded as form.encode does, each token by itself.
         pages, offsets: int32 [T]; no two tokens share a place.
         """
+
+    @overload
+    @abstractmethod
+    def decode(
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheForm | None = ...,
+        topk: float | None = ..., with_lse: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    @abstractmethod
+    def decode(
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheForm | None = ...,
+        topk: float | None = ..., *, with_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @abstractmethod
     def decode(
@@ -46,7 +69,10 @@ class Kernels(ABC):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+        form: CacheForm | None = None,
+        topk: float | None = None,
+        with_lse: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of one new token per sequence over that sequence's cache, the whole batch in one call.
 
         q: [n, heads, head_dim], any token and head strides. n may be 0.
@@ -56,16 +82,20 @@ class Kernels(ABC):
         window: a query sees the last `window` tokens only (sliding window), itself included.
         softcap: scores become softcap * tanh(score / softcap), after the scale (Gemma 2).
         sinks: [heads], a logit per head that joins the softmax's denominator only (gpt-oss).
+        topk: of the t positions a query sees, only the floor(topk * (t - 1)) past ones with the largest weights, the
+            earlier of equal ones, and its own are multiplied with their V (FlexGen section 5.2; systems 1.7). Weights
+            are not scaled up for that. V that no query head of a kv head wants is not read. From 0 to 1; None: all.
+        with_lse: also return log of the softmax's denominator, fp32 [n, heads], for merge.merge. Not with topk.
         Returns [n, heads, head_dim], contiguous, in q's dtype. A sequence's result is bit for bit the same
         whatever else is in the batch, wherever its pages lie, and for any number of threads.
         """
 
     @abstractmethod
-    def gather(self, pool: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         """The first `length` tokens of one sequence as K and V, for chunked prefill.
 
         table: int32, at least ceil(length / page_tokens) entries.
-        Returns K and V, each [length, kv_heads, head_dim], contiguous, in the pool's dtype.
+        Returns K and V, each [length, kv_heads, head_dim], contiguous, in the pool's dtype; of an encoded pool in fp32.
         """
 
     @abstractmethod
@@ -97,6 +127,22 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+    ) -> Tensor:
+        """x @ weight.T + bias for a weight encoded as `form` says.
+
+        x: fp32 [..., form.columns], any strides; weight: uint8 [form.nbytes], contiguous; bias: fp32 [form.rows].
+        Returns fp32 [..., form.rows]. A row with numbers that are not finite has none that are in its result.
+        int8: False multiplies with what form.decode gives. True first rounds x to 8 bits, by row and by group of
+            form.codec.group columns: code q = round(x / s), to nearest even, with s = max |x| / 127. Then, over the
+            groups g of columns, with a weight's code, scale and minimum (native kernels sum the codes as integers),
+                out[m, c] = bias[c] + sum_g s[m, g] * (scale[c, g] * sum q * code + minimum[c, g] * sum q).
+        On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
+        Beside its result it holds at most about 16 MiB of decoded weights, and for int8 a copy of x.
+        """
+
+    @abstractmethod
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         """Copies source to target, both 1-D, contiguous and of one size. threads: 1 is the calling thread alone.
 
@@ -104,10 +150,31 @@ class Kernels(ABC):
         """
 
 
-def check_pool(pool: Tensor) -> None:
+class Room(NamedTuple):
+    """What a pool has room for."""
+
+    pages: int
+    kv_heads: int
+    page_tokens: int
+    dim: int
+
+
+def check_pool(pool: Tensor, form: CacheForm | None) -> Room:
     """Raises InvalidInput unless pool has the shape above."""
-    if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous():
-        raise InvalidInput(f"a KV pool is contiguous [n, 2, kv_heads, page_tokens, head_dim], not {list(pool.shape)}")
+    if form is not None:
+        fits = pool.dim() == 2 and pool.shape[1] == form.page_bytes and pool.is_contiguous()
+        if not fits or pool.dtype != torch.uint8 or pool.storage_offset() % 2:
+            raise InvalidInput(
+                f"a KV pool in {form.bits} bits is contiguous uint8 [n, {form.page_bytes}] at an even address,"
+                f" not {pool.dtype} {list(pool.shape)} at {pool.storage_offset()}"
+            )
+        return Room(pool.shape[0], form.kv_heads, form.page_tokens, form.dim)
+    if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous() or not pool.dtype.is_floating_point:
+        raise InvalidInput(
+            f"a KV pool is contiguous floats [n, 2, kv_heads, page_tokens, head_dim], not {pool.dtype}"
+            f" {list(pool.shape)}"
+        )
+    return Room(pool.shape[0], *pool.shape[2:])
 
 
 def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
@@ -120,28 +187,41 @@ def check_options(window: int | None, softcap: float | None, sinks: Tensor | Non
         raise InvalidInput(f"sinks has shape {list(sinks.shape)}; it must be [{heads}], one per query head")
 
 
-def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> Room:
     """Raises InvalidInput unless the shapes fit together."""
-    check_pool(pool)
-    wanted = (k.shape[0], pool.shape[2], pool.shape[4])
+    room = check_pool(pool, form)
+    wanted = (k.shape[0], room.kv_heads, room.dim)
     if k.shape != wanted or v.shape != wanted or k.dtype != v.dtype:
         raise InvalidInput(
             f"k {list(k.shape)} {k.dtype} and v {list(v.shape)} {v.dtype} do not fit a pool {list(pool.shape)}: "
-            "both must be [tokens, kv_heads, head_dim]"
+            f"both must be [tokens, {room.kv_heads}, {room.dim}]"
         )
     if pages.shape != wanted[:1] or offsets.shape != wanted[:1]:
         found = f"{list(pages.shape)}, {list(offsets.shape)}"
         raise InvalidInput(f"{wanted[0]} tokens need as many pages and offsets, not {found}")
+    return room
 
 
-def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor) -> None:
+def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None) -> Room:
     """Raises InvalidInput unless the shapes fit together."""
-    check_pool(pool)
-    if q.dim() != 3 or q.shape[2] != pool.shape[4] or q.shape[1] % pool.shape[2]:
-        raise InvalidInput(f"q {list(q.shape)} does not fit a pool {list(pool.shape)}: heads = kv_heads * group")
+    room = check_pool(pool, form)
+    if q.dim() != 3 or q.shape[2] != room.dim or q.shape[1] % room.kv_heads:
+        raise InvalidInput(
+            f"q {list(q.shape)} does not fit a pool {list(pool.shape)} with {room.kv_heads} heads of {room.dim}:"
+            " heads = kv_heads * group"
+        )
     if tables.dim() != 2 or tables.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
         found = f"{list(tables.shape)}, {list(lengths.shape)}"
         raise InvalidInput(f"{q.shape[0]} queries need as many tables and lengths, not {found}")
+    return room
+
+
+def check_topk(topk: float | None, with_lse: bool) -> None:
+    """Raises InvalidInput for a share of values that there is not, or one without a denominator of its own."""
+    if topk is not None and not 0 <= topk <= 1:
+        raise InvalidInput(f"topk is {topk}; it must be None or a share from 0 to 1")
+    if topk is not None and with_lse:
+        raise InvalidInput(f"topk is {topk}: results that leave values out cannot be merged")
 
 
 def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -164,6 +244,19 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
             f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they are fp32 [..., k], bf16 or fp16"
             " [n, k] contiguous, and fp32 [n]"
+        )
+
+
+def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None) -> None:
+    """Raises InvalidInput unless the shapes and dtypes fit together."""
+    fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
+    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype == torch.float32
+    if not fits or (bias is not None and (bias.shape != (form.rows,) or bias.dtype != torch.float32)):
+        raise InvalidInput(
+            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
+            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit a matrix {[form.rows, form.columns]} in"
+            f" {form.codec.name}: they are fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
+            f" [{form.rows}]"
         )
 
 

@@ -1,4 +1,4 @@
-"""The native kernels: cpu.cpp, compiled on first use by the system's compiler, called through ctypes (no GIL)."""
+"""The native kernels: cpu.cpp and its headers, compiled on first use, called through ctypes (no GIL)."""
 
 import atexit
 import ctypes
@@ -10,12 +10,15 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import Packed
 from flexengine.config import cache_root
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
@@ -33,35 +36,56 @@ class BuildFailed(Exception):
 
 
 class _Decode(ctypes.Structure):
-    """struct Decode of cpu.cpp."""
+    """struct Decode of attention.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks")),
-        *((name, c_int64) for name in ("n", "heads", "kv_heads", "dim", "pages", "page_tokens", "max_pages")),
+        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse")),
+        *((name, c_int64) for name in ("n", "heads", "pages", "kv_heads", "page_tokens", "dim", "group", "max_pages")),
         *((name, c_int64) for name in ("q_row", "q_head", "window")),
+        ("topk", c_double),
         *((name, c_float) for name in ("scale", "softcap")),
         *((name, c_int32) for name in ("q_dtype", "pool_dtype", "threads")),
     ]
 
 
 class _Append(ctypes.Structure):
-    """struct Append of cpu.cpp."""
+    """struct Append of cache.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("k", "v", "pool", "pages", "offsets")),
-        *((name, c_int64) for name in ("tokens", "kv_heads", "dim", "pool_pages", "page_tokens")),
+        *((name, c_int64) for name in ("tokens", "pool_pages", "kv_heads", "page_tokens", "dim", "group")),
         *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
         *((name, c_int32) for name in ("from_dtype", "pool_dtype", "threads")),
     ]
 
 
+class _Gather(ctypes.Structure):
+    """struct Gather of cache.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("pool", "table", "k", "v")),
+        *((name, c_int64) for name in ("length", "pool_pages", "kv_heads", "page_tokens", "dim", "group")),
+        *((name, c_int32) for name in ("pool_dtype", "threads")),
+    ]
+
+
 class _Linear(ctypes.Structure):
-    """struct Linear of cpu.cpp."""
+    """struct Linear of linear.h."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("x", "w", "bias", "out")),
         *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
         *((name, c_int32) for name in ("w_dtype", "threads")),
+    ]
+
+
+class _Product(ctypes.Structure):
+    """struct Product of encoded.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "w", "bias", "out", "scratch")),
+        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row", "groups")),
+        *((name, c_int32) for name in ("bits", "group", "int8", "threads")),
     ]
 
 
@@ -78,27 +102,30 @@ class NativeKernels(ReferenceKernels):
         self._gather, self._convert = library.flex_gather, library.flex_convert
         self._decode.argtypes, self._decode.restype = [c_void_p], c_int64
         self._append.argtypes, self._append.restype = [c_void_p], c_int64
-        self._gather.argtypes = [c_void_p] * 4 + [c_int64] * 5 + [c_int32] * 2
-        self._gather.restype = c_int64
+        self._gather.argtypes, self._gather.restype = [c_void_p], c_int64
         self._convert.argtypes = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64, c_int32]
         self._convert.restype = None
         self._linear = library.flex_linear
         self._linear.argtypes, self._linear.restype = [c_void_p], None
+        self._product = library.flex_product
+        self._product.argtypes, self._product.restype = [c_void_p], None
         self.simd = int(library.flex_simd())
 
-    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
+    def append(
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+    ) -> None:
         if not _native(k, v, pool, pages, offsets):
-            return super().append(k, v, pool, pages, offsets)
-        base.check_append(k, v, pool, pages, offsets)
+            return super().append(k, v, pool, pages, offsets, form)
+        room = base.check_append(k, v, pool, pages, offsets, form)
         k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
         call = _Append(
             *(x.data_ptr() for x in (k, v, pool, pages, offsets)),
-            *(k.shape[0], pool.shape[2], pool.shape[4], pool.shape[0], pool.shape[3]),
+            *(k.shape[0], *room, 0 if form is None else form.group),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
-            *(CODES[k.dtype], CODES[pool.dtype], torch.get_num_threads()),
+            *(CODES[k.dtype], _stored(pool, form), torch.get_num_threads()),
         )
         if bad := self._append(ctypes.addressof(call)):
-            raise bad_place(bad - 1, pool)
+            raise bad_place(bad - 1, room)
 
     def decode(
         self,
@@ -110,40 +137,47 @@ class NativeKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
+        form: CacheForm | None = None,
+        topk: float | None = None,
+        with_lse: bool = False,
+    ) -> Any:
         if not _native(q, pool, tables, lengths):
-            return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks)
-        base.check_decode(q, pool, tables, lengths)
+            return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse)
+        room = base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
+        base.check_topk(topk, with_lse)
         n, heads, dim = q.shape
-        pages, _, kv_heads, page_tokens, _ = pool.shape
         q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty((n, heads, dim), dtype=q.dtype)
+        lse = torch.empty((n, heads), dtype=torch.float32) if with_lse else None
         call = _Decode(
             *(x.data_ptr() for x in (q, out, pool, tables, lengths)),
-            None if sinks is None else sinks.data_ptr(),
-            *(n, heads, kv_heads, dim, pages, page_tokens, tables.shape[1]),
-            *(q.stride(0), q.stride(1), window or 0, scale, softcap or 0.0),
-            *(CODES[q.dtype], CODES[pool.dtype], torch.get_num_threads()),
+            *(None if x is None else x.data_ptr() for x in (sinks, lse)),
+            *(n, heads, *room, 0 if form is None else form.group, tables.shape[1]),
+            *(q.stride(0), q.stride(1), window or 0, 1.0 if topk is None else topk, scale, softcap or 0.0),
+            *(CODES[q.dtype], _stored(pool, form), torch.get_num_threads()),
         )
         if bad := self._decode(ctypes.addressof(call)):
-            raise bad_sequence(bad - 1, pool)
-        return out
+            raise bad_sequence(bad - 1, room)
+        return out if lse is None else (out, lse)
 
-    def gather(self, pool: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         if not _native(pool, table):
-            return super().gather(pool, table, length)
-        base.check_pool(pool)
-        pages, _, kv_heads, page_tokens, dim = pool.shape
-        if not 0 <= length <= table.numel() * page_tokens:
-            raise bad_sequence(0, pool)
+            return super().gather(pool, table, length, form)
+        room = base.check_pool(pool, form)
+        if not 0 <= length <= table.numel() * room.page_tokens:
+            raise bad_sequence(0, room)
         table = _int32(table)
-        k, v = (torch.empty((length, kv_heads, dim), dtype=pool.dtype) for _ in range(2))
-        pointers = (x.data_ptr() for x in (pool, table, k, v))
-        sizes = (length, kv_heads, dim, pages, page_tokens, CODES[pool.dtype], torch.get_num_threads())
-        if self._gather(*pointers, *sizes):
-            raise bad_sequence(0, pool)
+        shape, dtype = (length, room.kv_heads, room.dim), pool.dtype if form is None else torch.float32
+        k, v = (torch.empty(shape, dtype=dtype) for _ in range(2))
+        call = _Gather(
+            *(x.data_ptr() for x in (pool, table, k, v)),
+            *(length, *room, 0 if form is None else form.group),
+            *(_stored(pool, form), torch.get_num_threads()),
+        )
+        if self._gather(ctypes.addressof(call)):
+            raise bad_sequence(0, room)
         return k, v
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -160,6 +194,25 @@ class NativeKernels(ReferenceKernels):
         )
         self._linear(ctypes.addressof(call))
         return out.view(*x.shape[:-1], weight.shape[0])
+
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+    ) -> Tensor:
+        if not _native(x, weight) or form.columns == 0:
+            return super().product(x, weight, form, bias, int8)
+        base.check_product(x, weight, form, bias)
+        rows = _rows(x.reshape(-1, form.columns))
+        out = torch.empty((rows.shape[0], form.rows), dtype=torch.float32, device="cpu")
+        bias = None if bias is None else bias.contiguous()
+        groups, group = form.blocks[1], form.codec.group
+        scratch = torch.empty(rows.shape[0] * groups * (group + 2 * 4) if int8 else 0, dtype=torch.uint8, device="cpu")
+        call = _Product(
+            *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(scratch.data_ptr(), rows.shape[0], form.rows, form.columns, rows.stride(0), out.stride(0)),
+            *(groups, form.codec.bits, group, int8, torch.get_num_threads()),
+        )
+        self._product(ctypes.addressof(call))
+        return out.view(*x.shape[:-1], form.rows)
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
@@ -211,6 +264,11 @@ def _native(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
 
 
+def _stored(pool: Tensor, form: CacheForm | None) -> int:
+    """enum Dtype of simd.h: floats, or the bits of a code."""
+    return CODES[pool.dtype] if form is None else form.bits * 16
+
+
 def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -248,14 +306,15 @@ def _build(compiler: list[str], flags: list[str]) -> Path:
     """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
     version = _run([*compiler, "--version"])
     openmp = openmp_runtime()
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), version, *flags, str(openmp), _cpu()]).encode()).hexdigest()
+    code = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    key = hashlib.sha256("\0".join([*code, version, *flags, str(openmp), _cpu()]).encode()).hexdigest()
     library = _cache() / f"cpu-{key[:32]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        code, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
-        _run([*compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", code])
-        link = [*compiler, "-shared", code, "-o", linked]
+        compiled, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
+        _run([*compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", compiled])
+        link = [*compiler, "-shared", compiled, "-o", linked]
         try:
             if openmp is None:
                 raise BuildFailed("torch has loaded no OpenMP library")

@@ -1,10 +1,13 @@
 """Attention on a GPU: batched torch, no host synchronisation. A fused Triton kernel is to take `decode`'s place."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheForm
 from flexengine.kernels import base
-from flexengine.kernels.reference import ReferenceKernels
+from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
 GATHERED = 2**26  # bytes of gathered K and V held at once
 
@@ -14,12 +17,11 @@ class CudaKernels(ReferenceKernels):
 
     name = "cuda"
 
-    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        base.check_append(k, v, pool, pages, offsets)
-        page, offset = pages.long()[:, None], offsets.long()[:, None]
-        head = torch.arange(pool.shape[2], device=pool.device)[None]
-        pool[page, 0, head, offset] = k.to(pool.dtype)
-        pool[page, 1, head, offset] = v.to(pool.dtype)
+    def append(
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+    ) -> None:
+        base.check_append(k, v, pool, pages, offsets, form)
+        write(k, v, pool, pages, offsets, form)
 
     def decode(
         self,
@@ -31,38 +33,59 @@ class CudaKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        base.check_decode(q, pool, tables, lengths)
+        form: CacheForm | None = None,
+        topk: float | None = None,
+        with_lse: bool = False,
+    ) -> Any:
+        room = base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
+        base.check_topk(topk, with_lse)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        one = tables.shape[1] * pool[0].numel() * max(pool.element_size(), 4)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * max(pool.element_size(), 4)
         step = max(1, GATHERED // max(1, one))
         for at in range(0, q.shape[0], step):
             part = slice(at, at + step)
-            out[part] = _decode(q[part], pool, tables[part], lengths[part], scale, window, softcap, sinks)
-        return out
+            pages = read(pool, tables[part].long(), form).float()
+            scores, v, seen = _scores(q[part], pages, lengths[part], scale, window)
+            out[part], lse[part] = _weighed(capped(scores, softcap), v, seen, sinks, topk)
+        return (out, lse) if with_lse else out
 
 
-def _decode(
-    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Gathers each sequence's pages side by side, padded to the longest, and masks what it must not see."""
+def _scores(
+    q: Tensor, pages: Tensor, lengths: Tensor, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim], and which tokens a sequence sees, [n, tokens].
+
+    pages: [n, pages, 2, kv_heads, page_tokens, dim] of each sequence side by side, padded to the longest.
+    """
     n, heads, dim = q.shape
-    kv_heads = pool.shape[2]
-    pages = pool[tables.long()].float()  # [n, pages, 2, kv_heads, page_tokens, dim]
-    k, v = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)  # [n, kv_heads, tokens, dim] each
-    scores = q.float().reshape(n, kv_heads, heads // kv_heads, dim) @ k.transpose(2, 3) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    k, v = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    scores = q.float().reshape(n, k.shape[1], heads // k.shape[1], dim) @ k.transpose(2, 3) * scale
     at, end = torch.arange(k.shape[2], device=q.device), lengths[:, None]
-    seen = at < end if window is None else (at < end) & (at >= end - window)
+    return scores, v, at < end if window is None else (at < end) & (at >= end - window)
+
+
+def _weighed(
+    scores: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, topk: float | None
+) -> tuple[Tensor, Tensor]:
+    """The attention's result [n, heads, dim] in fp32 and the log of its denominator [n, heads]."""
+    n, kv_heads, _, dim = (*scores.shape[:3], v.shape[-1])
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-    if sinks is not None:
-        sink = sinks.float().view(1, kv_heads, -1, 1).expand(n, -1, -1, 1)
-        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1]
-    else:
-        weights = torch.softmax(scores, -1)
+    lse = denominator(scores, sinks)
+    weights = torch.exp(scores - lse.view(n, kv_heads, -1, 1))
+    wanted = seen[:, None, None] if topk is None else _largest(scores, seen, topk)
     # What lies beyond a sequence's end may be anything, NaN too, and 0 * NaN is NaN.
-    out: Tensor = (weights @ v.masked_fill(~seen[:, None, :, None], 0.0)).reshape(n, heads, dim).to(q.dtype)
-    return out
+    v = v.masked_fill(~wanted.any(2)[..., None], 0.0)
+    return (weights.masked_fill(~wanted, 0.0) @ v).reshape(n, -1, dim), lse
+
+
+def _largest(scores: Tensor, seen: Tensor, topk: float) -> Tensor:
+    """reference.largest for sequences side by side: bool like scores."""
+    ends = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)  # the query's own position
+    own = torch.arange(seen.shape[1], device=seen.device) == ends[:, None]
+    past = scores.masked_fill(own[:, None, None], float("-inf"))
+    rank = past.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
+    count = (topk * (seen.sum(1) - 1).double()).floor()
+    wanted: Tensor = (rank < count[:, None, None, None]) & seen[:, None, None] | own[:, None, None]
+    return wanted

@@ -1,11 +1,14 @@
 """The kernels in plain torch, on any device: what runs where the native ones cannot be built, and their measure."""
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
+from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 
@@ -19,18 +22,16 @@ class ReferenceKernels(base.Kernels):
 
     name = "reference"
 
-    def append(self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor) -> None:
-        base.check_append(k, v, pool, pages, offsets)
-        n_pages, _, kv_heads, page_tokens, _ = pool.shape
-        bad = (pages < 0) | (pages >= n_pages) | (offsets < 0) | (offsets >= page_tokens)
+    def append(
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+    ) -> None:
+        room = base.check_append(k, v, pool, pages, offsets, form)
+        bad = (pages < 0) | (pages >= room.pages) | (offsets < 0) | (offsets >= room.page_tokens)
         if bad.any():
-            raise bad_place(int(bad.nonzero()[0]), pool)
-        page, offset = pages.long()[:, None], offsets.long()[:, None]
-        head = torch.arange(kv_heads, device=pool.device)[None]
-        pool[page, 0, head, offset] = k.to(pool.dtype)
-        pool[page, 1, head, offset] = v.to(pool.dtype)
+            raise bad_place(int(bad.nonzero()[0]), room)
+        write(k, v, pool, pages, offsets, form)
 
-    def decode(
+    def decode(  # type: ignore[override]  # not overloaded again: what it returns is what base says
         self,
         q: Tensor,
         pool: Tensor,
@@ -40,33 +41,44 @@ class ReferenceKernels(base.Kernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-    ) -> Tensor:
-        base.check_decode(q, pool, tables, lengths)
+        form: CacheForm | None = None,
+        topk: float | None = None,
+        with_lse: bool = False,
+    ) -> Any:
+        room = base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
+        base.check_topk(topk, with_lse)
         n, heads, dim = q.shape
-        page_tokens = pool.shape[3]
         out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
+        lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
         for i, length in enumerate(lengths.tolist()):
-            if not 1 <= length <= tables.shape[1] * page_tokens:
-                raise bad_sequence(i, pool)
+            if not 1 <= length <= tables.shape[1] * room.page_tokens:
+                raise bad_sequence(i, room)
             first = max(0, length - window) if window else 0
-            start = first // page_tokens
-            used = tables[i, start : -(-length // page_tokens)].long()
-            if used.min() < 0 or used.max() >= pool.shape[0]:
-                raise bad_sequence(i, pool)
-            pages = pool[used].float().permute(1, 2, 0, 3, 4)  # [2, kv_heads, pages, page_tokens, dim]
-            k, v = pages.flatten(2, 3)[:, :, first - start * page_tokens : length - start * page_tokens]
-            scores = q[i].float().reshape(k.shape[0], -1, dim) @ k.transpose(1, 2) * scale
-            weights = _softmax(scores.view(heads, 1, -1), softcap, sinks)
-            out[i] = (weights.view(scores.shape) @ v).view(heads, dim).to(q.dtype)
-        return out
+            start = first // room.page_tokens
+            used = tables[i, start : -(-length // room.page_tokens)].long()
+            if used.min() < 0 or used.max() >= room.pages:
+                raise bad_sequence(i, room)
+            pages = read(pool, used, form).float().permute(1, 2, 0, 3, 4)  # [2, kv_heads, pages, page_tokens, dim]
+            within = slice(first - start * room.page_tokens, length - start * room.page_tokens)
+            k, v = pages.flatten(2, 3)[:, :, within]
+            scores = q[i].float().reshape(room.kv_heads, -1, dim) @ k.transpose(1, 2) * scale
+            scores = capped(scores, softcap)
+            wanted = None if topk is None else largest(scores, topk)
+            lse[i] = denominator(scores, sinks)
+            weights = _softmax(scores.view(heads, 1, -1), None, sinks).view(scores.shape)
+            if wanted is not None:
+                weights = weights.masked_fill(~wanted, 0.0)
+                v = v.masked_fill(~wanted.any(1)[..., None], 0.0)  # may be anything, NaN too, and 0 * NaN is NaN
+            out[i] = (weights @ v).view(heads, dim).to(q.dtype)
+        return (out, lse) if with_lse else out
 
-    def gather(self, pool: Tensor, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        base.check_pool(pool)
-        used = table[: max(0, -(-length // pool.shape[3]))].long()
-        if not 0 <= length <= used.numel() * pool.shape[3] or ((used < 0) | (used >= pool.shape[0])).any():
-            raise bad_sequence(0, pool)
-        pages = pool[used].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # [2, tokens, kv_heads, dim]
+    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
+        room = base.check_pool(pool, form)
+        used = table[: max(0, -(-length // room.page_tokens))].long()
+        if not 0 <= length <= used.numel() * room.page_tokens or ((used < 0) | (used >= room.pages)).any():
+            raise bad_sequence(0, room)
+        pages = read(pool, used, form).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # [2, tokens, kv_heads, dim]
         return pages[0].contiguous(), pages[1].contiguous()
 
     def attend_prompt(
@@ -112,6 +124,20 @@ class ReferenceKernels(base.Kernels):
             out[..., run] = linear_fp32(x, weight[run].float(), None if bias is None else bias[run])
         return out
 
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+    ) -> Tensor:
+        base.check_product(x, weight, form, bias)
+        x = _rounded(x, form.codec.group) if int8 else x
+        out = x.new_empty((*x.shape[:-1], form.rows))
+        blocks = weight.view(form.blocks[0], -1)
+        step = max(1, WIDENED // max(1, form.columns * 4 * ROWS))
+        for low in range(0, len(blocks), step):
+            run = slice(low * ROWS, min(form.rows, (low + step) * ROWS))
+            decoded = Packed(form.codec, run.stop - run.start, form.columns).decode(blocks[low : low + step])
+            out[..., run] = linear_fp32(x, decoded, None if bias is None else bias[run])
+        return out
+
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         base.check_convert(source, target)
         target.copy_(source)
@@ -134,6 +160,16 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     else:
         out = _mkl_linear(rows, weight, bias)
     return out[: rows.shape[0]].reshape(*x.shape[:-1], n)
+
+
+def _rounded(x: Tensor, group: int) -> Tensor:
+    """x to 8 bits, symmetric, per group of columns, and back. What is not finite makes its group NaN."""
+    groups = nn.functional.pad(x, (0, -x.shape[-1] % group))
+    groups = groups.reshape(*x.shape[:-1], groups.shape[-1] // group, group)
+    scale = groups.abs().amax(-1, keepdim=True) / 127
+    codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
+    return (codes * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 def few_sizes(rows: int) -> int:
@@ -170,17 +206,59 @@ def has_onednn() -> bool:
     return True
 
 
-def bad_sequence(i: int, pool: Tensor) -> InvalidInput:
+def bad_sequence(i: int, room: base.Room) -> InvalidInput:
     """The error for a length or page table that the pool cannot serve."""
     return InvalidInput(
         f"sequence {i}: its length must be at least 1 and within its table,"
-        f" and its pages among the pool's {pool.shape[0]} (of {pool.shape[3]} tokens)"
+        f" and its pages among the pool's {room.pages} (of {room.page_tokens} tokens)"
     )
 
 
-def bad_place(t: int, pool: Tensor) -> InvalidInput:
+def bad_place(t: int, room: base.Room) -> InvalidInput:
     """The error for a token sent to a place that the pool does not have."""
-    return InvalidInput(f"token {t}: its page must be below {pool.shape[0]} and its offset below {pool.shape[3]}")
+    return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
+
+
+def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> None:
+    """What base.Kernels.append does, places unchecked."""
+    page, offset = pages.long()[:, None], offsets.long()[:, None]
+    head = torch.arange(k.shape[1], device=pool.device)[None]
+    for number, x in enumerate((k, v)):
+        if form is None:
+            pool[page, number, head, offset] = x.to(pool.dtype)
+        else:
+            panels, (codes, scale, minimum) = form.panels(pool), form.encode(x)
+            panels.codes[page, number, head, offset] = codes
+            panels.scale[page, number, head, :, offset] = scale
+            panels.minimum[page, number, head, :, offset] = minimum
+
+
+def read(pool: Tensor, pages: Tensor, form: CacheForm | None) -> Tensor:
+    """Pages [*pages.shape, 2, kv_heads, page_tokens, dim] of a pool, decoded. pages: int64, unchecked."""
+    if form is None:
+        return pool[pages]
+    codes, scale, minimum = (x[pages] for x in form.panels(pool))
+    return form.decode(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """The scores after the soft cap, if there is one."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+
+
+def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Log of the softmax's denominator: [..., heads] of capped scores [..., kv_heads, heads / kv_heads, S]."""
+    total = torch.logsumexp(scores, -1).flatten(-2)
+    return total if sinks is None else torch.logaddexp(total, sinks.float())
+
+
+def largest(scores: Tensor, topk: float) -> Tensor:
+    """Which of the positions [..., S] `decode` multiplies with V: see there. The last one is the query's own."""
+    past = scores[..., :-1]
+    order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
+    wanted = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+    wanted[..., -1] = True
+    return wanted
 
 
 def _visible(low: int, high: int, first: int, window: int | None, device: torch.device) -> Tensor:

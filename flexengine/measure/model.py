@@ -4,8 +4,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import prod
 from statistics import median
 from typing import Any
 
@@ -177,18 +178,18 @@ def _give(
 ) -> int:
     """Binds the weights; see random_weights."""
     left = room(machine, "device")
-    sizes = {name: _size(skeleton.layers[names.index(name)], held) for name in names}
-    if _size(skeleton.others, held) + sum(sizes.values()) > left:
+    sizes = {name: _size(skeleton, skeleton.layers[names.index(name)], held) for name in names}
+    if _size(skeleton, skeleton.others, held) + sum(sizes.values()) > left:
         return 0
-    left -= _size(skeleton.others, held)
+    left -= _size(skeleton, skeleton.others, held)
     copies = {name: min(names.count(name), -(-UNCACHED // sizes[name])) for name in sizes}
-    _bind(skeleton.others, _random(skeleton.others, held, machine, regions))
+    _bind(skeleton.others, _random(skeleton, skeleton.others, held, machine, regions))
     sets: dict[str, list[list[Tensor]]] = defaultdict(list)
     met: dict[str, int] = defaultdict(int)
     for j, name in enumerate(names):
         needed = sum(sizes[other] for other in sizes if not sets[other] and other != name)
         if len(sets[name]) < copies[name] and (not sets[name] or sizes[name] + needed <= left):
-            sets[name].append(_random(skeleton.layers[j], held, machine, regions))
+            sets[name].append(_random(skeleton, skeleton.layers[j], held, machine, regions))
             left -= sizes[name]
         _bind(skeleton.layers[j], sets[name][met[name] % len(sets[name])])
         met[name] += 1
@@ -197,23 +198,29 @@ def _give(
     return len(names)
 
 
-def _size(slots: Mapping[str, Slot], held: Mapping[str, torch.dtype]) -> int:
+def _size(skeleton: Skeleton, slots: Mapping[str, Slot], held: Mapping[str, torch.dtype]) -> int:
     """Bytes that random weights of these slots take, at least 1."""
-    return sum(aligned(_elements(slot) * held[name].itemsize) for name, slot in slots.items()) or 1
+    return sum(aligned(prod(_shape(skeleton, n, slots[n])) * held[n].itemsize) for n in slots) or 1
 
 
-def _elements(slot: Slot) -> int:
-    return int(torch.Size(slot.shape).numel())
+def _shape(skeleton: Skeleton, name: str, slot: Slot) -> tuple[int, ...]:
+    """Of the tensor in this slot, which is one of bytes if it is encoded."""
+    return skeleton.forms[name].shape if name in skeleton.forms else slot.shape
 
 
 def _random(
-    slots: Mapping[str, Slot], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
+    skeleton: Skeleton,
+    slots: Mapping[str, Slot],
+    held: Mapping[str, torch.dtype],
+    machine: Machine,
+    regions: Regions,
 ) -> list[Tensor]:
     """Tensors for these slots, in their order."""
     found = []
     for name, slot in slots.items():
-        home = regions.take("device", _elements(slot) * held[name].itemsize, WHAT, held[name])
-        found.append(fill(machine.device.view(home)).view(slot.shape))
+        shape = _shape(skeleton, name, slot)
+        home = regions.take("device", prod(shape) * held[name].itemsize, WHAT, held[name])
+        found.append(fill(machine.device.view(home)).view(shape))
     return found
 
 
@@ -244,19 +251,23 @@ class _Before:
 def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:
     """Seconds of logits and their tokens by rows. Of a head too large for the memory, some rows stand for all."""
     name, (vocabulary, width) = skeleton.head
-    dtype = held[name if name in held else skeleton.embedding[0]]
-    rows = min(vocabulary, max(1, room(machine, "device") // (width * dtype.itemsize)))
+    name = name if name in held else skeleton.embedding[0]
+    dtype, form = held[name], skeleton.forms[name].packed if name in skeleton.forms else None
+    row = width * dtype.itemsize if form is None else -(-form.nbytes // vocabulary)
+    rows = min(vocabulary, max(1, room(machine, "device") // row))
+    form = replace(form, rows=rows) if form is not None else None
     regions = Regions(machine)
     try:
-        home = regions.take("device", rows * width * dtype.itemsize, WHAT, dtype)
-        weight = fill(machine.device.view(home)).view(rows, width)
+        shape = (rows, width) if form is None else (form.nbytes,)
+        home = regions.take("device", prod(shape) * dtype.itemsize, WHAT, dtype)
+        weight = fill(machine.device.view(home)).view(shape)
         points = []
         for count in ROWS:
             x = fill(torch.empty(1, count, width, dtype=skeleton.product.dtype, device=machine.compute), 1.0)
             draws = [Draw(SamplingParams(), i, 0, (1,), ()) for i in range(count)]
 
             def call(_: int, x: Tensor = x, draws: list[Draw] = draws) -> object:
-                return sample(skeleton.product(x, weight)[0].float(), draws)
+                return sample(skeleton.product(x, weight, None, form)[0].float(), draws)
 
             seconds = seconds_per_call(call, HEAD_SECONDS, machine)
             points.append((float(count), start + seconds * vocabulary / rows))

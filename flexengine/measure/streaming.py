@@ -84,7 +84,7 @@ def _depth(opened: Opened) -> int:
     """Layers of a pass: the first ones that are alike."""
     facts = opened.facts
     alike = next((j for j in range(len(facts.layers)) if facts.signature(j) != facts.signature(0)), len(facts.layers))
-    nbytes = sum(t.elements * t.stored for t in facts.layers[0])
+    nbytes = sum(t.stored_bytes for t in facts.layers[0])
     return min(alike, max(2, PASS_BYTES // max(1, nbytes)))
 
 

@@ -99,10 +99,15 @@ def _others_seconds() -> float:
 
 
 def fill(target: Tensor, scale: float = 0.02) -> Tensor:
-    """Normal numbers, some of them repeated: pages nobody wrote to are all one page, which stays in the cache."""
+    """Normal numbers, some of them repeated: pages nobody wrote to are all one page, which stays in the cache. Bytes
+    are such that any two of them, as fp16, are from 0 to 1: the scales of encoded weights lie among their codes."""
     flat = target.view(-1)
     generator = torch.Generator().manual_seed(0)
-    block = (torch.randn(min(flat.numel(), 1 << 20), generator=generator) * scale).to(flat.device, flat.dtype)
+    count = min(flat.numel(), 1 << 20)
+    if flat.dtype == torch.uint8:
+        block = torch.randint(0, 60, (count,), dtype=torch.uint8, generator=generator).to(flat.device)
+    else:
+        block = (torch.randn(count, generator=generator) * scale).to(flat.device, flat.dtype)
     for at in range(0, flat.numel(), 1 << 20):
         part = flat[at : at + (1 << 20)]
         part.copy_(block[: part.numel()])

@@ -147,8 +147,7 @@ class PausingHead(nn.Module):
         logits: Tensor | None = None
         done = 0
         for chunk in range(self.chunks):
-            weight, bias = _pause(Head(chunk))
-            part = self.linear(hidden, weight, bias)
+            part = self.linear(hidden, *_pause(Head(chunk)))  # weight, bias, form
             if part.shape[-1] == self.vocabulary:
                 return part
             if logits is None:

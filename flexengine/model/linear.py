@@ -5,12 +5,14 @@ with other batches could end in other words. So what computes is decided by the 
 by the number of rows. The native kernel widens 16-bit weights to fp32 on the way, which is exact.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
+from flexengine.codec.packed import Packed
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.reference import has_onednn, linear_fp32
 
@@ -22,18 +24,28 @@ def numerics() -> str:
     return f"{library}, {found.name}" + (f" {found.simd} bits" if isinstance(found, NativeKernels) else "")
 
 
+def kernels_for(x: Tensor) -> kernels.Kernels:
+    """The kernels for tensors that lie where x does."""
+    return kernels.load() if x.device.type == "cpu" else kernels.CudaKernels()
+
+
 class Product:
     """x @ weight.T + bias for one model, whatever dtype its weights are held in.
 
-    dtype: that of activations. 16-bit weights may also meet fp32 activations.
+    dtype: that of activations. 16-bit weights may also meet fp32 activations. int8: round activations to 8 bits where
+    they meet encoded weights, and multiply integers.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, int8: bool = False) -> None:
+        self.dtype, self.int8 = dtype, int8
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None) -> Tensor:
+        """form: how the weight lies in its bytes, if it is encoded."""
         if x.dtype != self.dtype:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
+        if form is not None:
+            bias = None if bias is None else bias.float()
+            return kernels_for(x).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
         if x.is_meta or weight.dtype == x.dtype != torch.float32:
             return nn.functional.linear(x, weight.to(x.dtype), bias)
         if weight.dtype == x.dtype:
@@ -42,12 +54,13 @@ class Product:
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear computed by a Product."""
+    """nn.Linear computed by a Product. forms: by parameter, how it is encoded."""
 
     product: Product
+    forms: Mapping[str, Packed] = {}
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.product(input, self.weight, self.bias)
+        return self.product(input, self.weight, self.bias, self.forms.get("weight"))
 
 
 def use_fast_linear(model: nn.Module, product: Product) -> None:

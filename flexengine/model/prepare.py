@@ -1,9 +1,10 @@
-"""The prepared-weights cache: checkpoints in other formats, converted once to safetensors directories.
+"""The prepared-weights cache: checkpoints in other formats and encoded weights, made once, in safetensors directories.
 
-    $FLEXENGINE_CACHE or ~/.cache/flexengine
-      prepared/<key>/           a model directory, complete because it appears by rename
-      prepared/<key>.tmp-<pid>/ being written by the process that holds the lock; garbage if nobody does
-      prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
+$FLEXENGINE_CACHE or ~/.cache/flexengine
+  prepared/<key>/           a model directory, or encoded weights of one; complete because it appears by rename
+  prepared/<key>.part/      encoded weights so far: whoever is interrupted goes on with them
+  prepared/<key>.tmp-<pid>/ being written by the process that holds the lock; garbage if nobody does
+  prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
 """
 
 import fcntl
@@ -51,9 +52,10 @@ def prepared_bin(path: Path, trust_remote_code: bool = False) -> Path:
     return prepared(path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory))
 
 
-def fingerprint(files: Iterable[Path]) -> str:
-    """Key of a checkpoint: format version and each file's name, size, mtime and first and last MiB. Reads no more."""
-    digest = hashlib.sha256(f"flexengine {FORMAT}\n".encode())
+def fingerprint(files: Iterable[Path], what: str = "") -> str:
+    """Key of a checkpoint, and of `what` was made of it: format version and each file's name, size, mtime and first and
+    last MiB. Reads no more."""
+    digest = hashlib.sha256(f"flexengine {FORMAT}\n{what}".encode())
     for file in files:
         stat = file.stat()
         digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
@@ -64,15 +66,16 @@ def fingerprint(files: Iterable[Path]) -> str:
     return digest.hexdigest()[:32]
 
 
-def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None]) -> Path:
+def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "") -> Path:
     """The finished directory for `files`; if there is none, `build` fills one under a temporary name first.
 
+    what: made of the files, if there are several things; then `build` finds what an earlier one had finished.
     Racing processes wait for each other; what killed ones left behind is removed.
     Raises InvalidInput if the cache cannot be written, and whatever `build` raises (leaving nothing behind).
     """
     root = cache_root() / "prepared"
     try:
-        final = root / fingerprint(files)
+        final = root / fingerprint(files, what)
     except OSError as error:
         raise BadCheckpoint(f"{source} cannot be read: {error}") from error
     if final.is_dir():
@@ -82,7 +85,7 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None])
         with _lock(final):
             if not final.is_dir():
                 _sweep(final)
-                _build(source, final, build)
+                _build(source, final, build, keep=bool(what))
     except OSError as error:
         if isinstance(error, OutOfMemory):
             raise
@@ -93,9 +96,10 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None])
     return final
 
 
-def _build(source: Path, final: Path, build: Callable[[Path], None]) -> None:
-    temporary = final.with_name(f"{final.name}.tmp-{os.getpid()}")
-    temporary.mkdir(mode=0o700)
+def _build(source: Path, final: Path, build: Callable[[Path], None], keep: bool) -> None:
+    """keep: what there is so far, if it ends early."""
+    temporary = final.with_name(f"{final.name}.part" if keep else f"{final.name}.tmp-{os.getpid()}")
+    temporary.mkdir(mode=0o700, exist_ok=keep)
     try:
         log.info("converting %s once into %s", source, final)
         build(temporary)
@@ -105,7 +109,8 @@ def _build(source: Path, final: Path, build: Callable[[Path], None]) -> None:
         temporary.rename(final)
         _sync(final.parent)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if not keep:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

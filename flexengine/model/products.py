@@ -5,6 +5,7 @@ which torch's own does not promise; nor do its activation functions.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
+from flexengine.codec.packed import Packed
 from flexengine.model.linear import Product
 
 EXPERTS = "flexengine"
@@ -43,18 +45,17 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
 
 
 def _expert(module: Any, x: Tensor, expert: int) -> Tensor:
-    up = module.gate_up_proj if module.has_gate else module.up_proj
-    biases = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
-    x = _one(module, x, up, biases, expert)
+    x = _one(module, x, "gate_up_proj" if module.has_gate else "up_proj", expert)
     x = module._apply_gate(x) if module.has_gate else module.act_fn(x)
-    x = _one(module, x, module.down_proj, module.down_proj_bias if module.has_bias else None, expert)
+    x = _one(module, x, "down_proj", expert)
     return cast(Tensor, module.post_expert_norm(x)) if getattr(module, "has_post_expert_norm", False) else x
 
 
-def _one(module: Any, x: Tensor, weights: Tensor, biases: Tensor | None, expert: int) -> Tensor:
-    weight = weights[expert].t() if module.is_transposed else weights[expert]
+def _one(module: Any, x: Tensor, name: str, expert: int) -> Tensor:
+    weight, form = getattr(module, name)[expert], getattr(module, "forms", {}).get(name)
+    bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
     product: Product = module.product
-    return product(x, weight, None if biases is None else biases[expert])
+    return product(x, weight.t() if module.is_transposed and form is None else weight, bias, form)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
@@ -64,9 +65,11 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
     """GPT-2's linear layer, whose weight is [in, out], computed by a Product."""
 
     product: Product
+    forms: Mapping[str, Packed] = {}
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight.t(), self.bias)
+        form = self.forms.get("weight")
+        return self.product(x, self.weight.t() if form is None else self.weight, self.bias, form)
 
 
 _VECTOR = 32  # elements of torch's unrolled vector loop

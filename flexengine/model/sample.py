@@ -20,6 +20,7 @@ class Draw(NamedTuple):
 
     row, sample: which prompt of the job and which of its n continuations; with the seed they choose the noise.
     prompt, generated: token ids so far; len(generated) is the index of the token to come.
+    forced: tokens to take instead of choosing, if there are any.
     """
 
     sampling: SamplingParams
@@ -27,6 +28,7 @@ class Draw(NamedTuple):
     sample: int
     prompt: Sequence[int]
     generated: Sequence[int]
+    forced: Sequence[int] = ()
 
 
 class Sampled(NamedTuple):
@@ -65,7 +67,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
     tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
     return [
-        Sampled(token, None, ()) if token == NONFINITE or _plain(draw.sampling) else _row(logits[i].double(), draw)
+        Sampled(token, None, ()) if token == NONFINITE or _plain(draw) else _row(logits[i].double(), draw)
         for i, (token, draw) in enumerate(zip(tokens, draws, strict=True))
     ]
 
@@ -86,9 +88,10 @@ def _text(token: int, tokenizer: Any) -> str | None:
     return twice[len(once) :] if twice.startswith(once) else once
 
 
-def _plain(s: SamplingParams) -> bool:
+def _plain(draw: Draw) -> bool:
     """Whether the largest logit is all there is to know."""
-    return s.temperature == 0 and s.logprobs is None and not _penalises(s)
+    s = draw.sampling
+    return not draw.forced and s.temperature == 0 and s.logprobs is None and not _penalises(s)
 
 
 def _penalises(s: SamplingParams) -> bool:
@@ -98,7 +101,10 @@ def _penalises(s: SamplingParams) -> bool:
 def _row(row: Tensor, draw: Draw) -> Sampled:
     """The next token of one row `[vocabulary]`, fp64, whose largest value is finite."""
     s = draw.sampling
-    token = _choose(_penalised(row, draw) if _penalises(s) else row, draw)
+    if draw.forced:
+        token = draw.forced[len(draw.generated)]
+    else:
+        token = _choose(_penalised(row, draw) if _penalises(s) else row, draw)
     if s.logprobs is None:
         return Sampled(token, None, ())
     logprobs = row.log_softmax(0)

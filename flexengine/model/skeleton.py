@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.model.adapters import ADAPTED, adapt
 from flexengine.model.config import load_config
+from flexengine.model.form import Form
 from flexengine.model.forward import (
     ATTENTION,
     Attend,
@@ -85,6 +86,7 @@ class Skeleton:
     invariance: Invariance  # to be active during a pass
     loading: Loading
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer: tokens seen, None for all
+    forms: dict[str, Form] = field(default_factory=dict)  # by parameter: how it is encoded
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
@@ -285,7 +287,7 @@ def _trial(skeleton: Skeleton) -> None:
             skeleton.windows[event.layer] = _window(event)
             answer = _probe_attention(event, shapes)
         elif isinstance(event, Head):
-            answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None
+            answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None, None
     expected = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
     if seen != expected:
         pairs = zip_longest(seen, expected, fillvalue="the end")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexengine.plan.cost import Cost
+from flexengine.plan.delegation import projection_share
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
@@ -54,13 +55,13 @@ class Clock:
         model, homes = cost.model, layout.homes
         units: list[dict[str, int]] = []
         for layer in model.layers:
-            found = {home: sum(t.elements * t.stored for t in layer if homes[t.name] == home)
+            found = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
                      for home in ("host", "disk")}  # fmt: skip
             units.append({home: nbytes for home, nbytes in found.items() if nbytes})
         head, chunks = model.edges[0], layout.head_chunks(model.vocabulary)
         shares = tuple((high - low) / model.vocabulary for low, high in chunks)
         away = homes[head.name] != "device"
-        units += [{homes[head.name]: round(s * head.elements * head.stored)} if away else {} for s in shares]
+        units += [{homes[head.name]: round(s * head.stored_bytes)} if away else {} for s in shares]
         names = [model.signature(j) for j in range(len(model.layers))]
         kinds = dict(zip(dict.fromkeys(names), (curve for curve, _ in cost.rates.layers), strict=True))
         return Clock(cost, layout, tuple(units), tuple(kinds[name] for name in names), shares)
@@ -99,7 +100,17 @@ class Clock:
                 work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(final[k]))
             return work + hardware.task_seconds
 
+        def delegated(task: Task) -> float:
+            j, k = task.cell.layer, task.cell.batch
+            if task.op is Op.ATTEND:
+                return attention[k][j]
+            before = projection_share(self.cost.model, j)
+            share = before if task.op is Op.PROJECT else 1 - before
+            return share * float(self.curves[j](batches[k].tokens)) + hardware.task_seconds
+
         def price(task: Task) -> float:
+            if task.op in (Op.PROJECT, Op.ATTEND, Op.FINISH):
+                return delegated(task)
             if task.op is Op.COMPUTE:
                 return compute(task.cell.layer, task.cell.batch)
             if task.op is Op.LOAD_WEIGHT:
@@ -115,11 +126,14 @@ class Clock:
         return self.cost.hardware.link_seconds("h2d", nbytes, nbytes)
 
     def _moved(self, task: Task, batch: Batch) -> float:
-        """KV pages or hidden states of one layer of a gpu_batch."""
+        """KV pages, hidden states, or what delegated attention takes and gives, of one layer of a gpu_batch."""
         links, model = self.cost.hardware.links, self.cost.model
         lane = task.lane if task.lane in links else "h2d"
         if task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
             nbytes = batch.tokens * model.hidden * model.itemsize
+            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
+        if task.op in (Op.SEND, Op.FETCH):
+            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
             return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
         page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
         if task.op is Op.LOAD_CACHE:
@@ -138,7 +152,10 @@ class Clock:
             seen = [min(n, window) if window else n for n in decoding]
             pairs = sum(p.pairs(window) for p in prompts)
             length = sum(p.start + p.count for p in prompts) / max(1, len(prompts))
-            work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
+            if batch.delegated:
+                work = rates.host_attention(sum(seen))
+            else:
+                work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
             by_window[window] = float(work) + float(rates.prompt_attention(pairs, length))
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
 

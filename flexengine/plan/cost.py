@@ -10,7 +10,7 @@ device (g), host (c) and disk (d). The linear program leaves these nine fraction
 realised ones. Both are priced by the same terms.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -84,11 +84,11 @@ class Cost:
         self.longest = max(workload.longest(1), default=1)
         self.away_page = page_tokens(model, "host", self.longest)
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
-        streamed = [*(sum(t.elements * t.stored for t in layer) for layer in model.layers)]
+        streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
         head = model.edges[0]
         self.unit_bytes = max(streamed)
-        self.head_chunks = -(-head.elements * head.stored // self.unit_bytes)  # as slots are as large as a layer
-        self.streamed_bytes = sum(streamed) + head.elements * head.stored
+        self.head_chunks = -(-head.stored_bytes // self.unit_bytes)  # as slots are as large as a layer
+        self.streamed_bytes = sum(streamed) + head.stored_bytes
         self._units = cache(self._unit)
         self._prefills = cache(self._prefill)
         self._profiles = cache(self._profile)
@@ -124,14 +124,15 @@ class Cost:
 
     def terms(self, policy: Policy, sweeps: Profile, split: Iterable[float]) -> Terms:
         """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart."""
-        model, hardware = self.model, self.hardware
+        model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
         found["device"][""] = self._compute(policy, sweeps, list(split))
 
         def link(lane: str, name: str, nbytes: Array | float, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
-            found[lane][name] = np.broadcast_to(np.asarray(nbytes, dtype=float) / rate, sweeps.times.shape)
+            seconds = np.broadcast_to(np.asarray(nbytes, dtype=float) / rate, sweeps.times.shape)
+            found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
         weights = self.streamed_bytes
         link("h2d", "wc", weights, self.unit_bytes)
@@ -141,8 +142,17 @@ class Cost:
         loaded, stored = (x * model.kv_token * layers for x in (sweeps.loaded, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
+        up, down = loaded, stored  # of what lives on the host
+        if policy.delegate:  # then pages are moved for prompts alone
+            up, down = (x * model.kv_token * layers for x in (sweeps.prompt_loaded, sweeps.prompt_stored))
+            asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
+            link("h2d", "cc", asked * model.fetched, g * model.fetched)
+            link("d2h", "cc", asked * model.sent, g * model.sent)
+            found["cpu"] = {"cc": self._seen(sweeps, lambda cached, _: rates.host_attention(cached)) * sweeps.counted}
+            here = self._seen(sweeps, rates.decode_attention) * sweeps.counted
+            found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
-            ("h2d", "cc", loaded, page), ("d2h", "cc", stored, page), ("h2d", "hc", hidden, wide),
+            ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
         ):  # fmt: skip
@@ -163,10 +173,11 @@ class Cost:
         units = len(self.model.layers) + (self.head_chunks if policy.weights[0] < 1 else 1)
         total = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
         prompts = max(1e-9, float(self._units(policy.prefill_tokens, 0.0).prompt))
-        for share in (s for s in split if s > 0):
+        host = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1  # who never joins prompts
+        for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
             decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
             full, rest = np.floor(decoding / g + 1e-9), decoding - g * np.floor(decoding / g + 1e-9)
-            few = prompt < mean  # then prompts join what is left of the decoding
+            few = (prompt < mean) & (tier != host)  # then prompts join what is left of the decoding
             whole = np.asarray(full * float(rates.stack(g)) + full * float(rates.head(g)))
             joined = rates.stack(rest + prompt) + rates.head(rest + prompt / prompts)
             apart = rates.stack(rest) + rates.head(rest) + prompt * per_token
@@ -174,13 +185,24 @@ class Cost:
             total = total + whole + np.where(few, joined, apart)
             cells = full + (rest > 0) + np.where(few, 0, prompt * per_batch)
             total = total + cells * units * hardware.task_seconds
-        length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
         for window, layers in rates.windows.items():
-            cached = sweeps.cached if window is None else sweeps.windows[window]
-            seen = length if window is None else np.minimum(length, window)
-            total = total + layers * rates.decode_attention(cached, seen)
             total = total + layers * rates.prompt_attention(sweeps.pairs[window], prompts)
-        return np.asarray(total)
+        return np.asarray(total + self._seen(sweeps, rates.decode_attention))
+
+    def _seen(self, sweeps: Profile, attention: Callable[[Array, Array], Array]) -> Array:
+        """Decode attention of all layers by sweep: attention(cached tokens, tokens of a sequence) is of one layer."""
+        length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
+        total = np.zeros(sweeps.times.shape)
+        for window, layers in self.rates.windows.items():
+            cached = sweeps.cached if window is None else sweeps.windows[window]
+            total = total + layers * attention(cached, length if window is None else np.minimum(length, window))
+        return total
+
+    def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
+        """`crosstalk` under a policy: the device waits for the host to attend if there is no other gpu_batch."""
+        if not policy.delegate or policy.block_size > policy.gpu_batch_size:
+            return self.crosstalk
+        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), "cpu": 1.0}}
 
     def sweep_seconds(self, terms: Terms, fractions: Fractions, policy: Policy) -> tuple[Array, dict[str, Array]]:
         """Seconds of every sweep, and of each lane's work in it."""
@@ -194,7 +216,7 @@ class Cost:
             away = min(1.0, fractions.get("wc", 0.0) + fractions.get("wd", 0.0))
             woken = self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
             return np.asarray(sum(used.values()) + woken), used
-        crosstalk = self.crosstalk
+        crosstalk = self.slowing(policy)
         ends = [
             seconds + sum(crosstalk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
             for lane, seconds in used.items()
@@ -220,7 +242,7 @@ class Cost:
             return float((values * kinds[kind]).sum() / counts[kind]) if counts[kind] else 0.0
 
         total = float((seconds * sweeps.times).sum())
-        resident = sum(t.elements * t.stored for t in model.tensors if layout.homes[t.name] != "disk")
+        resident = sum(t.stored_bytes for t in model.tensors if layout.homes[t.name] != "disk")
         cache, rest = self._touched(layout)
         total += cache
         return Prediction(
@@ -263,7 +285,7 @@ class Cost:
         names = dict(zip(TIERS, "gcd", strict=True))
         weights = dict.fromkeys(TIERS, 0.0)
         for t in (*(t for layer in self.model.layers for t in layer), self.model.edges[0]):
-            weights[layout.homes[t.name]] += t.elements * t.stored
+            weights[layout.homes[t.name]] += t.stored_bytes
         batches = -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size)
         hidden = place([1] * max(1, batches), layout.policy.activations)
         found = {f"w{names[t]}": n / self.streamed_bytes for t, n in weights.items()}
@@ -342,4 +364,3 @@ def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> L
         else:
             fixed += max(booked.values())
     return Linear(fixed, coefficients)
-

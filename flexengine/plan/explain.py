@@ -69,11 +69,14 @@ def policy_words(policy: Policy) -> list[str]:
     shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
     overlap = "transfers wait for computing, and computing for them" if policy.slots == 1 else (
         "the next layer comes in while one is computed")  # fmt: skip
-    return [
+    lines = [
         f"Policy      block of {policy.block_size:,}: {shape}; prompts in pieces of {policy.prefill_tokens:,} tokens",
         f"            schedule {policy.schedule}: {ENTRY[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
+    if policy.delegate:
+        lines.append("            attention is delegated: for sequences cached on the host, the CPU attends")
+    return lines
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
@@ -96,7 +99,7 @@ def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) ->
     account, block = prediction.layout.account, prediction.policy.block_size
     tokens = workload.prompt_tokens(block) + min(block, workload.count)
     return {
-        "weights": sum(t.elements * t.stored for t in model.tensors),
+        "weights": sum(t.stored_bytes for t in model.tensors),
         "KV cache": sum(account[tier].get("KV cache", 0) for tier in TIERS),
         "hidden states": tokens * model.hidden * model.itemsize,
     }

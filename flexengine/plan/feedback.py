@@ -28,6 +28,8 @@ class _Sweep:
     cached: int = 0
     loaded: int = 0
     stored: int = 0
+    prompt_loaded: int = 0
+    prompt_stored: int = 0
     homes: tuple[int, ...] = (0, 0, 0)  # sequences by tier of their cache
     hidden: tuple[int, ...] = (0, 0, 0)  # tokens by tier of their hidden states
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -56,7 +58,8 @@ class Watch:
     def _summed(self, batches: Sequence[Batch]) -> _Sweep:
         """One pass over the pieces; a prompt counts when its last piece is computed."""
         windows, away = self.cost.windows, self.cost.away_page
-        entering = decoding = prompt = cached = loaded = stored = 0
+        entering = decoding = prompt = cached = 0
+        moved = [[0, 0], [0, 0]]  # tokens loaded and stored, for generated tokens and for prompts
         homes, hidden = [0, 0, 0], [0, 0, 0]
         seen = dict.fromkeys(windows, 0)
         pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
@@ -74,9 +77,14 @@ class Watch:
                     for window in pairs:
                         pairs[window] += piece.pairs(window)
                 if batch.cache_home != "device":
-                    before = pages_for(piece.start, away) * away
-                    loaded, stored = loaded + before, stored + pages_for(end, away) * away - piece.start // away * away
-        return _Sweep(entering, decoding, prompt, cached, loaded, stored, tuple(homes), tuple(hidden), seen, pairs)
+                    tokens = moved[not piece.decodes]
+                    tokens[0] += pages_for(piece.start, away) * away
+                    tokens[1] += pages_for(end, away) * away - piece.start // away * away
+        (decode_loaded, decode_stored), (loaded, stored) = moved
+        return _Sweep(
+            entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
+            tuple(homes), tuple(hidden), seen, pairs,
+        )  # fmt: skip
 
     def _price(self) -> None:
         """Adds what was predicted for the sweeps collected so far."""
@@ -87,23 +95,24 @@ class Watch:
         def column(values: Sequence[float]) -> Array:
             return np.array(values, dtype=float)
 
-        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
+        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored", "prompt_loaded", "prompt_stored")
         sums = {name: column([getattr(s, name) for s in made]) for name in names}
         windows = {w: column([s.windows[w] for s in made]) for w in self.cost.windows}
         pairs = {w: column([s.pairs[w] for s in made]) for w in (None, *self.cost.windows)}
-        profile = Profile(
-            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, rows=self.cost.workload.count, peak=0.0
-        )
         policy = self.layout.policy
         homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
         away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted for these alone
+        profile = Profile(
+            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, rows=self.cost.workload.count, peak=0.0,
+            counted=away,
+        )  # fmt: skip
         terms = self.cost.terms(policy, profile, homes.mean(0))
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
         for i, place in enumerate("gcd"):
             fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
         seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
         self.predicted += float(seconds.sum())
-        crosstalk = self.cost.crosstalk
+        crosstalk = self.cost.slowing(policy)
         for lane, work in lanes.items():
             others = sum(crosstalk.get(lane, {}).get(other, 0.0) * lanes[other] for other in lanes if other != lane)
             self.expected[lane] = self.expected.get(lane, 0.0) + float(work.sum())

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from flexengine.errors import OutOfMemory
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import pages_for
 from flexengine.schedule.place import place, place_groups
@@ -17,8 +17,11 @@ from flexengine.schedule.sweeps import Pool
 ALIGN = 4096
 TENSOR_ALIGN = 64  # of tensors within a slot
 PAGE_TOKENS = 16  # of KV pages on the device
+ENCODED_ROWS = 16  # of a matrix that lie together when it is encoded
 EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
+MEAN_KEYS = "mean keys"
+DELEGATION = "delegation buffers"
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
 
@@ -32,6 +35,8 @@ class TensorFact:
     """elements: how many; stored, held: bytes per element in the checkpoint and on the device.
 
     experts: how many experts share it, 0 if every token uses all of it. matrix: whether tokens are multiplied by it.
+    encoded: bytes of all of it, on every tier, if it is kept in a codec's form, which `form` names; else 0. Then rows
+    can be taken apart by ENCODED_ROWS only.
     """
 
     name: str
@@ -40,6 +45,16 @@ class TensorFact:
     held: int
     experts: int = 0
     matrix: bool = True
+    encoded: int = 0
+    form: str = ""
+
+    @property
+    def stored_bytes(self) -> int:
+        return self.encoded or self.elements * self.stored
+
+    @property
+    def held_bytes(self) -> int:
+        return self.encoded or self.elements * self.held
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; centred: whether mean keys are apart.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
     """
@@ -65,11 +81,23 @@ class ModelFacts:
     kind: str = ""
     active: int = 0
     windows: tuple[int | None, ...] = ()
+    kv_encoded: int = 0
+    centred: bool = False
 
     @property
     def kv_token(self) -> int:
         """Bytes one token adds to one layer's KV cache."""
-        return 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_encoded or 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def sent(self) -> int:
+        """Bytes one token's queries, key and value take on their way to delegated attention."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim * self.itemsize
+
+    @property
+    def fetched(self) -> int:
+        """Bytes one token's attention takes on its way back."""
+        return self.heads * self.head_dim * self.itemsize
 
     @property
     def tensors(self) -> list[TensorFact]:
@@ -83,14 +111,15 @@ class ModelFacts:
 
     def signature(self, layer: int) -> str:
         """The same for layers whose computing takes the same time: under it `Hardware.layers` has the measured one."""
-        tensors = sorted((t.elements, t.held, t.experts, t.matrix) for t in self.layers[layer])
+        tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
         shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
         return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
 
     @property
     def head_signature(self) -> str:
         """The same for output projections that take the same time."""
-        return f"{self.vocabulary}x{self.hidden} held in {self.edges[0].held} bytes"
+        head = self.edges[0]
+        return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
 
 
 @dataclass(frozen=True)
@@ -153,6 +182,7 @@ class Layout:
     slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
+    delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
     """
 
     policy: Policy
@@ -165,6 +195,7 @@ class Layout:
     cache_buffer: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
+    delegation: int = 0
     account: dict[str, dict[str, int]] = field(default_factory=lambda: {t: {} for t in TIERS})
 
     def book(self, tier: str, what: str, nbytes: int) -> None:
@@ -216,20 +247,33 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(held * tokens * model.hidden * model.itemsize + logits)
 
 
+def delegated(policy: Policy) -> int:
+    """Most sequences that attend on the host at once."""
+    return place([1] * policy.block_size, policy.cache).count("host") if policy.delegate else 0
+
+
+def suspended(model: ModelFacts, policy: Policy) -> int:
+    """Bytes that forward passes hold on the device while their attention is computed elsewhere: q, k, v with and
+    without rotation, and the residual with its norm and casts."""
+    return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
+
+
 def lay_out(
     model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, weights: Layout | None = None
 ) -> Layout:
     """The layout of a job. KV pools take what the workload needs or what memory is left, whichever is less.
 
     weights: what `lay_out_weights` gave for this policy's weights and slots, from whoever asks about many policies.
-    Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached.
+    Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached, and
+    InvalidInput for a policy that delegates attention where no cache lives apart from the device.
     """
     placed = weights or lay_out_weights(model, policy, capacity.staged)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload))
-    layout.book("device", "paused forwards", paused(model, policy, workload))
+    layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
+    _delegation(layout, model, capacity)
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     _cache(layout, model, workload, capacity)
@@ -244,16 +288,16 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     for group, at in zip(groups, homes, strict=True):
         layout.homes |= {t.name: home for t, home in zip(group, at, strict=True)}
     layout.homes |= {t.name: "device" for t in model.others}
-    slots = [slot_offsets([(t.name, t.elements * t.held) for t in layer if layout.homes[t.name] != "device"])[1]
+    slots = [slot_offsets([(t.name, t.held_bytes) for t in layer if layout.homes[t.name] != "device"])[1]
              for layer in model.layers]  # fmt: skip
-    stages = [slot_offsets([(t.name, t.elements * t.stored) for t in layer if layout.homes[t.name] == "disk"])[1]
+    stages = [slot_offsets([(t.name, t.stored_bytes) for t in layer if layout.homes[t.name] == "disk"])[1]
               for layer in model.layers]  # fmt: skip
     layout.slot, layout.stage = max(slots, default=0), max(stages, default=0)
     _head(layout, model)
     for t in model.tensors:
         home = layout.homes[t.name]
         if home != "disk":  # the disk home of a weight is the user's own checkpoint
-            layout.book(home, "weights", aligned(t.elements * (t.held if home == "device" else t.stored)))
+            layout.book(home, "weights", aligned(t.held_bytes if home == "device" else t.stored_bytes))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
@@ -267,12 +311,14 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     if home == "device":
         layout.head_rows = model.vocabulary
         return
-    row = head.elements // model.vocabulary
+    together = ENCODED_ROWS if head.encoded else 1  # rows that cannot be parted
+    runs = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
-    layout.head_rows = min(model.vocabulary, max(1, room // (row * head.held)))
-    layout.slot = max(layout.slot, aligned(layout.head_rows * row * head.held, TENSOR_ALIGN))
+    taken = min(runs, max(1, room // (head.held_bytes // runs)))
+    layout.head_rows = min(model.vocabulary, taken * together)
+    layout.slot = max(layout.slot, aligned(taken * (head.held_bytes // runs), TENSOR_ALIGN))
     if home == "disk":
-        layout.stage = max(layout.stage, aligned(layout.head_rows * row * head.stored, TENSOR_ALIGN))
+        layout.stage = max(layout.stage, aligned(taken * (head.stored_bytes // runs), TENSOR_ALIGN))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
@@ -290,6 +336,24 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     for tier in away:
         layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
+
+
+def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
+    """A place for every sequence, so that no gpu_batch waits for another's; and what the kernels give on the host
+    before it lies in its place, which is one gpu_batch's at a time."""
+    policy, rows = layout.policy, delegated(layout.policy)
+    if not policy.delegate:
+        return
+    if capacity.shared:
+        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device: attention runs where its"
+                           " cache lives anyway; set it to false")  # fmt: skip
+    if not rows:
+        raise InvalidInput(f"policy delegate is true, but none of a block of {policy.block_size} sequences has its"
+                           f" cache on the host, whose share is {policy.cache[1]:g}")  # fmt: skip
+    layout.delegation = aligned(rows * model.sent)
+    for tier in ("device", "host"):
+        layout.book(tier, DELEGATION, layout.delegation)
+    layout.book("host", "delegation workspace", aligned(min(rows, policy.gpu_batch_size) * model.fetched))
 
 
 def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
@@ -316,6 +380,8 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
             layout.pools[tier] = Pool(0, tokens, batch)
             layout.cache_buffer = max(layout.cache_buffer, batch * layout.page_bytes[tier])
     layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
+    if model.centred:
+        layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if "disk" in places and capacity.staged:
         layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
     for tier in TIERS:

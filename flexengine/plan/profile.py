@@ -31,7 +31,8 @@ class Unit:
     stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
     the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
     stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
-    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all).
+    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); prompt_loaded,
+    prompt_stored: what of `loaded` and `stored` its prompt causes.
     alike: whether all sequences hold as many pages at their end.
     """
 
@@ -44,6 +45,8 @@ class Unit:
     windows: Mapping[int, Array]
     prompt: float
     pairs: Mapping[int | None, float]
+    prompt_loaded: float = 0.0
+    prompt_stored: float = 0.0
     alike: bool = False
 
 
@@ -60,7 +63,8 @@ class Pages:
 class Profile:
     """A job's sweeps in order. Arrays by sweep: `times` says how many real sweeps an entry stands for, the others
     are means of one such sweep: sequences entering and decoding, prompt tokens computed, and the sums over sequences of
-    what `Unit` tells. rows: sequences of the job; peak: most page tokens ever held."""
+    what `Unit` tells. rows: sequences of the job; peak: most page tokens ever held. counted: the share of the sequences
+    that `loaded` and `stored` are sums over, if not all."""
 
     times: Array
     entering: Array
@@ -69,10 +73,13 @@ class Profile:
     cached: Array
     loaded: Array
     stored: Array
+    prompt_loaded: Array
+    prompt_stored: Array
     windows: Mapping[int, Array]
     pairs: Mapping[int | None, Array]
     rows: int
     peak: float
+    counted: Array | float = 1.0
 
     @property
     def live(self) -> Array:
@@ -119,7 +126,9 @@ def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozens
         pairs[w] = float(((short * (short + 1) / 2 + (p - short) * w) * share).sum())
     return Unit(
         stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
-        (stored * step).sum(1), seen, float((p * share).sum()), pairs, len(np.unique(at_end)) == 1,
+        (stored * step).sum(1), seen, float((p * share).sum()), pairs,
+        float((prefill_tokens * chunks * (chunks - 1) / 2 * share).sum()), float((held(p, pages.away) * share).sum()),
+        len(np.unique(at_end)) == 1,
     )  # fmt: skip
 
 
@@ -203,7 +212,8 @@ def _summed(each: Unit, entered: Array, times: Array, rows: int) -> Profile:
     return Profile(
         times[made] * share * stride, mean(fresh), mean(np.maximum(sums(each.live) - fresh, 0)),
         mean(entered * each.prompt / stride), mean(sums(each.cached)), mean(sums(each.loaded)),
-        mean(sums(each.stored)), {w: mean(sums(x)) for w, x in each.windows.items()},
+        mean(sums(each.stored)), mean(entered * each.prompt_loaded / stride),
+        mean(entered * each.prompt_stored / stride), {w: mean(sums(x)) for w, x in each.windows.items()},
         {w: mean(entered * pairs / stride) for w, pairs in each.pairs.items()}, rows,
         float(np.convolve(entered, each.kept).max()),
     )  # fmt: skip

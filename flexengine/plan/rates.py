@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.layout import ModelFacts, TensorFact
+from flexengine.plan.layout import EXTENT, ModelFacts, TensorFact
 from flexengine.plan.profile import Array
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # where a layer's time is put together
@@ -75,6 +75,12 @@ class Rates:
         rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
 
+    def host_attention(self, tokens: Array | float) -> Array:
+        """One layer: `tokens` cached tokens read where they live, on the host. Where nothing is known of it, that is
+        assumed to be as slow as moving them."""
+        rate = self.hardware.host_attention or at(self.hardware.links["h2d"], EXTENT)
+        return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
+
     def prompt_attention(self, pairs: Array | float, length: float) -> Array:
         """One layer: so many (query, key) pairs of prompts of about `length` tokens."""
         rate = at(self.hardware.prompt_attention, max(length, 1.0))
@@ -118,7 +124,7 @@ def _layer(model: ModelFacts, hardware: Hardware, layer: int, name: str) -> Curv
 
 def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> float:
     """Seconds of multiplying tokens by a matrix. Experts: those that some token chooses, each with its share."""
-    table = _products(hardware, t.held)
+    table = _products(hardware, t)
     if not t.experts:
         return 2.0 * tokens * t.elements / at(table, tokens)
     touched = t.experts * (1 - (1 - min(1.0, active / t.experts)) ** tokens)  # expected, of independent choices
@@ -126,8 +132,8 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
     return touched * 2.0 * rows * t.elements / t.experts / at(table, rows)
 
 
-def _products(hardware: Hardware, held: int) -> Table:
-    names: Sequence[str] = [*_NAMES.get(held, ()), *hardware.products]
+def _products(hardware: Hardware, t: TensorFact) -> Table:
+    names: Sequence[str] = [*([t.form] if t.form else _NAMES.get(t.held, ())), *hardware.products]
     return next(hardware.products[name] for name in names if name in hardware.products)
 
 

@@ -14,7 +14,7 @@ from operator import attrgetter
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, lay_out, lay_out_weights
+from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, delegated, lay_out, lay_out_weights
 from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
@@ -38,6 +38,7 @@ BETTER = 0.995  # of the seconds, to be called better
 WAITING = 10.0  # seconds of loading, from which on a short job may rather stream its weights than keep them
 LEAST = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=1, prefill_tokens=min(TOKENS))  # what takes least memory
 _ON_DEVICE: Split = (1.0, 0.0, 0.0)
+_ON_HOST: Split = (0.0, 1.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class _Searching:
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
     explored: set[Policy] = field(default_factory=set)
     weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
-    asked: dict[tuple[Policy, bool, bool], Prediction | None] = field(default_factory=dict)
+    asked: dict[tuple[Policy, bool, bool, bool], Prediction | None] = field(default_factory=dict)
 
     @property
     def capacity(self) -> Capacity:
@@ -163,10 +164,16 @@ class _Searching:
         placed = self.options.placed
         return _placed_like(least, placed) if placed is not None else least
 
+    @property
+    def delegates(self) -> bool:
+        """Whether attention may be delegated: there is a host apart from the device, and it is known how fast it is."""
+        return self.cost.hardware.host_attention > 0 and not self.cost.hardware.shared
+
     # How it is tried.
 
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lays a policy out and prices it; None if it does not fit."""
+        policy = _meant(policy)
         if policy in self.refused:
             return None
         if policy not in self.tried:
@@ -220,12 +227,15 @@ class _Searching:
                 self.attempt(_placed_like(replace(self.shaped(block), prefill_tokens=tokens), placed))
 
     def streamed(self) -> None:
-        """Asks the program about every block, with and without cache and hidden states off the device."""
-        for block, cache, hidden in product(self.blocks(), (False, True), (False, True)):
+        """Asks the program about every block, with and without cache and hidden states off the device, and with and
+        without attention on the host."""
+        away = [(False, False), (False, True), (True, False), (True, True)]
+        choices = [(*pair, False) for pair in away] + ([(True, False, True)] if self.delegates else [])
+        for block, choice in product(self.blocks(), choices):
             for shape in dict.fromkeys(self.shaped(block, batch) for batch in (GPU_BATCH, *SMALLER)):
-                if self.place(shape, cache, hidden) is not None:
-                    self.place(replace(shape, schedule="diagonal"), cache, hidden)
-                    self.place(replace(self._even(block), schedule="diagonal"), cache, hidden)
+                if self.place(shape, *choice) is not None:
+                    self.place(replace(shape, schedule="diagonal"), *choice)
+                    self.place(replace(self._even(block), schedule="diagonal"), *choice)
                     break
 
     def _even(self, block: int) -> Policy:
@@ -271,8 +281,11 @@ class _Searching:
         self.explored.add(policy)
         cache, hidden = policy.cache != _ON_DEVICE, policy.activations != _ON_DEVICE
         # Both on the device leave out buffers, which the program counts as soon as either may be away.
-        for other, away in product(self._neighbours(policy), dict.fromkeys([(cache, hidden), (False, False)])):
-            self.place(other, *away)
+        choices = [(cache, hidden, policy.delegate), (False, False, False)]
+        for other, choice in product(self._neighbours(policy), dict.fromkeys(choices)):
+            self.place(other, *choice)
+        if policy.cache[1] and not hidden and self.delegates:
+            self.attempt(replace(policy, delegate=not policy.delegate))
         same = [self.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.tokens]  # where the weights are
         self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
 
@@ -290,22 +303,24 @@ class _Searching:
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
             yield replace(self.shaped(block), prefill_tokens=policy.prefill_tokens, schedule=policy.schedule)
 
-    def place(self, shape: Policy, cache: bool, hidden: bool) -> Prediction | None:
+    def place(self, shape: Policy, cache: bool, hidden: bool, delegate: bool = False) -> Prediction | None:
         """Asks the program what should lie where for a block shape, rounds, and checks that it fits.
 
-        cache, hidden: whether KV cache and hidden states may leave the device.
+        cache, hidden: whether KV cache and hidden states may leave the device; delegate: whether attention does, where
+        the cache lies on the host.
         """
-        shape = replace(shape, weights=LEAST.weights, cache=_ON_DEVICE, activations=_ON_DEVICE)  # the program's to say
-        asked = (shape, cache, hidden)
+        # The program's to say.
+        shape = replace(shape, weights=LEAST.weights, cache=_ON_DEVICE, activations=_ON_DEVICE, delegate=False)
+        asked = (shape, cache, hidden, delegate)
         if asked not in self.asked:
             self.asked[asked] = None
             with suppress(OutOfMemory, InvalidInput):  # no placement of this block fits, or corners that do not
-                self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden))
+                self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden, delegate), delegate)
         return self.asked[asked]
 
-    def _placed(self, shape: Policy, problem: Problem) -> Prediction | None:
+    def _placed(self, shape: Policy, problem: Problem, delegate: bool) -> Prediction | None:
         for margin in MARGINS:
-            policy = _rounded(shape, self._solved(problem).fractions)
+            policy = _meant(_rounded(shape, self._solved(problem).fractions, delegate))
             if (prediction := self.attempt(policy)) is not None:
                 return prediction
             problem = _with_less(problem, self.refused[policy], margin)
@@ -318,9 +333,10 @@ class _Searching:
         except InvalidInput:
             return solve(replace(problem, latency_limit=None))
 
-    def _problem(self, shape: Policy, cache: bool, hidden: bool) -> Problem:
+    def _problem(self, shape: Policy, cache: bool, hidden: bool, delegate: bool) -> Problem:
         cost, shared = self.cost, self.cost.hardware.shared
-        corners = {tier: self._corner(shape, tier, cache, hidden) for tier in TIERS}
+        corners = {tier: self._corner(shape, tier, cache, hidden, delegate) for tier in TIERS}
+        priced = replace(shape, cache=_ON_HOST, delegate=True) if delegate else shape
         sweeps = cost.sweeps(shape, share=0.5 if cache else 0.0)
         places = "gd" if shared else "gcd"  # where RAM is the device, host RAM serves weights alone
         allowed = {"wg", "wc", "wd", "cg", "hg"}
@@ -328,8 +344,8 @@ class _Searching:
             allowed.discard("wc")
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
-            (*cost.phases(shape, sweeps), cost.loading()), cost.memories(corners, sweeps.peak), cost.crosstalk,
-            shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
+            (*cost.phases(priced, sweeps), cost.loading()), cost.memories(corners, sweeps.peak),
+            cost.slowing(priced), shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 
     def _narrow(self) -> bool:
@@ -338,11 +354,11 @@ class _Searching:
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
         return bool(stored < 0.9 * held)
 
-    def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool) -> Layout:
+    def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool, delegate: bool) -> Layout:
         """The layout with all that may move on one tier, in memory without end."""
         split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
         policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE,
-                         activations=split if hidden else _ON_DEVICE)  # fmt: skip
+                         activations=split if hidden else _ON_DEVICE, delegate=delegate and tier == "host")  # fmt: skip
         endless = replace(self.capacity, device=None, host=None, disk=None)
         return self._laid_out(policy, endless)
 
@@ -358,11 +374,16 @@ class _Searching:
 
 
 def _placed_like(shape: Policy, placed: Policy) -> Policy:
-    return replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
-                   slots=placed.slots, schedule=placed.schedule)  # fmt: skip
+    return _meant(replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
+                          slots=placed.slots, schedule=placed.schedule, delegate=placed.delegate))  # fmt: skip
 
 
-def _rounded(shape: Policy, fractions: dict[str, float]) -> Policy:
+def _meant(policy: Policy) -> Policy:
+    """The policy without delegation if none of its block has its cache on the host."""
+    return policy if not policy.delegate or delegated(policy) else replace(policy, delegate=False)
+
+
+def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Policy:
     """The policy of these fractions, in thousandths."""
 
     def split(kind: str) -> Split:
@@ -370,7 +391,8 @@ def _rounded(shape: Policy, fractions: dict[str, float]) -> Policy:
         host = min(host, round(1 - device, 3))
         return (device, host, max(0.0, round(1 - device - host, 3)))
 
-    return replace(shape, weights=split("w"), cache=split("c"), activations=split("h"))
+    cache = split("c")
+    return replace(shape, weights=split("w"), cache=cache, activations=split("h"), delegate=delegate and cache[1] > 0)
 
 
 def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:

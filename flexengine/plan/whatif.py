@@ -146,18 +146,16 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
     """
 
     def narrow(t: TensorFact) -> TensorFact:
-        if not t.matrix or min(t.stored, t.held) < 2:
+        if not t.matrix or t.encoded or min(t.stored, t.held) < 2:
             return t
         return replace(t, elements=max(1, round(t.elements * FOUR_BITS)), stored=1, held=1)
 
     small = replace(model, layers=tuple(tuple(narrow(t) for t in layer) for layer in model.layers))
-    bytes_ = [sum(t.elements * t.held for t in m.tensors) for m in (small, model)]
+    bytes_ = [sum(t.held_bytes for t in m.tensors) for m in (small, model)]
     return small if bytes_[0] < 0.9 * bytes_[1] else None
 
 
-def instead(
-    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction
-) -> list[Help]:
+def instead(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[Help]:
     """What the policy that would be chosen gains over a given one, if that is worth a word."""
     try:
         ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
@@ -209,7 +207,7 @@ def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[
         batches = round(policy.num_gpu_batches * factor)
         if batches > policy.num_gpu_batches and policy.gpu_batch_size * policy.num_gpu_batches < workload.count:
             yield replace(policy, num_gpu_batches=batches)
-    freed = sum(t.elements * t.held for t in change.model.tensors)
+    freed = sum(t.held_bytes for t in change.model.tensors)
     for fill in (0.9, 0.6, 0.3):
         if change.grown is not None:
             yield _nearer(policy, change.grown[0], fill * change.grown[1] / freed)

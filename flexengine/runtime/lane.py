@@ -129,9 +129,10 @@ class Stream(Thread):
 
 
 def new_lane(kind: str, name: str) -> Lane:
-    """kind: inline, thread or stream. On a machine with CUDA streams the disk lanes stay plain threads."""
+    """kind: inline, thread or stream. On a machine with CUDA streams the disk and cpu lanes stay plain threads, which
+    begin when what they wait for has ended on the GPU too."""
     if kind == "inline":
         return Inline(name)
-    if kind == "stream" and not name.startswith("disk"):
+    if kind == "stream" and not name.startswith(("disk", "cpu")):
         return Stream(name)
     return Thread(name)

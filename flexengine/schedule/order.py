@@ -52,11 +52,15 @@ class Piece:
 
 
 class Batch(NamedTuple):
-    """A gpu_batch: pieces whose KV cache shares a home tier, and the home of its activations between layers."""
+    """A gpu_batch: pieces whose KV cache shares a home tier, and the home of its activations between layers.
+
+    delegated: attention runs where the cache lives; then every piece is one generated token.
+    """
 
     pieces: tuple[Piece, ...]
     cache_home: str
     hidden_home: str
+    delegated: bool = False
 
     @property
     def tokens(self) -> int:

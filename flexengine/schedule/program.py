@@ -7,6 +7,15 @@
 | ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
 | ("hbuf", b), ("hstage", b) | the same for hidden states |
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
+| ("run", k) | the forward pass of batch k |
+| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and on the host |
+
+A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
+to the host, attention there, the output to the device, the rest of the layer. The rest of layer j comes right before
+the start of layer j + 1 of the same batch, so that the host attends for it while the device computes the others:
+
+    device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
+    cpu         A00 A01 A02     A10     A11     A12 ...
 """
 
 import enum
@@ -24,6 +33,11 @@ class Op(enum.Enum):
     COMPUTE = "compute"
     STORE_HIDDEN = "store hidden"
     STORE_CACHE = "store cache"
+    PROJECT = "compute up to attention"
+    SEND = "send queries"
+    ATTEND = "attend"
+    FETCH = "fetch attention"
+    FINISH = "compute from attention on"
 
 
 class Task(NamedTuple):
@@ -71,6 +85,7 @@ class Program:
         self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
         self.used = 0  # weight loads whose unit has been walked
+        self.held = 0  # 1 if the last of these units has a FINISH to come, which still reads its slot
         self.issued = 0  # weight loads emitted
         self.turn = {"c": 0, "h": 0}
 
@@ -78,27 +93,43 @@ class Program:
         """Tasks of one sweep in program order; `more` lets the loads of the next sweep begin.
 
         A weight load waits for its slot, and a lane is first come first served; so it is emitted behind the cache and
-        hidden loads of the next unit's first cells, which need not wait.
+        hidden loads of the next unit's first cells, which need not wait. Edges know earlier tasks only; so it is
+        emitted behind the last task that reads what its slot held. With fewer than three slots a streamed unit is
+        finished before the next begins, as holding its slot for longer would leave nothing to load ahead into.
         """
         horizon = self.used + len(self.cycle) + (min(self.slots, len(self.cycle)) if more else 0)
-        yield from self._weights(number, min(self.used + self.slots, horizon))
+        yield from self._weights(number, horizon)
         ahead = min(self.slots, len(batches)) - 1
+        waiting: dict[int, Task] = {}  # by batch: the rest of the unit before
         for j, homes in enumerate(self.streamed):
-            # With one slot the load cannot wait: this unit's own weights may still be due.
+            started: dict[int, Task] = {}
             for k, batch in enumerate(batches):
                 cell = Cell(number, j, k)
-                loads, compute, stores = self._cell(cell, batch, batches)
+                last = list(waiting) == [k]
+                if k in waiting:
+                    yield waiting.pop(k)
+                    self.held = 0 if last else self.held
+                loads, compute, stores, finish = self._cell(cell, batch, batches)
                 yield from loads
-                if k == ahead or self.slots == 1:
-                    yield from self._weights(number, min(self.used + self.slots, horizon))
+                # With one slot the load cannot wait: this unit's own weights may still be due.
+                if k == ahead or self.slots == 1 or last:
+                    yield from self._weights(number, horizon)
                 yield compute
                 yield from stores
+                if finish:
+                    started[k] = finish
             if homes:
                 self.used += 1
-        yield from self._weights(number, min(self.used + self.slots, horizon))
+                if self.slots < 3:
+                    yield from started.values()
+                    started = {}
+                self.held = 1 if started else 0
+            waiting = started
+        yield from self._weights(number, horizon)
 
-    def _weights(self, sweep: int, upto: int) -> Iterator[Task]:
-        while self.issued < upto:
+    def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:
+        """The loads that may be emitted by now, up to the horizon."""
+        while self.issued < min(self.used - self.held + self.slots, horizon):
             unit = self.cycle[self.issued % len(self.cycle)]
             slot = self.issued % self.slots
             # One of the loads speaks for the parts of the slot that this unit leaves empty.
@@ -115,14 +146,20 @@ class Program:
         self.turn[kind] += 1
         return self.turn[kind] % self.slots
 
-    def _cell(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[list[Task], Task, list[Task]]:
-        """Loads, compute and stores of one cell. Hidden states and KV at home on the device need neither."""
+    def _cell(
+        self, cell: Cell, batch: Batch, batches: Sequence[Batch]
+    ) -> tuple[list[Task], Task, list[Task], Task | None]:
+        """Loads, compute and stores of one cell. Hidden states and KV at home on the device need neither. Where
+        attention is delegated: no loads, the start of the layer, what attends, and the rest of the layer."""
         j, k = cell.layer, cell.batch
         routes, loads, stores = self.routes, list[Task](), list[Task]()
         writes: list[Hashable] = [("run", k)]
         slot = self.used % self.slots if self.streamed[j] else -1
         # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
         reads = tuple(("w", slot, home) for home in self.routes.load) if self.streamed[j] else ()
+        if j < self.layers and batch.delegated:
+            start, *attend, rest = self._delegated(cell, batch.cache_home, slot, reads)
+            return [], start, attend, rest
         cache = hidden = -1
         if j < self.layers and batch.cache_home != "device":
             cache = self._next("c")
@@ -145,7 +182,17 @@ class Program:
                 task = Task(Op.STORE_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
                 stores += _route(task, routes.store, (buffer,), ("h", k), stage)
         compute = Task(Op.COMPUTE, cell, "device", reads, tuple(writes), slot=slot, cache=cache, hidden=hidden)
-        return loads, compute, stores
+        return loads, compute, stores, None
+
+    def _delegated(self, cell: Cell, home: str, slot: int, weights: tuple[Hashable, ...]) -> Iterator[Task]:
+        j, k = cell.layer, cell.batch
+        run, near, far = ("run", k), ("near", k), ("far", k)
+        yield Task(Op.PROJECT, cell, "device", weights, (run, near), slot=slot)
+        yield Task(Op.SEND, cell, self.routes.store[home][0], (near,), (far,), home)
+        yield Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home)
+        yield Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home)
+        yield Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot)
+
 
 
 def _route(

@@ -5,7 +5,7 @@ The engine tells it what was sampled; `simulate` lets every sequence run to its 
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, pages_for, peak_pages, split_prompt
@@ -94,16 +94,22 @@ class Sweeps:
         return None
 
     def _batches(self) -> list[Batch]:
-        policy, formed = self.policy, []
+        policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, bool]]()
         for tier, pool in self.pools.items():
             there = sorted((s for s in self.live.values() if s.home == tier), key=lambda s: (s.pending > 1, s.cached))
-            pieces: list[Piece] = []
-            for s in there:
-                pieces += split_prompt(s.id, s.cached, s.pending, policy.prefill_tokens)
-            cut = form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pool.page_tokens, pool.batch_pages)
-            formed += [(batch, tier) for batch in cut]
+            delegated = [s for s in there if s.generated] if policy.delegate and tier == "host" else []
+            # Pages of delegated sequences pass through no buffer, which is what bounds those of a gpu_batch.
+            formed += [(batch, tier, True) for batch in self._formed(delegated, replace(pool, batch_pages=None))]
+            rest = [s for s in there if not s.generated] if delegated else there
+            formed += [(batch, tier, False) for batch in self._formed(rest, pool)]
         hidden = place([1] * len(formed), policy.activations)
-        return [Batch(pieces, tier, home) for (pieces, tier), home in zip(formed, hidden, strict=True)]
+        return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
+
+    def _formed(self, sequences: list[Sequence], pool: Pool) -> list[tuple[Piece, ...]]:
+        policy, pieces = self.policy, list[Piece]()
+        for s in sequences:
+            pieces += split_prompt(s.id, s.cached, s.pending, policy.prefill_tokens)
+        return form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pool.page_tokens, pool.batch_pages)
 
     def advance(self, batches: list[Batch], ended: set[int]) -> list[Sequence]:
         """Books one computed sweep; returns who left: sequences in `ended` and those at their limit."""

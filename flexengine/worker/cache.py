@@ -2,15 +2,19 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from flexengine.codec.cache import CacheForm
 from flexengine.kernels.base import Kernels
 from flexengine.kv.pages import Pages
+from flexengine.kv.smoothing import mean_key, rotation, turned
+from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend
-from flexengine.plan.layout import Layout, ModelFacts
+from flexengine.plan.layout import MEAN_KEYS, Layout, ModelFacts
 from flexengine.schedule.order import Batch, Piece, pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
@@ -30,12 +34,21 @@ class Prompts(NamedTuple):
     table: Tensor | None
 
 
+class Means(NamedTuple):
+    """Where the mean keys of a batch's tokens are kept. opening: (place, first token, end) of each sequence that
+    begins; of: place by token, [tokens]."""
+
+    opening: list[tuple[int, int, int]]
+    of: Tensor
+
+
 @dataclass
 class View:
-    """One gpu_batch's share of the cache during a sweep. Page numbers count in the pool, or in a buffer off the device.
+    """One gpu_batch's share of the cache during a sweep. Page numbers count in the pool, or in a buffer off the device
+    unless attention is delegated: then they count in the host's pool, and the tables lie on the host.
 
     decode: how many of the first tokens are single ones; tables, lengths: theirs. pages, offsets: of every new token.
-    load, store: runs to bring before and write after compute.
+    load, store: runs to bring before and write after compute. means: only where keys are kept without theirs.
     """
 
     decode: int
@@ -46,6 +59,7 @@ class View:
     prompts: list[Prompts]
     load: Runs
     store: Runs
+    means: Means | None = None
 
 
 def packed(batch: Batch) -> list[Piece]:
@@ -57,9 +71,12 @@ class Cache:
     """Pools, buffers, and the movement between them."""
 
     def __init__(
-        self, model: ModelFacts, layout: Layout, machine: Machine, kernels: Kernels, dtype: torch.dtype
-    ) -> None:
-        self.model, self.layout, self.machine, self.kernels, self.dtype = model, layout, machine, kernels, dtype
+        self, model: ModelFacts, layout: Layout, machine: Machine, kernels: Kernels, dtype: torch.dtype,
+        lossy: Lossy = EXACT,
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.machine, self.kernels = model, layout, machine, kernels
+        self.bits, self.topk = lossy.cache_bits, lossy.topk
+        self.dtype = dtype = torch.uint8 if self.bits else dtype  # of what lies in pools
         self.layers = len(model.layers)
         self.pages = {tier: Pages(tier, pool.pages) for tier, pool in layout.pools.items()}
         self._regions = Regions(machine)
@@ -74,17 +91,43 @@ class Cache:
         self._stages = [take("host", size, "cache staging", dtype) for _ in range(count)]
         self._device = machine.device.view(self._homes["device"]).view(self.layers, *self._shape("device")) \
             if "device" in self._homes else None  # fmt: skip
+        self._turn = rotation(model.head_dim).to(machine.compute) if self.smooth else None
+        self._places = Pages("device", layout.policy.block_size if self.smooth else 0)
+        self._place: dict[int, int] = {}  # by sequence: of its mean keys
+        self._means: Tensor | None = None
+        if self.smooth:
+            home = take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
+            shape = (self.layers, layout.policy.block_size, model.kv_heads, model.head_dim)
+            self._means = machine.device.view(home).view(-1)[: prod(shape)].view(shape)
+
+    @property
+    def smooth(self) -> bool:
+        """Whether keys and values are smoothed before they are encoded: of 8 bits they need not be."""
+        return 0 < self.bits < 8
 
     def _shape(self, tier: str, pages: int = -1) -> tuple[int, ...]:
         pool = self.layout.pools[tier]
-        return (pool.pages if pages < 0 else pages, 2, self.model.kv_heads, pool.page_tokens, self.model.head_dim)
+        count = pool.pages if pages < 0 else pages
+        if self.bits:
+            return count, self.layout.page_bytes[tier]
+        return count, 2, self.model.kv_heads, pool.page_tokens, self.model.head_dim
+
+    def _form(self, tier: str) -> CacheForm | None:
+        """How pages of that home are encoded."""
+        if not self.bits:
+            return None
+        return CacheForm(self.bits, self.model.kv_heads, self.layout.pools[tier].page_tokens, self.model.head_dim)
 
     def claim(self, sequence: Sequence, pages: int) -> None:
         """Gives the sequence pages until it has `pages`."""
         if (more := pages - len(sequence.pages)) > 0:
             sequence.pages += self.pages[sequence.home].take(more)
+        if self.smooth and sequence.id not in self._place:
+            self._place[sequence.id] = self._places.take(1)[0]
 
     def release(self, sequence: Sequence) -> None:
+        if sequence.id in self._place:
+            self._places.give([self._place.pop(sequence.id)])
         self.pages[sequence.home].give(sequence.pages)
         sequence.pages = []
 
@@ -94,7 +137,7 @@ class Cache:
         pieces = packed(batch)
         owned = [live[p.sequence].pages[: pages_for(p.start + p.count, tokens)] for p in pieces]
         tables, load, store = owned, Runs(), Runs()
-        if batch.cache_home != "device":
+        if batch.cache_home != "device" and not batch.delegated:
             tables, at = [], 0
             for piece, pages in zip(pieces, owned, strict=True):
                 tables.append(list(range(at, at + len(pages))))
@@ -102,7 +145,8 @@ class Cache:
                 load += _join(pages[:past], at)
                 store += _join(pages[first:], at + first)
                 at += len(pages)
-        on = self.machine.compute
+        compute = self.machine.compute
+        on = torch.device("cpu") if batch.delegated else compute
         positions = [range(p.start, p.start + p.count) for p in pieces]
         page_ids = [t[s // tokens] for t, span in zip(tables, positions, strict=True) for s in span]
         offsets = [s % tokens for span in positions for s in span]
@@ -113,8 +157,20 @@ class Cache:
             _int32([t + [0] * (width - len(t)) for t in tables[:decode]], on).view(decode, width),
             _int32([p.start + 1 for p in pieces[:decode]], on),
             _int32(page_ids, on), _int32(offsets, on),
-            _prompts(pieces[decode:], tables[decode:], decode, on), load, store,
+            _prompts(pieces[decode:], tables[decode:], decode, on), load, store, self._means_of(pieces, compute),
         )  # fmt: skip
+
+    def _means_of(self, pieces: list[Piece], on: torch.device) -> Means | None:
+        if not self.smooth:
+            return None
+        opening, of, at = [], [], 0
+        for piece in pieces:
+            place = self._place[piece.sequence]
+            if not piece.start:
+                opening.append((place, at, at + piece.count))
+            of += [place] * piece.count
+            at += piece.count
+        return Means(opening, torch.tensor(of).to(on))
 
     def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
         if buffer < 0:
@@ -127,27 +183,52 @@ class Cache:
 
     def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
         """Appends the new K and V and returns attention `[1, tokens, heads, head_dim]`."""
-        pool, width = self._pool(event.layer, home, buffer), event.v.shape[-1]
-        event = fit(event, self.model.kv_heads, self.model.head_dim)
-        out = self._attend(event, pool, view)
+        width, event = event.v.shape[-1], self.prepared(event, view)
+        out = self._attend(event, self._pool(event.layer, home, buffer), view, self._form(home))
+        return self.restored(out, width)
+
+    def prepared(self, event: Attend, view: View) -> Attend:
+        """The same attention as pages are laid out and encoded."""
+        return self._smoothed(fit(event, self.model.kv_heads, self.model.head_dim), view)
+
+    def restored(self, out: Tensor, width: int) -> Tensor:
+        """The output of prepared attention as the model knows it. width: of its heads."""
+        out = out if self._turn is None else turned(out, self._turn)
         return out if width == out.shape[-1] else out[..., :width]
 
-    def _attend(self, event: Attend, pool: Tensor, view: View) -> Tensor:
+    def on_host(self, layer: int) -> tuple[Tensor, CacheForm | None]:
+        """The host's pool of a layer where it lies, and how it is encoded."""
+        pool = self.machine.host.view(self._homes["host"]).view(self.layers, *self._shape("host"))
+        return pool[layer], self._form("host")
+
+    def _smoothed(self, event: Attend, view: View) -> Attend:
+        """The same attention with queries, keys and values as they are to be encoded (kv.smoothing)."""
+        if self._turn is None or self._means is None or view.means is None:
+            return event
+        q, k, v = event.q, event.k, event.v
+        if event.softcap is None and event.sinks is None:
+            keys, means = k[0].transpose(0, 1), self._means[event.layer]
+            for place, first, end in view.means.opening:
+                means[place] = mean_key(keys[first:end])
+            k = (keys - means[view.means.of].to(k.dtype)).transpose(0, 1)[None]
+        return event._replace(q=turned(q, self._turn), k=turned(k, self._turn), v=turned(v, self._turn))
+
+    def _attend(self, event: Attend, pool: Tensor, view: View, form: CacheForm | None) -> Tensor:
         q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
-        self.kernels.append(k, v, pool, view.pages, view.offsets)
+        self.kernels.append(k, v, pool, view.pages, view.offsets, form)
         options = (event.scale, event.window, event.softcap, event.sinks)
         n = view.decode
         if n == q.shape[0]:
-            return self.kernels.decode(q, pool, view.tables, view.lengths, *options)[None]
+            return self.kernels.decode(q, pool, view.tables, view.lengths, *options, form, self.topk)[None]
         out = q.new_empty(q.shape)
         if n:
-            out[:n] = self.kernels.decode(q[:n], pool, view.tables, view.lengths, *options)
+            out[:n] = self.kernels.decode(q[:n], pool, view.tables, view.lengths, *options, form, self.topk)
         for p in view.prompts:
             span = slice(p.first, p.first + p.rows * p.length)
             qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
-            if p.table is not None:
-                past_k, past_v = self.kernels.gather(pool, p.table, p.past + p.length)
-                ks, vs = past_k[None].to(q.dtype), past_v[None].to(q.dtype)
+            if p.table is not None:  # what is new is taken as it is, not as it was rounded to be kept
+                past = (x[None].to(q.dtype) for x in self.kernels.gather(pool, p.table, p.past, form))
+                ks, vs = (torch.cat(pair, 1) for pair in zip(past, (ks, vs), strict=True))
             out[span] = self.kernels.attend_prompt(qs, ks, vs, *options).flatten(0, 1)
         return out[None]
 

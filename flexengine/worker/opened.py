@@ -1,22 +1,32 @@
 """A model opened but not loaded: its modules on the meta device, where its bytes lie, and what a plan must know."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
+from flexengine.codec.cache import CacheForm
+from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
+from flexengine.model.encoding import encoded, forms, use_forms
+from flexengine.model.form import Form
 from flexengine.model.loading import Origin, Run, differ, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype
 from flexengine.model.source import Source, resolve
 from flexengine.plan.layout import ModelFacts, TensorFact
 
 
+def _silent(_: str) -> None:
+    pass
+
+
 @dataclass
 class Opened:
-    """stored: where each parameter's bytes are; held: the dtype each has on the device; dtype: that of computing."""
+    """stored: where each parameter's bytes are in the checkpoint; held: the dtype each has on the device; dtype: that
+    of computing. say: told of what takes time."""
 
     source: Source
     dtype: torch.dtype
@@ -24,6 +34,12 @@ class Opened:
     stored: dict[str, Origin]
     held: dict[str, torch.dtype]
     facts: ModelFacts
+    say: Callable[[str], None] = _silent
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """How the encoded ones are kept."""
+        return self.skeleton.forms
 
     @property
     def files(self) -> list[Path]:
@@ -31,11 +47,24 @@ class Opened:
         paths = {run.path for origin in self.stored.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
+    @cached_property
+    def origins(self) -> dict[str, Origin]:
+        """Where each parameter's bytes are in the form it is kept in. Weights that are to be encoded are, now, unless
+        they have been; raises as `model.encoding.encoded`."""
+        made = encoded(self.source.directory, self.files, self.stored, self.forms, self.say) if self.forms else {}
+        return {**self.stored, **made}
+
 
 def open_model(
-    model: str | None, dtype: str | None, kind: str, trust_remote_code: bool = False, weights: bool = True
+    model: str | None,
+    dtype: str | None,
+    kind: str,
+    trust_remote_code: bool = False,
+    weights: bool = True,
+    lossy: Lossy = EXACT,
 ) -> Opened:
-    """Opens a model for a machine of kind cpu, sim or cuda. model: see source.resolve; dtype: see skeleton.named_dtype.
+    """Opens a model for a machine of kind cpu, sim or cuda. model: see source.resolve; dtype: see skeleton.named_dtype;
+    lossy: how its weights are kept and multiplied.
 
     weights: False lets a directory do that has a config.json and nothing else; its weights are then taken to be
     stored in the config's dtype. Raises ModelNotFound, UnsupportedModel, BadCheckpoint.
@@ -54,7 +83,16 @@ def open_model(
         skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
     held = held_dtypes(skeleton, stored, computing, cpu=kind != "cuda")
-    return Opened(source, computing, skeleton, stored, held, model_facts(skeleton, stored, held, computing))
+    chosen = forms(skeleton, lossy.coded)
+    held |= dict.fromkeys(chosen, torch.uint8)
+    skeleton.product.int8 = lossy.compute == "int8"
+    use_forms(skeleton, chosen)
+    facts = model_facts(skeleton, stored, held, computing)
+    if bits := lossy.cache_bits:
+        shape = skeleton.cache
+        each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes
+        facts = replace(facts, kv_encoded=each, centred=bits < 8)
+    return Opened(source, computing, skeleton, stored, held, facts)
 
 
 def _is_bare(path: Path) -> bool:
@@ -81,13 +119,17 @@ def model_facts(
     skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
 ) -> ModelFacts:
     """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
+    by = " by int8" if skeleton.product.int8 else ""
 
     def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
         found = []
         for name, shape in slots.items():
             size = stored[name].dtype.itemsize
             elements, experts = stored[name].nbytes // size, shared.get(name, 0)
-            found.append(TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1))
+            fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
+            if (form := skeleton.forms.get(name)) is not None:
+                fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
+            found.append(fact)
         return tuple(found)
 
     head = None if skeleton.tied else facts(dict([skeleton.head]), {})[0]

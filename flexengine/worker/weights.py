@@ -1,10 +1,13 @@
 """Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from flexengine.codec.packed import Packed
 from flexengine.model.skeleton import Slot
-from flexengine.plan.layout import Layout, slot_offsets
+from flexengine.plan.layout import ENCODED_ROWS, Layout, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
@@ -20,7 +23,7 @@ class Weights:
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
         skeleton = opened.skeleton
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, opened.dtype
-        self._stored, self._held = opened.stored, opened.held
+        self._stored, self._held, self._forms = opened.origins, opened.held, opened.forms
         self._regions = Regions(machine)
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
@@ -89,12 +92,16 @@ class Weights:
                         module._buffers[key] = buffer.to(self.machine.compute)
 
     def _streamed(self, layer: dict[str, Slot]) -> Parts:
-        return {n: (self._homes[n], slot.shape) for n, slot in layer.items() if self._tier(n) != "device"}
+        return {n: (self._homes[n], self._stored[n].shape) for n in layer if self._tier(n) != "device"}
 
     def _head_unit(self, low: int, high: int) -> Parts:
         if self._tier(self._head) == "device":
             return {}
         pieces, width = self._homes[self._head], self.skeleton.head[1][1]
+        if (form := self._forms.get(self._head)) is not None:
+            row = form.packed.blocks[1] * form.packed.block_bytes  # of encoded rows, which lie together
+            first, size = low // ENCODED_ROWS * row, replace(form.packed, rows=high - low).nbytes
+            return {self._head: (_part(pieces, first, size), (size,))}
         row = width * pieces[0].dtype.itemsize
         return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
 
@@ -143,38 +150,50 @@ class Weights:
                 place.bind(views[name])
         self._bound[layer] = slot
 
-    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None]:
-        """Rows of the output projection and of its bias."""
+    def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None, Packed | None]:
+        """Rows of the output projection and of its bias, and how they lie if they are encoded."""
         low, high = self._chunks[chunk]
         bias = self._resident[self.skeleton.head_bias][low:high] if self.skeleton.head_bias else None
+        form = replace(self._forms[self._head].packed, rows=high - low) if self._head in self._forms else None
         if slot < 0:
-            return self._resident[self._head], bias
-        return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias
+            return self._resident[self._head], bias, form
+        return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias, form
 
     def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Embedding rows that hold every id, and ids into those rows. Off the device only the rows needed are read."""
+        form = self._forms.get(self._embedding)
         if self._embedding in self._resident:
             table = self._resident[self._embedding]
             if table.dtype == self.dtype:
                 return table, ids
             unique, inverse = torch.unique(ids, return_inverse=True)
-            return table[unique].to(self.dtype), inverse
+            rows = table[unique] if form is None else form.packed.decode_rows(table, unique)
+            return rows.to(self.dtype), inverse
         unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
-        pieces, width = self._homes[self._embedding], self.skeleton.embedding[1][1]
-        row = width * pieces[0].dtype.itemsize
-        tier = self.machine.tier(self._tier(self._embedding))
-        rows = torch.empty(len(unique), width, dtype=self.dtype)
-        wanted: list[int] = unique.tolist()
-        pairs: list[tuple[Home, Tensor]] = []
-        at = 0
+        if form is None:
+            width = self.skeleton.embedding[1][1]
+            rows = torch.empty(len(unique), width, dtype=self.dtype)
+            self._gather(unique.tolist(), width * self._homes[self._embedding][0].dtype.itemsize, rows)
+        else:
+            packed = form.packed
+            together, place = torch.unique(unique // ENCODED_ROWS, return_inverse=True)
+            size = packed.blocks[1] * packed.block_bytes
+            blocks = torch.empty(len(together), size, dtype=torch.uint8)
+            self._gather(together.tolist(), size, blocks)
+            part = replace(packed, rows=len(together) * ENCODED_ROWS)
+            rows = part.decode_rows(blocks.view(-1), place * ENCODED_ROWS + unique % ENCODED_ROWS).to(self.dtype)
+        return rows.to(ids.device), inverse.to(ids.device)
+
+    def _gather(self, wanted: list[int], row: int, rows: Tensor) -> None:
+        """Rows of `row` bytes of the embedding, of rising numbers, into `rows`."""
+        pieces, pairs, at = self._homes[self._embedding], list[tuple[Home, Tensor]](), 0
         while at < len(wanted):  # neighbours in the table are one read
             end = at + 1
             while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
                 end += 1
             pairs += _spread(_part(pieces, wanted[at] * row, (end - at) * row), rows[at:end])
             at = end
-        tier.load_all(pairs)
-        return rows.to(ids.device), inverse.to(ids.device)
+        self.machine.tier(self._tier(self._embedding)).load_all(pairs)
 
     def close(self) -> None:
         """Gives all memory back: the modules forget their weights, the ledgers their entries."""

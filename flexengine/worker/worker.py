@@ -16,6 +16,7 @@ from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.cache import Cache, View, packed
+from flexengine.worker.delegation import Delegation
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
@@ -25,7 +26,8 @@ from flexengine.worker.weights import Weights
 class Text:
     """What is known of a sequence beyond its numbers. row, sample: which prompt, and which of its continuations.
 
-    ended: why it ended, if it did before its limit; error: why it has no result.
+    forced: the tokens to take, if they are not to be chosen. ended: why it ended, if it did before its limit; error:
+    why it has no result.
     """
 
     row: int
@@ -33,6 +35,7 @@ class Text:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     stops: Stops
+    forced: tuple[int, ...] = ()
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     ended: str | None = None
@@ -57,13 +60,16 @@ class Run:
 class Worker:
     """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to its new token.
 
-    room: bytes kept free, by purpose, for what torch allocates while it computes.
+    room: bytes kept free, by purpose, for what torch allocates while it computes. delegation: only where the policy
+    delegates attention.
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, room: dict[str, int]
-    ) -> None:
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, room: dict[str, int],
+        delegation: Delegation | None = None,
+    ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
+        self.delegation = delegation
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
@@ -77,6 +83,8 @@ class Worker:
         """Prepares the forward passes of one sweep."""
         self._texts, self.sampled = texts, {}
         self.hidden.begin(batches)
+        if self.delegation is not None:
+            self.delegation.begin(batches)
         self._runs = [Run(b, self._forward(b), self.cache.view(b, live)) for b in batches]
 
     def _forward(self, batch: Batch) -> Forward:
@@ -109,13 +117,27 @@ class Worker:
             self.hidden.load(cell.batch, task.home, task.hidden, task.hop)
         elif task.op is Op.STORE_HIDDEN:
             self.hidden.store(cell.batch, task.home, task.hidden, task.hop)
-        else:
+        elif task.op is Op.COMPUTE:
             self._compute(task)
+        else:
+            assert self.delegation is not None
+            self._delegate(task, self.delegation)
+
+    def _delegate(self, task: Task, delegation: Delegation) -> None:
+        k, run = task.cell.batch, self._runs[task.cell.batch]
+        if task.op is Op.PROJECT:
+            delegation.ask(k, self._attention(task, run), run.view)
+        elif task.op is Op.SEND:
+            delegation.send(k)
+        elif task.op is Op.ATTEND:
+            delegation.attend(k, run.view)
+        elif task.op is Op.FETCH:
+            delegation.fetch(k)
+        else:
+            run.event = run.forward.resume(delegation.answer(k))
 
     def _compute(self, task: Task) -> None:
         j, k, run = task.cell.layer, task.cell.batch, self._runs[task.cell.batch]
-        if j == 0:
-            run.event = self._start(run.forward)
         if j < self.layers:
             run.event = self._layer(task, run)
             if isinstance(run.event, Layer) and task.hidden >= 0:
@@ -135,7 +157,13 @@ class Worker:
         return forward.resume(self.weights.embed(event.ids))
 
     def _layer(self, task: Task, run: Run) -> Pause:
-        j, event = task.cell.layer, run.event
+        attend = self._attention(task, run)
+        return run.forward.resume(self.cache.attend(attend, run.view, run.batch.cache_home, task.cache))
+
+    def _attention(self, task: Task, run: Run) -> Attend:
+        """Computes a layer up to its attention."""
+        j = task.cell.layer
+        event = self._start(run.forward) if j == 0 else run.event
         assert isinstance(event, Layer)
         self.weights.bind(j, task.slot)
         away = task.hidden >= 0 and j > 0
@@ -144,15 +172,14 @@ class Worker:
         attend = run.forward.resume(hidden)
         del hidden
         assert isinstance(attend, Attend)
-        attend = attend._replace(window=self.skeleton.windows[attend.layer])
-        return run.forward.resume(self.cache.attend(attend, run.view, run.batch.cache_home, task.cache))
+        return attend._replace(window=self.skeleton.windows[attend.layer])
 
     def _sample(self, run: Run, logits: Tensor) -> None:
         final = [p.sequence for p in packed(run.batch) if p.final]
         if not final:
             return
         texts = [self._texts[s] for s in final]
-        draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated) for t in texts]
+        draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated, t.forced) for t in texts]
         self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
 
     def close(self) -> None:
@@ -160,4 +187,6 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
+        if self.delegation is not None:
+            self.delegation.close()
         self._regions.free()

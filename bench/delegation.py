@@ -1,0 +1,201 @@
+"""When attention on the host pays: decode sweeps with and without delegation over cached lengths, with slow links.
+
+python -m bench.delegation DIR [--runs 3] [--case small] [--up RATE] [--out FILE]  (DIR: where the checkpoint is made)
+
+Everything is in memory; the KV cache lives on the host, behind links of the case's rates. Two records:
+crossover: seconds of a decode sweep by cached tokens, both ways, in turns; the length from which delegation is quicker,
+    as measured and as `plan.delegation` has it with the rates of these very runs.
+balance: several gpu_batches at the length at which the host attends for as long as the device computes: what share of
+    the decode sweeps each of them works.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench import harness
+from bench.cases import Case, fixed
+from bench.harness import Record
+from bench.models import OptShape, make
+
+
+@dataclass(frozen=True)
+class DelegationCase:
+    """up, down: bytes per second of the links. cached: prompt tokens of the runs, each in the middle of a page so that
+    half a page more is moved in the mean; batches: gpu_batches of the balanced run."""
+
+    name: str
+    shape: OptShape
+    rows: int = 8
+    tokens: int = 14
+    up: float = 3e9
+    down: float = 6e9
+    cached: tuple[int, ...] = (26, 90, 154, 218, 282, 346, 474, 602)
+    batches: int = 4
+
+
+CASES = {
+    case.name: case
+    for case in (
+        DelegationCase("small", OptShape(12, 512, 2048, 8, 2000, 2048, "float32")),
+        DelegationCase("smoke", OptShape(3, 64, 128, 4, 500, 256, "float32"), rows=4, tokens=4, cached=(8, 24)),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A run: seconds of its median decode sweep, and of the tasks of one by op; busy: shares of its decode sweeps."""
+
+    sweep: float
+    ops: dict[str, float]
+    busy: dict[str, float]
+    summary: Record
+    tokens: list[list[int]]
+
+
+def run(case: DelegationCase, model: Path, cached: int, delegate: bool, batches: int = 1) -> Side:
+    """One job of rows that are all alike."""
+    from flexengine import Engine, Policy, SamplingParams
+    from flexengine.tier.machine import Links
+
+    rows = Case(case.name, case.rows * batches, fixed(cached), fixed(case.tokens)).requests(case.shape.vocab)
+    policy = Policy(case.rows, batches, cache=(0, 1, 0), slots=3, schedule="zigzag", delegate=delegate)
+    links = Links(h2d=case.up, d2h=case.down)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json"
+        with Engine(model, policy, device="sim", links=links, trace=trace, offload_dir=folder) as engine:
+            results = engine.generate([{"prompt_token_ids": list(r.prompt_token_ids)} for r in rows],
+                                      SamplingParams(max_tokens=case.tokens, ignore_eos=True))  # fmt: skip
+            assert engine.trace is not None
+            return _side(engine.trace.spans, engine.summary, [r.token_ids for r in results])
+
+
+def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Side:
+    """From the trace, the prefill sweep and the first decode sweep left out."""
+    by_sweep: dict[int, list[Any]] = defaultdict(list)
+    for span in spans:
+        by_sweep[span[0].cell.sweep].append(span)
+    found = [by_sweep[n] for n in sorted(by_sweep) if n >= 2]
+    ends = [max(end for _, _, end in sweep) for sweep in (by_sweep[1], *found)]
+    seconds = [end - before for before, end in pairwise(ends)]
+    ops: dict[str, list[float]] = defaultdict(list)
+    busy: dict[str, float] = defaultdict(float)
+    for sweep in found:
+        one: dict[str, float] = defaultdict(float)
+        for task, began, end in sweep:
+            one[task.op.name] += end - began
+            busy[task.lane] += (end - began) / sum(seconds)
+        for name, total in one.items():
+            ops[name].append(total)
+    middle = {name: statistics.median(values) for name, values in ops.items()}
+    return Side(statistics.median(seconds), middle, dict(busy), summary, tokens)
+
+
+def best(sides: Sequence[Side]) -> Side:
+    """The run that other programs disturbed least."""
+    return min(sides, key=lambda side: side.sweep)
+
+
+def crossing(lengths: Sequence[int], moved: Sequence[float], there: Sequence[float]) -> float | None:
+    """Where the second becomes the smaller for good, on straight lines between the points; None if never."""
+    gaps = [m - t for m, t in zip(moved, there, strict=True)]
+    if gaps[-1] <= 0:
+        return None
+    for i in range(len(gaps) - 1, 0, -1):
+        if gaps[i - 1] <= 0:
+            share = -gaps[i - 1] / (gaps[i] - gaps[i - 1])
+            return lengths[i - 1] + share * (lengths[i] - lengths[i - 1])
+    return float(lengths[0])
+
+
+def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
+    """The rule with what the runs showed: links and the host's attention at the longest cache, computing and what lies
+    between the tasks of a delegated layer at the shortest. Lengths are those of the middle decode sweep."""
+    from flexengine.plan.delegation import Rule
+
+    shape, longest, shortest = case.shape, max(case.cached), min(case.cached)
+    kv, layers = 2 * shape.hidden * 4, shape.layers
+    page = -(-(256 << 10) // kv)
+    moved, there, few = sides[longest][False], sides[longest][True], sides[shortest][True]
+    middle = longest + case.tokens / 2
+    whole = -(-middle // page) * page
+    computing = (few.ops["PROJECT"] + few.ops["FINISH"]) / layers
+    chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH", "COMPUTE"))
+    near, far = (sides[at][False].ops["COMPUTE"] for at in (shortest, longest))
+    attention = max(1e-9, far - near) / layers / (longest - shortest)  # of the device, per cached token
+    return Rule(
+        kv, 3 * shape.hidden * 4, shape.hidden * 4,
+        up=case.rows * whole * kv * layers / moved.ops["LOAD_CACHE"], down=case.down,
+        host=case.rows * middle * kv * layers / there.ops["ATTEND"], device=case.rows * kv / attention,
+        page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.sweep - chain) / layers, overlap=True,
+    )  # fmt: skip
+
+
+def crossover(case: DelegationCase, model: Path, runs: int) -> tuple[Record, Any]:
+    """The first record, and the rule."""
+    sides: dict[int, dict[bool, Side]] = {}
+    for cached in case.cached:
+        tried: dict[bool, list[Side]] = {False: [], True: []}
+        for _ in range(runs):
+            for delegate in (False, True):
+                tried[delegate].append(run(case, model, cached, delegate))
+        assert tried[False][0].tokens == tried[True][0].tokens, "delegation changed tokens"
+        sides[cached] = {delegate: best(found) for delegate, found in tried.items()}
+        times = {d: side.sweep for d, side in sides[cached].items()}
+        print(f"  {cached} cached: moved {times[False]:.4f} s, there {times[True]:.4f} s", file=sys.stderr, flush=True)
+    rule = rule_of(case, sides)
+    lengths = [cached + case.tokens / 2 for cached in case.cached]
+    moved, there = ([sides[c][d].sweep for c in case.cached] for d in (False, True))
+    measured, told = crossing(lengths, moved, there), rule.crossover
+    return {
+        "lengths": lengths, "moved_seconds": moved, "delegated_seconds": there,
+        "measured_crossover": measured, "rule_crossover": told,
+        "ratio": told / measured if measured else None,
+        "rates": {name: getattr(rule, name) for name in ("up", "host", "device", "computing", "fixed")},
+        "moved_bytes": {str(c): sides[c][False].summary["bytes"] for c in case.cached},
+        "delegated_bytes": {str(c): sides[c][True].summary["bytes"] for c in case.cached},
+    }, rule  # fmt: skip
+
+
+def balance(case: DelegationCase, model: Path, rule: Any, runs: int) -> Record:
+    """The second record. Host and device share cores here, so both take longer than alone: the shares say how well
+    they overlap, the ratio of the sweeps what that gains on this machine."""
+    cached = round(rule.computing * rule.host / (rule.sequences * rule.kv))
+    cached = max(min(case.cached), min(cached, case.shape.positions - case.tokens - 8))
+    sides = {d: best([run(case, model, cached, d, case.batches) for _ in range(runs)]) for d in (False, True)}
+    shares = {lane: sides[True].busy.get(lane, 0.0) for lane in ("cpu", "device")}
+    return {
+        "cached": cached, "batches": case.batches, "busy": sides[True].busy, "busy_sum": sum(shares.values()),
+        "moved_seconds": sides[False].sweep, "delegated_seconds": sides[True].sweep,
+    }  # fmt: skip
+
+
+def main() -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(description="decode sweeps with attention on the host and without")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--case", choices=sorted(CASES), default="small")
+    parser.add_argument("--runs", type=int, default=3, help="rounds of each side (default 3)")
+    parser.add_argument("--up", type=float, help="bytes per second of the link to the device")
+    parser.add_argument("--out", help="append records to this file under bench/results/")
+    args = parser.parse_args()
+    case = CASES[args.case]
+    case = replace(case, up=args.up or case.up)
+    model = make(case.shape, args.directory)
+    versions = {"versions": harness.versions()}
+    record, rule = crossover(case, model, args.runs)
+    harness.emit({**harness.header("delegation crossover", case, [versions]), **record}, args.out)
+    record = balance(case, model, rule, args.runs)
+    harness.emit({**harness.header("delegation balance", case, [versions]), **record}, args.out)
+
+
+if __name__ == "__main__":
+    main()

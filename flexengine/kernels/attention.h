@@ -1,0 +1,257 @@
+// Attention of single new tokens over a paged KV cache.
+//
+// Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of a part,
+// t position. Pool: [page, 2 (K, V), j, offset, d], contiguous; of codes, see codec/cache.py.
+#pragma once
+#include "coded.h"
+#include "rows.h"
+
+namespace {
+
+constexpr int SHARES = 8;    // of the work, at least, for every thread
+
+// slot: of the sequence's first partial result; -1 when it has one part only.
+struct Item { int32_t i, part, parts, slot; };
+
+inline int64_t first_token(const Decode& a, int64_t i) {
+    int64_t length = a.lengths[i];
+    return a.window > 0 && length > a.window ? length - a.window : 0;
+}
+
+// Scores of one head in place to exp(score - top); updates the running maximum and sum; returns the factor for what was
+// summed before.
+inline float soften(float* scores, int64_t n, float softcap, float& top, float& sum) {
+    const int64_t whole = padded(n);
+    for (int64_t s = 0; softcap > 0 && s < whole; s += W)
+        vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
+    for (int64_t s = n; s < whole; s++) scores[s] = -FLT_MAX;
+    vf most = vset(top);
+    for (int64_t s = 0; s < whole; s += W) most = vmax(vload(scores + s), most);
+    float above = vtop(most), keep = above > top ? expf(top - above) : 1.f;
+    vf total = vset(0.f);
+    for (int64_t s = 0; s < whole; s += W) {
+        vf e = vexp(vsub(vload(scores + s), vset(above)));
+        vstore(scores + s, e);
+        total = vadd(total, e);
+    }
+    top = above, sum = sum * keep + vsum(total);
+    return keep;
+}
+
+// The queries of the heads from h on, times the scale.
+template <class Q> void read_queries(const Decode& a, int64_t i, int64_t h, int64_t heads, float* to) {
+    for (int64_t g = 0; g < heads; g++, to += padded(a.dim)) {
+        const Q* from = (const Q*)a.q + i * a.q_row + (h + g) * a.q_head;
+        for (int64_t d = 0; d < a.dim; d++) to[d] = widen(from[d]) * a.scale;
+        for (int64_t d = a.dim; d < padded(a.dim); d++) to[d] = 0.f;
+    }
+}
+
+// Calls f(R) with the kind of rows that the pool holds, as a null pointer to it.
+template <class F> void with_rows(const Decode& a, F f) {
+    auto plain = [&](auto number) {
+        typedef decltype(number) T;
+        if (a.dim == 64) return f((PlainRows<T, 64 / W>*)nullptr);
+        if (a.dim == 128) return f((PlainRows<T, 128 / W>*)nullptr);
+        return f((PlainRows<T, 0>*)nullptr);
+    };
+    if (a.pool_dtype == FP32) plain(float());
+    if (a.pool_dtype == BF16) plain(bf16());
+    if (a.pool_dtype == FP16) plain(fp16());
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto size) {
+        if constexpr (size != WIDE) return f((DecodedRows<bits, size>*)nullptr);
+        else {
+            if (a.dim == WIDE) return f((CodedRows<bits, 1>*)nullptr);
+            if (a.dim == 2 * WIDE) return f((CodedRows<bits, 2>*)nullptr);
+            return f((CodedRows<bits, 0>*)nullptr);
+        }
+    });
+}
+
+void start(const Decode& a, int64_t i, int64_t h, int64_t heads, Scratch& my) {
+    if (a.q_dtype == FP32) read_queries<float>(a, i, h, heads, my.q);
+    if (a.q_dtype == BF16) read_queries<bf16>(a, i, h, heads, my.q);
+    if (a.q_dtype == FP16) read_queries<fp16>(a, i, h, heads, my.q);
+    memset(my.acc, 0, size_t(heads * padded(a.dim)) * 4);
+    for (int64_t g = 0; g < heads; g++) my.top[g] = -FLT_MAX, my.sum[g] = 0, my.keep[g] = 1;
+}
+
+// Leaves sum over s of exp(score - top) * V in acc, and top and sum, for the query heads of J kv heads from j on over
+// one part of sequence i. A chunk of tokens is read head by head, all K before all V: that is the order in which they
+// lie within a page, and it reads bf16 from memory at 28 instead of 21 GB/s (one core of Zen 5, random pages).
+template <class R> void attend_part(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, begin = first_token(a, item.i) + int64_t(item.part) * PART;
+    const int64_t left = a.lengths[item.i] - begin, count = left < PART ? left : PART;
+    start(a, item.i, j * group, J * group, my);
+    R rows(a, item.i, j, J, my);
+    rows.span(begin, count);
+    for (int64_t s = 0; s < count; s += R::chunk) {
+        const int n = int(count - s < R::chunk ? count - s : R::chunk);
+        for (int64_t k = 0; k < J; k++) {
+            rows.score(k, s, n, {0, k + 1 < J ? (k + 1) * rows.panel : rows.value, rows.row});
+            for (int64_t h = k * group; h < (k + 1) * group; h++)
+                my.keep[h] = soften(my.scores + h * CHUNK, n, a.softcap, my.top[h], my.sum[h]);
+        }
+        for (int64_t k = 0; k < J; k++) {
+            const bool more = k + 1 < J;
+            rows.weigh(k, s, n, {more ? 0 : R::chunk, more ? rows.value + (k + 1) * rows.panel : 0, rows.row});
+        }
+    }
+}
+
+// Sets all but the k largest of p[0 .. n - 1] to 0, the later of equal ones first; kept[t] becomes 1 for those that
+// stay. Weights are not negative, so they are ordered as their bits are.
+void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
+    auto bits = [&](int64_t t) { return int32_t(bits_of(p[t])); };
+    int32_t least = 0;  // of the bits of those that stay
+    int64_t found = n;
+    for (int32_t bit = 1 << 30; bit && found != k; bit >>= 1) {
+        int32_t count = 0;
+        for (int64_t t = 0; t < n; t++) count += bits(t) >= (least | bit);
+        if (count >= k) least |= bit, found = count;
+    }
+    int64_t above = 0;
+    for (int64_t t = 0; t < n; t++) above += bits(t) > least;
+    int64_t equal = k - above;
+    for (int64_t t = 0; t < n; t++) {
+        const bool stays = bits(t) > least || (bits(t) == least && equal-- > 0);
+        kept[t] |= stays;
+        p[t] = stays ? p[t] : 0.f;
+    }
+}
+
+// The same over a whole sequence with few of its values: those with the largest weights, by query head.
+template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), seen = a.lengths[i] - begin;
+    const int64_t apart = padded(seen), count = int64_t(a.topk * double(seen - 1));
+    start(a, i, j * group, J * group, my);
+    R rows(a, i, j, J, my);
+    for (int64_t from = 0; from < seen; from += PART) {
+        const int64_t left = seen - from < PART ? seen - from : PART;
+        rows.span(begin + from, left);
+        for (int64_t s = 0; s < left; s += R::chunk) {
+            const int n = int(left - s < R::chunk ? left - s : R::chunk);
+            for (int64_t k = 0; k < J; k++)
+                rows.score(k, s, n, {k + 1 < J ? 0 : R::chunk, k + 1 < J ? (k + 1) * rows.panel : 0, rows.row});
+            for (int64_t h = 0; h < J * group; h++)
+                memcpy(my.all + h * apart + from + s, my.scores + h * CHUNK, size_t(n) * 4);
+        }
+    }
+    for (int64_t k = 0; k < J; k++) {
+        memset(my.kept, 0, size_t(seen) * 4);
+        for (int64_t h = k * group; h < (k + 1) * group; h++) {
+            soften(my.all + h * apart, seen, a.softcap, my.top[h], my.sum[h]);
+            keep_largest(my.all + h * apart, seen - 1, count, my.kept);
+        }
+        my.kept[seen - 1] = 1;
+        int64_t some = 0;
+        for (int64_t t = 0; t < seen; t++)
+            if (my.kept[t]) my.kept[some] = int32_t(t), my.tokens[some++] = int32_t(begin + t);
+        for (int64_t from = 0; from < some; from += PART) {
+            const int64_t left = some - from < PART ? some - from : PART;
+            rows.pick(my.tokens + from, left);
+            for (int64_t s = 0; s < left; s += R::chunk) {
+                const int n = int(left - s < R::chunk ? left - s : R::chunk);
+                for (int64_t h = k * group; h < (k + 1) * group; h++)
+                    for (int t = 0; t < padded(n); t++)
+                        my.scores[h * CHUNK + t] = t < n ? my.all[h * apart + my.kept[from + s + t]] : 0.f;
+                rows.weigh(k, s, n, {R::chunk, rows.value + k * rows.panel, rows.row});
+            }
+        }
+    }
+}
+
+// One head's output from `parts` partial results, `step` floats apart; the sink joins the denominator only.
+template <class Q>
+void finish(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top, const float* sum,
+            int64_t step) {
+    float most = a.sinks ? a.sinks[h] : -FLT_MAX;
+    for (int p = 0; p < parts; p++) if (!(top[p * step] <= most)) most = top[p * step];
+    float total = a.sinks ? expf(a.sinks[h] - most) : 0.f;
+    for (int p = 0; p < parts; p++) total += sum[p * step] * expf(top[p * step] - most);
+    if (a.lse) a.lse[i * a.heads + h] = logf(total) + most;
+    Q* to = (Q*)a.out + (i * a.heads + h) * a.dim;
+    for (int64_t d = 0; d < a.dim; d++) {
+        float x = 0;
+        if (parts == 1) x = acc[d] * expf(top[0] - most);
+        else for (int p = 0; p < parts; p++) x += acc[p * step + d] * expf(top[p * step] - most);
+        to[d] = narrow<Q>(x / total);
+    }
+}
+
+void finish_head(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top,
+                 const float* sum, int64_t step) {
+    if (a.q_dtype == FP32) finish<float>(a, i, h, parts, acc, top, sum, step);
+    if (a.q_dtype == BF16) finish<bf16>(a, i, h, parts, acc, top, sum, step);
+    if (a.q_dtype == FP16) finish<fp16>(a, i, h, parts, acc, top, sum, step);
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0, or i + 1 when sequence i has a length or page that the table or pool does not have; then nothing is computed.
+int64_t flex_decode(const Decode* args) {
+    const Decode& a = *args;
+    int64_t items = 0, slots = 0, longest = 0;
+    const bool some = a.topk < 1;
+    for (int64_t i = 0; i < a.n; i++) {
+        if (a.lengths[i] < 1 || a.lengths[i] > a.max_pages * a.page_tokens) return i + 1;
+        for (int64_t t = first_token(a, i) / a.page_tokens; t * a.page_tokens < a.lengths[i]; t++)
+            if (uint32_t(a.tables[i * a.max_pages + t]) >= uint64_t(a.pages)) return i + 1;
+        const int64_t seen = a.lengths[i] - first_token(a, i), parts = some ? 1 : (seen + PART - 1) / PART;
+        items += parts, slots += parts > 1 ? parts : 0, longest = some && seen > longest ? seen : longest;
+    }
+    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), step = group * (width + 2);
+    Item* list = (Item*)malloc(size_t(items + 1) * sizeof(Item));
+    // partial: [slot, j] of acc [group, width], top [group], sum [group]
+    float* partial = (float*)malloc(size_t(slots * a.kv_heads * step + 1) * 4);
+    if (!list || !partial) abort();
+    items = slots = 0;
+    for (int64_t i = 0; i < a.n; i++) {
+        const int32_t parts = some ? 1 : int32_t((a.lengths[i] - first_token(a, i) + PART - 1) / PART);
+        for (int32_t p = 0; p < parts; p++) list[items++] = {int32_t(i), p, parts, parts > 1 ? int32_t(slots) : -1};
+        slots += parts > 1 ? parts : 0;
+    }
+    // Work is dealt out in blocks of J heads: few blocks where there are many items anyway.
+    const int64_t most = items ? (SHARES * a.threads + items - 1) / items : 1;
+    const int64_t J = (a.kv_heads + most - 1) / most, blocks = (a.kv_heads + J - 1) / J;
+#pragma omp parallel num_threads(a.threads)
+    {
+        Scratch my(a, J, longest);
+#pragma omp for schedule(dynamic)
+        for (int64_t w = 0; w < items * blocks; w++) {
+            const Item& item = list[w / blocks];
+            const int64_t j = w % blocks * J, heads = a.kv_heads - j < J ? a.kv_heads - j : J;
+            with_rows(a, [&](auto* kind) {
+                typedef std::remove_pointer_t<decltype(kind)> R;
+                some ? attend_top<R>(a, item.i, j, heads, my) : attend_part<R>(a, item, j, heads, my);
+            });
+            for (int64_t h = 0; h < heads * group && item.parts == 1; h++)
+                finish_head(a, item.i, j * group + h, 1, my.acc + h * width, my.top + h, my.sum + h, 0);
+            for (int64_t k = 0; k < heads && item.parts > 1; k++) {
+                float* to = partial + ((item.slot + item.part) * a.kv_heads + j + k) * step;
+                memcpy(to, my.acc + k * group * width, size_t(group * width) * 4);
+                memcpy(to + group * width, my.top + k * group, size_t(group) * 4);
+                memcpy(to + group * width + group, my.sum + k * group, size_t(group) * 4);
+            }
+        }
+        if (slots) {
+#pragma omp for schedule(dynamic)
+            for (int64_t w = 0; w < items * a.kv_heads; w++) {
+                const Item& item = list[w / a.kv_heads];
+                if (item.parts == 1 || item.part > 0) continue;
+                const int64_t j = w % a.kv_heads;
+                const float* from = partial + (item.slot * a.kv_heads + j) * step;
+                for (int64_t g = 0; g < group; g++)
+                    finish_head(a, item.i, j * group + g, item.parts, from + g * width, from + group * width + g,
+                                from + group * width + group + g, a.kv_heads * step);
+            }
+        }
+    }
+    free(list);
+    free(partial);
+    return 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,132 @@
+// Writing and reading a paged KV cache, plain or in codes. Index legend: t token, j key/value head, s position.
+#pragma once
+#include "codes.h"
+#include "convert.h"
+
+namespace {
+
+struct Append {
+    const void *k, *v; void* pool; const int32_t *pages, *offsets;
+    int64_t tokens, pool_pages, kv_heads, page_tokens, dim, group, k_row, k_head, v_row, v_head;
+    int32_t from_dtype, pool_dtype, threads;
+};
+
+struct Gather {
+    const void* pool; const int32_t* table; void *k, *v;
+    int64_t length, pool_pages, kv_heads, page_tokens, dim, group;
+    int32_t pool_dtype, threads;
+};
+
+template <class From, class To> void append_plain(const Append& a, int64_t t, int64_t j) {
+    const int64_t head = int64_t(a.pages[t]) * 2 * a.kv_heads + j;
+    To* k = (To*)a.pool + (head * a.page_tokens + a.offsets[t]) * a.dim;
+    convert_row((const From*)a.k + t * a.k_row + j * a.k_head, k, a.dim);
+    convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + a.kv_heads * a.page_tokens * a.dim, a.dim);
+}
+
+// x: dim floats, of K or of V.
+typedef void Encode(const Append& a, int64_t t, int64_t j, bool value, const float* x);
+
+template <int BITS> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const float* x) {
+    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, a.group);
+    const int64_t o = a.offsets[t], panel = (int64_t(a.pages[t]) * 2 + value) * a.kv_heads + j;
+    uint8_t* to = (uint8_t*)a.pool + panel * panels.panel;
+    encode_row<BITS>(x, a.group, a.dim / a.group, to + o * panels.row, (fp16*)(to + panels.scales) + o,
+                     (fp16*)(to + panels.minima) + o, a.page_tokens);
+}
+
+template <class From> void append_heads(const Append& a, int64_t t, Encode* encode, float* x) {
+    for (int64_t j = 0; j < a.kv_heads; j++) {
+        convert_row((const From*)a.k + t * a.k_row + j * a.k_head, x, a.dim);
+        encode(a, t, j, false, x);
+        convert_row((const From*)a.v + t * a.v_row + j * a.v_head, x, a.dim);
+        encode(a, t, j, true, x);
+    }
+}
+
+template <int BITS, int G> void gather_codes(const Gather& a, int64_t s, int64_t j, float* scales) {
+    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, G);
+    const int64_t P = a.page_tokens, R = a.dim / G, o = s % P;
+    const uint8_t* at = (const uint8_t*)a.pool + (int64_t(a.table[s / P]) * 2 * a.kv_heads + j) * panels.panel;
+    auto decode = [&](const uint8_t* from, void* to) {
+        for (int64_t r = 0; r < R; r++) {
+            scales[r] = widen(((const fp16*)(from + panels.scales))[r * P + o]);
+            scales[R + r] = widen(((const fp16*)(from + panels.minima))[r * P + o]);
+        }
+        decode_row<BITS, G>(from + o * panels.row, scales, scales + R, 1, R, (float*)to + (s * a.kv_heads + j) * a.dim);
+    };
+    decode(at, a.k);
+    decode(at + panels.value, a.v);
+}
+
+void gather_plain(const Gather& a, int64_t s, int64_t j) {
+    const int64_t row = a.dim * size_of(a.pool_dtype), P = a.page_tokens;
+    const char* from = (const char*)a.pool + ((int64_t(a.table[s / P]) * 2 * a.kv_heads + j) * P + s % P) * row;
+    memcpy((char*)a.k + (s * a.kv_heads + j) * row, from, size_t(row));
+    memcpy((char*)a.v + (s * a.kv_heads + j) * row, from + a.kv_heads * P * row, size_t(row));
+}
+
+}  // namespace
+
+extern "C" {
+
+// 0, or t + 1 when token t has a page or offset that the pool does not have; then nothing is written.
+int64_t flex_append(const Append* args) {
+    const Append& a = *args;
+    for (int64_t t = 0; t < a.tokens; t++)
+        if (uint32_t(a.pages[t]) >= uint64_t(a.pool_pages) || uint32_t(a.offsets[t]) >= uint64_t(a.page_tokens))
+            return t + 1;
+    if (a.pool_dtype <= FP16) {
+        with_dtypes(a.from_dtype, a.pool_dtype, [&](auto from, auto to) {
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 65536)
+            for (int64_t t = 0; t < a.tokens; t++)
+                for (int64_t j = 0; j < a.kv_heads; j++) append_plain<decltype(from), decltype(to)>(a, t, j);
+        });
+        return 0;
+    }
+    Encode* encode = nullptr;
+    if (a.pool_dtype == CODES8) encode = append_codes<8>;
+    if (a.pool_dtype == CODES4) encode = append_codes<4>;
+    if (a.pool_dtype == CODES2) encode = append_codes<2>;
+#pragma omp parallel num_threads(a.threads) if (a.tokens * a.kv_heads * a.dim > 8192)
+    {
+        float* x = (float*)malloc(size_t(a.dim) * 4);
+        if (!x) abort();
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < a.tokens; t++) {
+            if (a.from_dtype == FP32) append_heads<float>(a, t, encode, x);
+            if (a.from_dtype == BF16) append_heads<bf16>(a, t, encode, x);
+            if (a.from_dtype == FP16) append_heads<fp16>(a, t, encode, x);
+        }
+        free(x);
+    }
+    return 0;
+}
+
+// 0, or page index + 1 of the first table entry outside the pool.
+int64_t flex_gather(const Gather* args) {
+    const Gather& a = *args;
+    const int64_t used = (a.length + a.page_tokens - 1) / a.page_tokens;
+    for (int64_t p = 0; p < used; p++) if (uint32_t(a.table[p]) >= uint64_t(a.pool_pages)) return p + 1;
+    if (a.pool_dtype <= FP16) {
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.length * a.kv_heads * a.dim > 65536)
+        for (int64_t s = 0; s < a.length; s++)
+            for (int64_t j = 0; j < a.kv_heads; j++) gather_plain(a, s, j);
+        return 0;
+    }
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
+#pragma omp parallel num_threads(a.threads) if (a.length * a.kv_heads * a.dim > 65536)
+        {
+            float* scales = (float*)malloc(size_t(a.dim / a.group) * 8);
+            if (!scales) abort();
+#pragma omp for schedule(static)
+            for (int64_t s = 0; s < a.length; s++)
+                for (int64_t j = 0; j < a.kv_heads; j++)
+                    gather_codes<decltype(bits)::value, decltype(group)::value>(a, s, j, scales);
+            free(scales);
+        }
+    });
+    return 0;
+}
+
+}  // extern "C"

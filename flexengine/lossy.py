@@ -1,0 +1,56 @@
+"""What a job may trade for speed and room: switches whose results differ from the checkpoint's own."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from flexengine.errors import InvalidInput
+
+WEIGHTS = ("int8", "int4", "int3", "int2")
+CACHE = {"int8": 8, "int4": 4, "int2": 2}  # bits
+COMPUTE = ("int8",)
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """weights, cache: in how many bits they are kept. compute: in what products are taken. topk: share of the past
+    values that attention reads. None everywhere is exact."""
+
+    weights: str | None = None
+    compute: str | None = None
+    cache: str | None = None
+    topk: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, known in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", CACHE)):
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise InvalidInput(
+                    f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
+                )
+        share = self.topk
+        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
+            raise InvalidInput(f"topk is {share!r}; it must be a share above 0 and below 1, or left out to be exact")
+
+    def __bool__(self) -> bool:
+        return bool(self.given)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The switches that are set, by name: what a job's manifest keeps."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @property
+    def coded(self) -> str | None:
+        """How the layers' matrices are kept: products in integers need integers."""
+        return self.weights or self.compute
+
+    @property
+    def cache_bits(self) -> int:
+        """Bits of an element of keys and values; 0: as they are computed."""
+        return CACHE[self.cache] if self.cache else 0
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in self.given.items()) or "exact"
+
+
+EXACT = Lossy()
+SWITCHES = tuple(f.name for f in fields(Lossy))

@@ -1,0 +1,154 @@
+"""Weights in a codec's form: which matrices, how each lies in bytes, and the files they are written to, once."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flexengine.codec.named import EDGES, WEIGHTS
+from flexengine.codec.packed import ROWS, Packed
+from flexengine.errors import BadCheckpoint
+from flexengine.model.checkpoint import read_header
+from flexengine.model.form import Form
+from flexengine.model.linear import FastLinear
+from flexengine.model.loading import Origin, Run
+from flexengine.model.prepare import prepared
+from flexengine.model.products import FastConv1D, is_experts
+from flexengine.model.shards import check_room
+from flexengine.model.skeleton import Skeleton, Slot
+
+CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
+Say = Callable[[str], None]
+
+
+def forms(skeleton: Skeleton, codec: str | None) -> dict[str, Form]:
+    """The forms of all matrices that products read: those of layers in `codec`, embedding and head in EDGES.
+
+    What decides which experts a token goes to stays as it is: a wrong one costs more than its few bytes.
+    """
+    if codec is None:
+        return {}
+    found: dict[str, Form] = {}
+    for layer in skeleton.layers:
+        experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
+        for name, slot in layer.items():
+            if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
+                found[name] = form
+    for name, shape in (skeleton.embedding, skeleton.head):
+        if name == skeleton.embedding[0] or not skeleton.tied:
+            found[name] = Form(Packed(EDGES, *shape))
+    return found
+
+
+def _form(slot: Slot, codec: str) -> Form | None:
+    if slot.name == "weight" and isinstance(slot.module, FastLinear | FastConv1D):
+        turned = isinstance(slot.module, FastConv1D)
+        rows, columns = reversed(slot.shape) if turned else slot.shape
+        return Form(Packed(WEIGHTS[codec], rows, columns), transposed=turned)
+    if len(slot.shape) == 3 and is_experts(slot.module):
+        turned = bool(slot.module.is_transposed)
+        count, *shape = slot.shape
+        return Form(Packed(WEIGHTS[codec], *(reversed(shape) if turned else shape)), count, turned)
+    return None
+
+
+def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
+    """Tells the modules in which form they will find their weights."""
+    skeleton.forms = chosen
+    for layer in skeleton.layers:
+        for name, slot in layer.items():
+            if name in chosen:
+                slot.module.forms = {**getattr(slot.module, "forms", {}), slot.name: chosen[name].packed}  # type: ignore[assignment]
+
+
+def encoded(
+    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say
+) -> dict[str, Origin]:
+    """Where the encoded bytes of every parameter in `chosen` lie, written now if they were not.
+
+    files, stored: of the checkpoint. Memory: about one parameter's bytes. What was interrupted goes on with
+    the first file that is not finished. Raises BadCheckpoint, OutOfMemory if the disk is full, InvalidInput.
+    """
+    what = json.dumps({name: [form.packed.codec.name, *form.shape, form.transposed] for name, form in chosen.items()})
+
+    def build(directory: Path) -> None:
+        _write(directory, stored, chosen, say)
+
+    directory = prepared(source, files, build, what)
+    found: dict[str, Origin] = {}
+    for file in directory.glob("*.safetensors"):
+        for name, there in read_header(file).items():
+            found[name] = Origin((Run(file, there.start, there.nbytes),), there.dtype, there.shape)
+    for name, form in chosen.items():
+        if name not in found or found[name].shape != form.shape:
+            raise BadCheckpoint(f"{directory} lacks {name}; remove it, and it will be made again")
+    return found
+
+
+def _write(directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say) -> None:
+    """One file per parameter, each put in place when it is whole."""
+    from safetensors.torch import save_file
+
+    total = sum(form.nbytes for form in chosen.values())
+    done = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    check_room(directory, "encoded weights", max(0, total - done))
+    for number, (name, form) in enumerate(chosen.items()):
+        final = directory / f"{number:05}.safetensors"
+        if final.exists():
+            continue
+        if number % 32 == 0:
+            say(f"encoding weights, once for this model: {number} of {len(chosen)} matrices")
+        data = _encoded(name, stored[name], form)
+        writing = final.with_suffix(".writing")
+        save_file({name: data}, writing)
+        with writing.open("rb") as file:
+            os.fsync(file.fileno())
+        writing.rename(final)
+
+
+def _encoded(name: str, origin: Origin, form: Form) -> Tensor:
+    out = torch.empty(max(1, form.count), form.packed.nbytes, dtype=torch.uint8)
+    each = origin.nbytes // len(out)
+    for number, target in enumerate(out):
+        at = 0
+        for part in _runs(origin, number * each, form):
+            if not bool(torch.isfinite(part).all()):
+                raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
+            data = Packed(form.packed.codec, *part.shape).encode(part)
+            target[at : at + len(data)] = data
+            at += len(data)
+    return out.view(form.shape)
+
+
+def _runs(origin: Origin, start: int, form: Form) -> Iterator[Tensor]:
+    """One matrix, whose bytes begin at `start`, in runs of whole blocks of rows, in fp32."""
+    rows, columns = form.packed.rows, form.packed.columns
+    step = max(ROWS, CHUNK // columns // ROWS * ROWS)
+    size = origin.dtype.itemsize
+    if form.transposed:
+        whole = _read(origin, start, rows * columns * size).view(columns, rows)
+        for low in range(0, rows, step):
+            yield whole[:, low : low + step].t().float()
+        return
+    for low in range(0, rows, step):
+        count = min(step, rows - low)
+        yield _read(origin, start + low * columns * size, count * columns * size).view(count, columns).float()
+
+
+def _read(origin: Origin, start: int, nbytes: int) -> Tensor:
+    """nbytes at byte `start` of a parameter, in the dtype it is stored in."""
+    data, at, done = np.empty(nbytes, dtype=np.uint8), 0, 0
+    for run in origin.runs:
+        low, high = max(start, at), min(start + nbytes, at + run.nbytes)
+        if low < high:
+            with run.path.open("rb") as file:
+                file.seek(run.start + low - at)
+                if file.readinto(memoryview(data)[done : done + high - low]) != high - low:  # type: ignore[arg-type]
+                    raise BadCheckpoint(f"{run.path} ends before byte {run.start + high - at}")
+            done += high - low
+        at += run.nbytes
+    return torch.from_numpy(data).view(origin.dtype)
