@@ -2,7 +2,8 @@
 
 python -m bench.delegation DIR [--runs 3] [--case small] [--up RATE] [--out FILE]  (DIR: where the checkpoint is made)
 
-Everything is in memory; the KV cache lives on the host, behind links of the case's rates. Two records:
+Everything is in memory, each lane has one core; the KV cache lives on the host, behind links of the case's rates. Times
+are those of the quickest decode sweep, as other programs only add to them. Two records:
 crossover: seconds of a decode sweep by cached tokens, both ways, in turns; the length from which delegation is quicker,
     as measured and as `plan.delegation` has it with the rates of these very runs.
 balance: several gpu_batches at the length at which the host attends for as long as the device computes: what share of
@@ -10,7 +11,7 @@ balance: several gpu_batches at the length at which the host attends for as long
 """
 
 import argparse
-import statistics
+import os
 import sys
 import tempfile
 from collections import defaultdict
@@ -28,33 +29,42 @@ from bench.models import OptShape, make
 
 @dataclass(frozen=True)
 class DelegationCase:
-    """up, down: bytes per second of the links. cached: prompt tokens of the runs, each in the middle of a page so that
-    half a page more is moved in the mean; batches: gpu_batches of the balanced run."""
+    """up, down, latency: bytes per second of the links, and seconds of each transfer besides. cached: prompt tokens of the runs, each in the middle of a page so that
+    half a page more is moved in the mean; balanced, batches: model and gpu_batches of the balanced run."""
 
     name: str
     shape: OptShape
-    rows: int = 8
+    balanced: OptShape
+    rows: int = 2
+    balanced_rows: int = 8
     tokens: int = 14
-    up: float = 3e9
-    down: float = 6e9
-    cached: tuple[int, ...] = (26, 90, 154, 218, 282, 346, 474, 602)
+    up: float = 3e8
+    down: float = 1e9
+    latency: float = 2e-3
+    cached: tuple[int, ...] = (26, 154, 218, 282, 346, 474)
     batches: int = 4
 
 
+MOST_CACHED = 1200  # tokens of the balanced run, for its prompts to take no minutes
+_WIDE = OptShape(6, 512, 16384, 8, 2000, 2048, "float32")
+_NARROW = OptShape(16, 512, 512, 8, 2000, 2048, "float32")
+_TINY = OptShape(3, 64, 128, 4, 500, 256, "float32")
 CASES = {
     case.name: case
     for case in (
-        DelegationCase("small", OptShape(12, 512, 2048, 8, 2000, 2048, "float32")),
-        DelegationCase("smoke", OptShape(3, 64, 128, 4, 500, 256, "float32"), rows=4, tokens=4, cached=(8, 24)),
+        DelegationCase("small", _WIDE, _NARROW),
+        DelegationCase("smoke", _TINY, _TINY, 2, 2, tokens=4, cached=(8, 24)),
     )
 }
 
 
 @dataclass(frozen=True)
 class Side:
-    """A run: seconds of its median decode sweep, and of the tasks of one by op; busy: shares of its decode sweeps."""
+    """A run: seconds of its quickest decode sweep, of one layer in the middle of one, and of a sweep's tasks by op; busy:
+    shares of the quickest decode sweep."""
 
     sweep: float
+    layer: float
     ops: dict[str, float]
     busy: dict[str, float]
     summary: Record
@@ -62,7 +72,7 @@ class Side:
 
 
 def run(case: DelegationCase, model: Path, cached: int, delegate: bool, batches: int = 1) -> Side:
-    """One job of rows that are all alike."""
+    """One job of rows that are all alike; model: a checkpoint of either shape."""
     from flexengine import Engine, Policy, SamplingParams
     from flexengine.tier.machine import Links
 
@@ -95,13 +105,25 @@ def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Sid
             busy[task.lane] += (end - began) / sum(seconds)
         for name, total in one.items():
             ops[name].append(total)
-    middle = {name: statistics.median(values) for name, values in ops.items()}
-    return Side(statistics.median(seconds), middle, dict(busy), summary, tokens)
+    quickest = {name: min(values) for name, values in ops.items()}
+    layer = min(_layer(sweep) for sweep in found)
+    return Side(min(seconds), layer, quickest, dict(busy), summary, tokens)
+
+
+def _layer(sweep: Sequence[Any]) -> float:
+    """Seconds from the end of one layer to that of the next, in the mean: the first waits for its pages, and what comes
+    after the last is none."""
+    ends: dict[int, float] = {}
+    for task, _, end in sweep:
+        if task.op.name in ("COMPUTE", "FINISH"):
+            ends[task.cell.layer] = max(end, ends.get(task.cell.layer, 0.0))
+    layers = sorted(ends)[:-1]  # then comes the output projection
+    return (ends[layers[-1]] - ends[layers[0]]) / (len(layers) - 1)
 
 
 def best(sides: Sequence[Side]) -> Side:
     """The run that other programs disturbed least."""
-    return min(sides, key=lambda side: side.sweep)
+    return min(sides, key=lambda side: side.layer)
 
 
 def crossing(lengths: Sequence[int], moved: Sequence[float], there: Sequence[float]) -> float | None:
@@ -128,14 +150,14 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
     middle = longest + case.tokens / 2
     whole = -(-middle // page) * page
     computing = (few.ops["PROJECT"] + few.ops["FINISH"]) / layers
-    chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH", "COMPUTE"))
+    chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH")) / layers
     near, far = (sides[at][False].ops["COMPUTE"] for at in (shortest, longest))
     attention = max(1e-9, far - near) / layers / (longest - shortest)  # of the device, per cached token
     return Rule(
         kv, 3 * shape.hidden * 4, shape.hidden * 4,
         up=case.rows * whole * kv * layers / moved.ops["LOAD_CACHE"], down=case.down,
         host=case.rows * middle * kv * layers / there.ops["ATTEND"], device=case.rows * kv / attention,
-        page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.sweep - chain) / layers, overlap=True,
+        page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.layer - chain), overlap=True,
     )  # fmt: skip
 
 
@@ -149,15 +171,22 @@ def crossover(case: DelegationCase, model: Path, runs: int) -> tuple[Record, Any
                 tried[delegate].append(run(case, model, cached, delegate))
         assert tried[False][0].tokens == tried[True][0].tokens, "delegation changed tokens"
         sides[cached] = {delegate: best(found) for delegate, found in tried.items()}
-        times = {d: side.sweep for d, side in sides[cached].items()}
-        print(f"  {cached} cached: moved {times[False]:.4f} s, there {times[True]:.4f} s", file=sys.stderr, flush=True)
+        times = {d: side.layer for d, side in sides[cached].items()}
+        print(
+            f"  {cached} cached: a layer {times[False]:.5f} s, delegated {times[True]:.5f} s",
+            file=sys.stderr,
+            flush=True,
+        )
     rule = rule_of(case, sides)
     lengths = [cached + case.tokens / 2 for cached in case.cached]
-    moved, there = ([sides[c][d].sweep for c in case.cached] for d in (False, True))
-    measured, told = crossing(lengths, moved, there), rule.crossover
+    by_layer = [[sides[c][d].layer for c in case.cached] for d in (False, True)]
+    by_sweep = [[sides[c][d].sweep for c in case.cached] for d in (False, True)]
+    measured, told = crossing(lengths, *by_layer), rule.crossover
     return {
-        "lengths": lengths, "moved_seconds": moved, "delegated_seconds": there,
-        "measured_crossover": measured, "rule_crossover": told,
+        "lengths": lengths, "moved_layer_seconds": by_layer[0], "delegated_layer_seconds": by_layer[1],
+        "moved_seconds": by_sweep[0], "delegated_seconds": by_sweep[1],
+        "measured_crossover": measured, "measured_crossover_of_sweeps": crossing(lengths, *by_sweep),
+        "rule_crossover": told,
         "ratio": told / measured if measured else None,
         "rates": {name: getattr(rule, name) for name in ("up", "host", "device", "computing", "fixed")},
         "moved_bytes": {str(c): sides[c][False].summary["bytes"] for c in case.cached},
@@ -165,11 +194,12 @@ def crossover(case: DelegationCase, model: Path, runs: int) -> tuple[Record, Any
     }, rule  # fmt: skip
 
 
-def balance(case: DelegationCase, model: Path, rule: Any, runs: int) -> Record:
-    """The second record. Host and device share cores here, so both take longer than alone: the shares say how well
-    they overlap, the ratio of the sweeps what that gains on this machine."""
-    cached = round(rule.computing * rule.host / (rule.sequences * rule.kv))
-    cached = max(min(case.cached), min(cached, case.shape.positions - case.tokens - 8))
+def balance(case: DelegationCase, model: Path, host: float, runs: int) -> Record:
+    """The second record. host: bytes of KV per second of attention there."""
+    few = run(case, model, min(case.cached), True)
+    computing = (few.ops["PROJECT"] + few.ops["FINISH"]) / case.balanced.layers
+    cached = round(computing * host / (case.rows * 2 * case.balanced.hidden * 4))
+    cached = max(min(case.cached), min(cached, MOST_CACHED, case.balanced.positions - case.tokens - 8))
     sides = {d: best([run(case, model, cached, d, case.batches) for _ in range(runs)]) for d in (False, True)}
     shares = {lane: sides[True].busy.get(lane, 0.0) for lane in ("cpu", "device")}
     return {
@@ -189,11 +219,12 @@ def main() -> None:
     args = parser.parse_args()
     case = CASES[args.case]
     case = replace(case, up=args.up or case.up)
-    model = make(case.shape, args.directory)
+    os.environ["OMP_NUM_THREADS"] = "1"  # host, device and links are cores here: each lane is to have one
+    model, balanced = make(case.shape, args.directory / "wide"), make(case.balanced, args.directory / "narrow")
     versions = {"versions": harness.versions()}
     record, rule = crossover(case, model, args.runs)
     harness.emit({**harness.header("delegation crossover", case, [versions]), **record}, args.out)
-    record = balance(case, model, rule, args.runs)
+    record = balance(case, balanced, rule.host, args.runs)
     harness.emit({**harness.header("delegation balance", case, [versions]), **record}, args.out)
 
 

@@ -195,8 +195,10 @@ class TestProduct:
         x, bias = torch.randn(530, shape[1]), torch.randn(shape[0])
         torch.set_num_threads(1)
         whole = kernel.product(x, data, form, bias, int8)
-        several = (2, (1, 9, 530) if kernel.name == "native" else ())  # linear_fp32 is tested where it is at home
-        for threads, counts in ((1, (1, 2, 3, 5, 6, 7, 16, 33, 100, 513, 530)), several):
+        plans = [(1, (1, 2, 3, 5, 6, 7, 16, 33, 100, 513, 530)), (2, (1, 9, 530))]
+        if kernel.name == "reference":
+            plans = [(1, (1, 5, 100))]  # all the rest is linear_fp32's, which tests of its own cover
+        for threads, counts in plans:
             torch.set_num_threads(threads)
             for rows in counts:
                 low = int(torch.randint(531 - rows, ()))

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from flexengine.codec.base import pack, unpack
 from flexengine.codec.groupwise import Groupwise
+from flexengine.errors import InvalidInput
 
 ROWS = 16
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of each plane, the lowest first
@@ -37,6 +38,12 @@ class Packed:
     codec: Groupwise
     rows: int
     columns: int
+
+    def __post_init__(self) -> None:
+        if self.codec.across or self.codec.group % (4 * 8) or min(self.rows, self.columns) < 1:
+            raise InvalidInput(f"a matrix [{self.rows}, {self.columns}] in {self.codec.name}, groups of"
+                               f" {self.codec.group}{' across' * self.codec.across}: blocks take groups of 32, 64, 128"
+                               " along rows, and a row and a column at least")  # fmt: skip
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -72,6 +79,8 @@ class Packed:
 
     def decode_rows(self, data: Tensor, ids: Tensor) -> Tensor:
         """Some rows in fp32. ids: int64 [n]; only their blocks are looked at."""
+        if not len(ids):
+            return torch.empty(0, self.columns, device=data.device)
         down, right = self.blocks
         there, place = torch.unique(ids // ROWS, return_inverse=True)
         rows = self._decoded(data.view(down, right, -1)[there])

@@ -103,20 +103,23 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
 // stay. Weights are not negative, so they are ordered as their bits are.
 void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
     auto bits = [&](int64_t t) { return int32_t(bits_of(p[t])); };
+    auto from = [&](int32_t least) {
+        int32_t count = 0;
+        for (int64_t t = 0; t < n; t++) count += bits(t) >= least;
+        return int64_t(count);
+    };
     int32_t least = 0;  // of the bits of those that stay
     int64_t found = n;
-    for (int32_t bit = 1 << 30; bit && found != k; bit >>= 1) {
-        int32_t count = 0;
-        for (int64_t t = 0; t < n; t++) count += bits(t) >= (least | bit);
-        if (count >= k) least |= bit, found = count;
+    for (int32_t bit = 1 << 30; bit && found != k; bit >>= 1)
+        if (const int64_t count = from(least | bit); count >= k) least |= bit, found = count;
+    if (found > k) {  // more than are wanted are equal to the k-th
+        int64_t equal = k - from(least + 1);
+        for (int64_t t = 0; t < n; t++) if (bits(t) == least && equal-- <= 0) p[t] = 0.f;
+        least += least == 0;
     }
-    int64_t above = 0;
-    for (int64_t t = 0; t < n; t++) above += bits(t) > least;
-    int64_t equal = k - above;
     for (int64_t t = 0; t < n; t++) {
-        const bool stays = bits(t) > least || (bits(t) == least && equal-- > 0);
-        kept[t] |= stays;
-        p[t] = stays ? p[t] : 0.f;
+        kept[t] |= bits(t) >= least;
+        p[t] = bits(t) >= least ? p[t] : 0.f;
     }
 }
 
@@ -145,8 +148,8 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
         }
         my.kept[seen - 1] = 1;
         int64_t some = 0;
-        for (int64_t t = 0; t < seen; t++)
-            if (my.kept[t]) my.kept[some] = int32_t(t), my.tokens[some++] = int32_t(begin + t);
+        for (int64_t t = 0, stays; t < seen; t++, some += stays)
+            stays = my.kept[t], my.kept[some] = int32_t(t), my.tokens[some] = int32_t(begin + t);
         for (int64_t from = 0; from < some; from += PART) {
             const int64_t left = some - from < PART ? some - from : PART;
             rows.pick(my.tokens + from, left);

@@ -14,6 +14,22 @@ enum Codes : int32_t { CODES8 = 128, CODES4 = 64, CODES2 = 32 };  // beside Dtyp
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 
+// Eight bytes as numbers, and numbers below 256 as bytes. The compiler's own conversions go through memory.
+#if defined(FLEX_AVX512) || defined(FLEX_AVX2)
+inline v8i load_bytes(const uint8_t* p) { return (v8i)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
+inline v8 to_float(v8i x) { return (v8)_mm256_cvtepi32_ps((__m256i)x); }
+inline v8i to_int(v8 x) { return (v8i)_mm256_cvttps_epi32((__m256)x); }
+inline void store_bytes(uint8_t* p, v8i x) {
+    __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
+}
+#else
+inline v8i load_bytes(const uint8_t* p) { return v8i{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}; }
+inline v8 to_float(v8i x) { return __builtin_convertvector(x, v8); }
+inline v8i to_int(v8 x) { return __builtin_convertvector(x, v8i); }
+inline void store_bytes(uint8_t* p, v8i x) { for (int l = 0; l < 8; l++) p[l] = uint8_t(x[l]); }
+#endif
+
 // ---------------------------------------------------------------- widening
 
 // W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float.
@@ -61,7 +77,12 @@ __attribute__((noinline)) void decode_row(const uint8_t* codes, const float* sca
     for (int64_t r = 0; r < groups; r++, codes += stride, to += G) {
         const float step = scale[r * apart], low = minimum[r * apart];
         for_codes<BITS>([&](auto e) {
-            for (int i = 0; i < stride; i++)
+            for (int i = 0; i + 8 <= stride; i += 8) {
+                const v8i code = load_bytes(codes + i) >> (e * BITS) & ((1 << BITS) - 1);
+                const v8 x = low + to_float(code) * step;
+                memcpy(to + e * stride + i, &x, sizeof x);
+            }
+            for (int i = stride / 8 * 8; i < stride; i++)
                 to[e * stride + i] = low + float(codes[i] >> (e * BITS) & ((1 << BITS) - 1)) * step;
         });
     }
@@ -70,9 +91,10 @@ __attribute__((noinline)) void decode_row(const uint8_t* codes, const float* sca
 // Codes of a group of 8 * n numbers into at[], as floats; returns the squared error.
 template <int BITS> inline float code_group(const v8* x, int n, float scale, float minimum, v8* at) {
     const v8 zero = {}, most = zero + float((1 << BITS) - 1), magic = zero + 12582912.f;  // adding it rounds to even
+    const float step = scale > 0 ? scale : INFINITY;  // equal numbers: all codes are 0
     v8 error = zero;
     for (int i = 0; i < n; i++) {
-        v8 y = scale > 0 ? (x[i] - minimum) / scale : zero;
+        v8 y = (x[i] - minimum) / step;
         y = y > zero ? y : zero;
         y = y < most ? y : most;
         at[i] = (y + magic) - magic;
@@ -117,9 +139,15 @@ __attribute__((noinline)) void encode_row(const float* x, int64_t size, int64_t 
             memcpy(kept, tried, sizeof kept);
         }
         scales[r * apart] = scale, minima[r * apart] = minimum;
+        for (int i = 0; i + 8 <= stride; i += 8) {
+            v8i whole = {};
+            for_codes<BITS>([&](auto e) { whole |= to_int(kept[(e * stride + i) / 8]) << (e * BITS); });
+            store_bytes(codes + i, whole);
+        }
+        if (stride % 8 == 0) continue;
         float one[64];
         memcpy(one, kept, sizeof one);
-        for (int i = 0; i < stride; i++) {
+        for (int i = stride / 8 * 8; i < stride; i++) {
             int32_t byte = 0;
             for_codes<BITS>([&](auto e) { byte |= int32_t(one[e * stride + i]) << (e * BITS); });
             codes[i] = uint8_t(byte);

@@ -6,9 +6,9 @@ namespace {
 
 // W rows of an encoded matrix are read at a time; a quad of them, four neighbouring columns of a row in 32 bits, fills
 // one register whatever W is, although a block holds LANES rows. A quad of codes meets four columns of x in `dot`: u8
-// times s8, summed to 32 bits. WIDE: codes of more than 4 bits, of which two products together may leave 16 bits; where
-// that matters, NARROW says that fewer bits have a way of their own. The instruction made for this is written by hand:
-// through its intrinsic GCC copies each sum before and after, and half of the speed is gone.
+// times s8, summed to 32 bits. WIDE: codes of more than 4 bits, of which two products together may leave 16 bits; NARROW
+// is what WIDE is for fewer bits, true where they need no way of their own. The instruction made for this is written by
+// hand: through its intrinsic GCC 12 copies each sum before and after, and half of the speed is gone.
 constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, of which planes of any width take whole registers
 
 #if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))

@@ -135,7 +135,8 @@ class ReferenceKernels(base.Kernels):
         for low in range(0, len(blocks), step):
             run = slice(low * ROWS, min(form.rows, (low + step) * ROWS))
             decoded = Packed(form.codec, run.stop - run.start, form.columns).decode(blocks[low : low + step])
-            out[..., run] = linear_fp32(x, decoded, None if bias is None else bias[run])
+            # oneDNN takes a thousand times as long where rows are cut off from longer ones
+            out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:

@@ -28,8 +28,9 @@ class Rule:
     kv: bytes a cached token takes; sent, fetched: bytes of queries and new K and V, and of attention, of a token; read:
     share of `kv` that attention reads; page: tokens that move together. up, down: bytes per second of the links to
     the device and from it; host, device: bytes of KV per second of attention there. computing: seconds of the layer on
-    the device without its attention; fixed: seconds that delegating adds, whatever moves (tasks handed over, links'
-    latencies). batches: how many gpu_batches take turns; overlap: False where tasks run one after the other.
+    the device without its attention; fixed: seconds that delegating adds, whatever moves (tasks handed over); latency:
+    seconds that each transfer takes besides its bytes: one that loads, one that stores for every sequence, and one
+    either way where attention is delegated. batches: how many gpu_batches take turns; overlap: False where tasks run one after the other.
     """
 
     kv: float
@@ -44,6 +45,7 @@ class Rule:
     sequences: int = 1
     computing: float = 0.0
     fixed: float = 0.0
+    latency: float = 0.0
     batches: int = 1
     overlap: bool = False
 
@@ -51,8 +53,8 @@ class Rule:
     def moved(self) -> list[Line]:
         """Seconds by cached tokens where pages move: the largest of these lines."""
         kv = self.sequences * self.kv
-        load = (kv * self.page / 2 / self.up, kv / self.up)
-        store = (kv * self.page / self.down, 0.0)
+        load = (self.latency + kv * self.page / 2 / self.up, kv / self.up)
+        store = (self.sequences * self.latency * (self.page > 0) + kv * self.page / self.down, 0.0)
         device = (self.computing, kv * self.read / self.device)
         return [load, store, device] if self.overlap else [_sum(load, store, device)]
 
@@ -60,7 +62,8 @@ class Rule:
     def there(self) -> list[Line]:
         """The same where attention is delegated."""
         n = self.sequences
-        send, fetch = (n * self.sent / self.down, 0.0), (n * self.fetched / self.up, 0.0)
+        send = (self.latency + n * self.sent / self.down, 0.0)
+        fetch = (self.latency + n * self.fetched / self.up, 0.0)
         host, device = (0.0, n * self.kv * self.read / self.host), (self.computing + self.fixed, 0.0)
         return [send, fetch, host, device] if self.overlap and self.batches > 1 else [_sum(send, fetch, host, device)]
 

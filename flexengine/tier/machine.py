@@ -31,12 +31,14 @@ HEADROOM = 0.92  # share of the free memory taken when nobody says how much
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of each link of a sim machine; None is as fast as it goes."""
+    """Bytes per second of each link of a sim machine; None is as fast as it goes. latency: seconds that each transfer
+    between device and host takes besides."""
 
     h2d: float | None = None
     d2h: float | None = None
     disk_read: float | None = None
     disk_write: float | None = None
+    latency: float = 0.0
 
 
 @dataclass
@@ -97,7 +99,7 @@ def make_machine(
         return _cpu(device_mem, host_mem, disk, free_disk)
     if kind == "sim":
         links = links or Links()
-        host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h)
+        host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disk = Throttled(disk, links.disk_read, links.disk_write)
         capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
         device: Tier = MemoryTier("device", Ledger("device", device_mem))

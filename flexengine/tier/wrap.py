@@ -14,10 +14,14 @@ from flexengine.tier.disk import DiskTier
 class Throttled(Tier):
     """A tier behind slower links: real copies, then sleep until a link of that rate would have finished.
 
-    read_rate, write_rate: bytes per second, None for as fast as it goes. One direction carries one transfer at a time.
+    read_rate, write_rate: bytes per second, None for as fast as it goes; latency: seconds that each transfer takes
+    besides. One direction carries one transfer at a time.
     """
 
-    def __init__(self, inner: Tier, read_rate: float | None = None, write_rate: float | None = None) -> None:
+    def __init__(
+        self, inner: Tier, read_rate: float | None = None, write_rate: float | None = None, latency: float = 0.0
+    ) -> None:
+        self.latency = latency
         self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
         self.rates = {"read": read_rate, "write": write_rate}
         self._free = {"read": 0.0, "write": 0.0}
@@ -33,10 +37,11 @@ class Throttled(Tier):
 
     def _wait(self, way: str, nbytes: int, began: float) -> None:
         rate = self.rates[way]
-        if rate is None:
+        if rate is None and not self.latency:
             return
         with self._lock:
-            end = self._free[way] = max(self._free[way], began) + nbytes / rate
+            seconds = self.latency + (nbytes / rate if rate is not None else 0.0)
+            end = self._free[way] = max(self._free[way], began) + seconds
         if (pause := end - time.perf_counter()) > 0:
             time.sleep(pause)
 
