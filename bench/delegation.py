@@ -29,25 +29,27 @@ from bench.models import OptShape, make
 
 @dataclass(frozen=True)
 class DelegationCase:
-    """up, down, latency: bytes per second of the links, and seconds of each transfer besides. cached: prompt tokens of the runs, each in the middle of a page so that
-    half a page more is moved in the mean; balanced, batches: model and gpu_batches of the balanced run."""
+    """up, down, latency: bytes per second of the links, and seconds that each transfer takes besides. cached: prompt
+    tokens of the runs, each in the middle of a page so that half a page more is moved in the mean. balanced,
+    balanced_rows, batches: model, rows of a gpu_batch, and gpu_batches of the balanced run.
+    """
 
     name: str
     shape: OptShape
     balanced: OptShape
     rows: int = 2
-    balanced_rows: int = 8
+    balanced_rows: int = 16
     tokens: int = 14
     up: float = 3e8
     down: float = 1e9
     latency: float = 2e-3
     cached: tuple[int, ...] = (26, 154, 218, 282, 346, 474)
-    batches: int = 4
+    batches: int = 3
 
 
 MOST_CACHED = 1200  # tokens of the balanced run, for its prompts to take no minutes
 _WIDE = OptShape(6, 512, 16384, 8, 2000, 2048, "float32")
-_NARROW = OptShape(16, 512, 512, 8, 2000, 2048, "float32")
+_NARROW = OptShape(8, 512, 2048, 8, 2000, 2048, "float32")
 _TINY = OptShape(3, 64, 128, 4, 500, 256, "float32")
 CASES = {
     case.name: case
@@ -60,8 +62,8 @@ CASES = {
 
 @dataclass(frozen=True)
 class Side:
-    """A run: seconds of its quickest decode sweep, of one layer in the middle of one, and of a sweep's tasks by op; busy:
-    shares of the quickest decode sweep."""
+    """A run, told by its quickest decode sweep: seconds of it, of one layer in the middle, and of its tasks by op;
+    busy: shares of it by lane."""
 
     sweep: float
     layer: float
@@ -71,17 +73,26 @@ class Side:
     tokens: list[list[int]]
 
 
-def run(case: DelegationCase, model: Path, cached: int, delegate: bool, batches: int = 1) -> Side:
-    """One job of rows that are all alike; model: a checkpoint of either shape."""
+@dataclass(frozen=True)
+class Shape:
+    """What a run is of: a checkpoint, `batches` gpu_batches of `rows` rows that are all alike, and the links."""
+
+    model: Path
+    rows: int
+    batches: int
+    links: Record
+
+
+def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
+    """One job."""
     from flexengine import Engine, Policy, SamplingParams
     from flexengine.tier.machine import Links
 
-    rows = Case(case.name, case.rows * batches, fixed(cached), fixed(case.tokens)).requests(case.shape.vocab)
-    policy = Policy(case.rows, batches, cache=(0, 1, 0), slots=3, schedule="zigzag", delegate=delegate)
-    links = Links(h2d=case.up, d2h=case.down)
+    rows = Case(case.name, of.rows * of.batches, fixed(cached), fixed(case.tokens)).requests(case.shape.vocab)
+    policy = Policy(of.rows, of.batches, cache=(0, 1, 0), slots=3, schedule="zigzag", delegate=delegate)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        with Engine(model, policy, device="sim", links=links, trace=trace, offload_dir=folder) as engine:
+        with Engine(of.model, policy, device="sim", links=Links(**of.links), trace=trace, offload_dir=folder) as engine:
             results = engine.generate([{"prompt_token_ids": list(r.prompt_token_ids)} for r in rows],
                                       SamplingParams(max_tokens=case.tokens, ignore_eos=True))  # fmt: skip
             assert engine.trace is not None
@@ -96,34 +107,29 @@ def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Sid
     found = [by_sweep[n] for n in sorted(by_sweep) if n >= 2]
     ends = [max(end for _, _, end in sweep) for sweep in (by_sweep[1], *found)]
     seconds = [end - before for before, end in pairwise(ends)]
-    ops: dict[str, list[float]] = defaultdict(list)
+    least = min(range(len(found)), key=lambda i: seconds[i])
+    ops: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
-    for sweep in found:
-        one: dict[str, float] = defaultdict(float)
-        for task, began, end in sweep:
-            one[task.op.name] += end - began
-            busy[task.lane] += (end - began) / sum(seconds)
-        for name, total in one.items():
-            ops[name].append(total)
-    quickest = {name: min(values) for name, values in ops.items()}
-    layer = min(_layer(sweep) for sweep in found)
-    return Side(min(seconds), layer, quickest, dict(busy), summary, tokens)
+    for task, began, end in found[least]:
+        ops[task.op.name] += end - began
+        busy[task.lane] += (end - began) / seconds[least]
+    return Side(seconds[least], _layer(found[least]), dict(ops), dict(busy), summary, tokens)
 
 
 def _layer(sweep: Sequence[Any]) -> float:
-    """Seconds from the end of one layer to that of the next, in the mean: the first waits for its pages, and what comes
-    after the last is none."""
+    """Seconds from the end of one layer to that of the next, in the mean. The first layer waits for its pages, and while
+    the last is computed nothing moves any more, which makes it quicker where lanes share memory."""
     ends: dict[int, float] = {}
     for task, _, end in sweep:
         if task.op.name in ("COMPUTE", "FINISH"):
             ends[task.cell.layer] = max(end, ends.get(task.cell.layer, 0.0))
-    layers = sorted(ends)[:-1]  # then comes the output projection
+    layers = sorted(ends)[:-2]  # the output projection is counted as a layer too
     return (ends[layers[-1]] - ends[layers[0]]) / (len(layers) - 1)
 
 
 def best(sides: Sequence[Side]) -> Side:
     """The run that other programs disturbed least."""
-    return min(sides, key=lambda side: side.layer)
+    return min(sides, key=lambda side: side.sweep)
 
 
 def crossing(lengths: Sequence[int], moved: Sequence[float], there: Sequence[float]) -> float | None:
@@ -155,28 +161,27 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
     attention = max(1e-9, far - near) / layers / (longest - shortest)  # of the device, per cached token
     return Rule(
         kv, 3 * shape.hidden * 4, shape.hidden * 4,
-        up=case.rows * whole * kv * layers / moved.ops["LOAD_CACHE"], down=case.down,
+        up=case.rows * whole * kv / (moved.ops["LOAD_CACHE"] / layers - case.latency), down=case.down,
         host=case.rows * middle * kv * layers / there.ops["ATTEND"], device=case.rows * kv / attention,
-        page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.layer - chain), overlap=True,
+        page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.layer - chain),
+        latency=case.latency, overlap=True,
     )  # fmt: skip
 
 
-def crossover(case: DelegationCase, model: Path, runs: int) -> tuple[Record, Any]:
-    """The first record, and the rule."""
+def crossover(case: DelegationCase, model: Path, runs: int) -> Record:
+    """The first record."""
     sides: dict[int, dict[bool, Side]] = {}
+    of = Shape(model, case.rows, 1, {"h2d": case.up, "d2h": case.down, "latency": case.latency})
     for cached in case.cached:
         tried: dict[bool, list[Side]] = {False: [], True: []}
         for _ in range(runs):
             for delegate in (False, True):
-                tried[delegate].append(run(case, model, cached, delegate))
+                tried[delegate].append(run(case, of, cached, delegate))
         assert tried[False][0].tokens == tried[True][0].tokens, "delegation changed tokens"
         sides[cached] = {delegate: best(found) for delegate, found in tried.items()}
         times = {d: side.layer for d, side in sides[cached].items()}
-        print(
-            f"  {cached} cached: a layer {times[False]:.5f} s, delegated {times[True]:.5f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        shown = f"{cached} cached: a layer {times[False]:.5f} s, delegated {times[True]:.5f} s"
+        print(f"  {shown}", file=sys.stderr, flush=True)
     rule = rule_of(case, sides)
     lengths = [cached + case.tokens / 2 for cached in case.cached]
     by_layer = [[sides[c][d].layer for c in case.cached] for d in (False, True)]
@@ -188,19 +193,23 @@ def crossover(case: DelegationCase, model: Path, runs: int) -> tuple[Record, Any
         "measured_crossover": measured, "measured_crossover_of_sweeps": crossing(lengths, *by_sweep),
         "rule_crossover": told,
         "ratio": told / measured if measured else None,
-        "rates": {name: getattr(rule, name) for name in ("up", "host", "device", "computing", "fixed")},
+        "rates": {name: getattr(rule, name) for name in ("up", "host", "device", "computing", "fixed", "latency")},
         "moved_bytes": {str(c): sides[c][False].summary["bytes"] for c in case.cached},
         "delegated_bytes": {str(c): sides[c][True].summary["bytes"] for c in case.cached},
-    }, rule  # fmt: skip
+    }  # fmt: skip
 
 
-def balance(case: DelegationCase, model: Path, host: float, runs: int) -> Record:
-    """The second record. host: bytes of KV per second of attention there."""
-    few = run(case, model, min(case.cached), True)
-    computing = (few.ops["PROJECT"] + few.ops["FINISH"]) / case.balanced.layers
-    cached = round(computing * host / (case.rows * 2 * case.balanced.hidden * 4))
-    cached = max(min(case.cached), min(cached, MOST_CACHED, case.balanced.positions - case.tokens - 8))
-    sides = {d: best([run(case, model, cached, d, case.batches) for _ in range(runs)]) for d in (False, True)}
+def balance(case: DelegationCase, model: Path, runs: int) -> Record:
+    """The second record. A first run at the longest cache says how long a cache keeps both equally busy, and the next
+    how much longer, as the device computes more slowly while the host reads memory."""
+    of = Shape(model, case.balanced_rows, case.batches, {"h2d": 4e9, "d2h": 4e9})
+    first = run(case, replace(of, batches=1), max(case.cached), True)
+    cached = round(max(case.cached) * (first.ops["PROJECT"] + first.ops["FINISH"]) / first.ops["ATTEND"])
+    cached = min(cached, MOST_CACHED, case.balanced.positions - case.tokens - 8)
+    beside = run(case, of, cached, True).busy
+    cached = round(cached * max(0.5, min(2.0, beside["device"] / beside["cpu"])))
+    cached = min(cached, MOST_CACHED, case.balanced.positions - case.tokens - 8)
+    sides = {d: best([run(case, of, cached, d) for _ in range(runs)]) for d in (False, True)}
     shares = {lane: sides[True].busy.get(lane, 0.0) for lane in ("cpu", "device")}
     return {
         "cached": cached, "batches": case.batches, "busy": sides[True].busy, "busy_sum": sum(shares.values()),
@@ -222,9 +231,9 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # host, device and links are cores here: each lane is to have one
     model, balanced = make(case.shape, args.directory / "wide"), make(case.balanced, args.directory / "narrow")
     versions = {"versions": harness.versions()}
-    record, rule = crossover(case, model, args.runs)
+    record = crossover(case, model, args.runs)
     harness.emit({**harness.header("delegation crossover", case, [versions]), **record}, args.out)
-    record = balance(case, balanced, rule.host, args.runs)
+    record = balance(case, balanced, args.runs)
     harness.emit({**harness.header("delegation balance", case, [versions]), **record}, args.out)
 
 

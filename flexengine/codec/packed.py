@@ -23,11 +23,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from flexengine.codec.base import pack, unpack
+from flexengine.codec.base import unpack
 from flexengine.codec.groupwise import Groupwise
 from flexengine.errors import InvalidInput
 
 ROWS = 16
+TOGETHER = 256  # rows decoded at a time: some megabytes
 PLANES = {8: (8,), 4: (4,), 3: (2, 1), 2: (2,)}  # bits of each plane, the lowest first
 
 
@@ -75,31 +76,35 @@ class Packed:
 
     def decode(self, data: Tensor) -> Tensor:
         """The matrix in fp32 again, nearly."""
-        return self._decoded(data.view(*self.blocks, -1))[: self.rows]
+        return self.decode_rows(data, torch.arange(self.rows, device=data.device))
 
     def decode_rows(self, data: Tensor, ids: Tensor) -> Tensor:
-        """Some rows in fp32. ids: int64 [n]; only their blocks are looked at."""
-        if not len(ids):
-            return torch.empty(0, self.columns, device=data.device)
-        down, right = self.blocks
-        there, place = torch.unique(ids // ROWS, return_inverse=True)
-        rows = self._decoded(data.view(down, right, -1)[there])
-        return rows[place * ROWS + ids % ROWS]
+        """Some rows in fp32. ids: int64 [n]; only their own bytes are copied, some rows at a time."""
+        out = torch.empty(len(ids), self.columns, device=data.device)
+        for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):
+            target.copy_(self._decoded(data, rows))
+        return out
 
-    def _decoded(self, blocks: Tensor) -> Tensor:
-        """[blocks of rows * ROWS, columns] in fp32. blocks: uint8 [blocks of rows, groups, block_bytes]."""
-        down, right = blocks.shape[:2]
-        at, found = 2 * 2 * ROWS, dict[str, Tensor]()
-        for number, name in enumerate(("scale", "minimum")):
-            half = blocks[..., number * 2 * ROWS : (number + 1) * 2 * ROWS].contiguous().view(torch.float16)
-            found[name] = half.transpose(1, 2).reshape(down * ROWS, right)
-        quads, low = torch.zeros(1, dtype=torch.uint8, device=blocks.device), 0
+    def _decoded(self, data: Tensor, ids: Tensor) -> Tensor:
+        right = self.blocks[1]
+        starts = (ids // ROWS * right)[:, None] + torch.arange(right, device=ids.device)
+        own = self._own(ids.device)[ids % ROWS]
+        found = data[starts[..., None] * self.block_bytes + own[:, None]]  # [n, groups, bytes of a row]
+        scale, minimum = found[..., :4].contiguous().view(torch.float16).float().unbind(-1)
+        codes, at, low = torch.zeros(1, dtype=torch.uint8, device=data.device), 4, 0
         for bits in PLANES[self.codec.bits]:
-            size = ROWS * self.codec.group * bits // 8
-            quads = quads | _quads(blocks[..., at : at + size], bits) << low
+            size = self.codec.group * bits // 8
+            codes = codes | _quads(found[..., at : at + size], bits) << low
             at, low = at + size, low + bits
-        codes = quads.view(down, right, -1, ROWS, 4).permute(0, 3, 1, 2, 4).reshape(down * ROWS, right, -1)
-        return self.codec.decode({"codes": pack(codes, self.codec.bits), **found}, down * ROWS, self.columns)
+        return (minimum[..., None] + codes.float() * scale[..., None]).flatten(1)[:, : self.columns]
+
+    def _own(self, device: torch.device) -> Tensor:
+        """Where the bytes of each row of a block are in it: [ROWS, 4 + bytes of codes]."""
+        row = torch.arange(ROWS, device=device)[:, None]
+        halves = [2 * row + torch.arange(2, device=device) + 2 * ROWS * number for number in range(2)]
+        quads = torch.arange(self.codec.group * self.codec.bits // 32, device=device)[:, None] * 4 * ROWS
+        codes = (quads + torch.arange(4, device=device)).flatten() + 4 * ROWS + 4 * row
+        return torch.cat([*halves, codes], 1)
 
 
 def _bytes(half: Tensor) -> Tensor:
@@ -115,8 +120,8 @@ def _plane(quads: Tensor, bits: int) -> Tensor:
 
 
 def _quads(plane: Tensor, bits: int) -> Tensor:
-    """[..., bytes] into [..., quads, 64] again."""
+    """The codes [..., group] of a row's bytes [..., bytes] in a plane."""
     each = 8 // bits
     shifts = torch.arange(each, dtype=torch.uint8, device=plane.device)[:, None] * bits
-    codes: Tensor = plane.reshape(*plane.shape[:-1], -1, 1, 4 * ROWS) >> shifts & (2**bits - 1)
-    return codes.flatten(-3, -2)
+    codes: Tensor = plane.reshape(*plane.shape[:-1], -1, 1, 4) >> shifts & (2**bits - 1)
+    return codes.flatten(-3)

@@ -29,8 +29,9 @@ class Rule:
     share of `kv` that attention reads; page: tokens that move together. up, down: bytes per second of the links to
     the device and from it; host, device: bytes of KV per second of attention there. computing: seconds of the layer on
     the device without its attention; fixed: seconds that delegating adds, whatever moves (tasks handed over); latency:
-    seconds that each transfer takes besides its bytes: one that loads, one that stores for every sequence, and one
-    either way where attention is delegated. batches: how many gpu_batches take turns; overlap: False where tasks run one after the other.
+    seconds that each transfer takes besides its bytes (one loads, one stores for every sequence; one goes either way
+    where attention is delegated). batches: how many gpu_batches take turns; overlap: False where tasks run one after
+    the other.
     """
 
     kv: float

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexengine.codec.packed import Packed
+from flexengine.codec.packed import TOGETHER, Packed
 from flexengine.model.skeleton import Slot
 from flexengine.plan.layout import ENCODED_ROWS, Layout, slot_offsets
 from flexengine.tier.base import Home
@@ -175,14 +175,17 @@ class Weights:
             rows = torch.empty(len(unique), width, dtype=self.dtype)
             self._gather(unique.tolist(), width * self._homes[self._embedding][0].dtype.itemsize, rows)
         else:
-            packed = form.packed
-            together, place = torch.unique(unique // ENCODED_ROWS, return_inverse=True)
-            size = packed.blocks[1] * packed.block_bytes
-            blocks = torch.empty(len(together), size, dtype=torch.uint8)
-            self._gather(together.tolist(), size, blocks)
-            part = replace(packed, rows=len(together) * ENCODED_ROWS)
-            rows = part.decode_rows(blocks.view(-1), place * ENCODED_ROWS + unique % ENCODED_ROWS).to(self.dtype)
+            rows = torch.cat([self._decoded(form.packed, ids) for ids in torch.split(unique, TOGETHER)]).to(self.dtype)
         return rows.to(ids.device), inverse.to(ids.device)
+
+    def _decoded(self, packed: Packed, ids: Tensor) -> Tensor:
+        """Rows of an encoded embedding off the device, from the blocks they lie in."""
+        together, place = torch.unique(ids // ENCODED_ROWS, return_inverse=True)
+        size = packed.blocks[1] * packed.block_bytes
+        blocks = torch.empty(len(together), size, dtype=torch.uint8)
+        self._gather(together.tolist(), size, blocks)
+        part = replace(packed, rows=len(together) * ENCODED_ROWS)
+        return part.decode_rows(blocks.view(-1), place * ENCODED_ROWS + ids % ENCODED_ROWS)
 
     def _gather(self, wanted: list[int], row: int, rows: Tensor) -> None:
         """Rows of `row` bytes of the embedding, of rising numbers, into `rows`."""
