@@ -50,7 +50,7 @@ class DelegationCase:
 MOST_CACHED = 1200  # tokens of the balanced run, for its prompts to take no minutes
 _WIDE = OptShape(6, 512, 16384, 8, 2000, 2048, "float32")
 _NARROW = OptShape(8, 512, 2048, 8, 2000, 2048, "float32")
-_TINY = OptShape(3, 64, 128, 4, 500, 256, "float32")
+_TINY = OptShape(4, 64, 128, 4, 500, 256, "float32")
 CASES = {
     case.name: case
     for case in (
@@ -62,8 +62,9 @@ CASES = {
 
 @dataclass(frozen=True)
 class Side:
-    """A run, told by its quickest decode sweep: seconds of it, of one layer in the middle, and of its tasks by op;
-    busy: shares of it by lane."""
+    """A run, told by its quickest decode sweep: seconds of it; of a layer, from its start to that of the next, and of a
+    layer's tasks by op; busy: shares of it by lane. The first layer waits for its pages and has the model's
+    prologue, the last has nothing moving beside it: layers are those in between."""
 
     sweep: float
     layer: float
@@ -108,23 +109,18 @@ def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Sid
     ends = [max(end for _, _, end in sweep) for sweep in (by_sweep[1], *found)]
     seconds = [end - before for before, end in pairwise(ends)]
     least = min(range(len(found)), key=lambda i: seconds[i])
+    layers = sorted({task.cell.layer for task, _, _ in found[least]})[1:-2]  # the output projection counts as one
     ops: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
+    starts: dict[int, float] = {}
     for task, began, end in found[least]:
-        ops[task.op.name] += end - began
         busy[task.lane] += (end - began) / seconds[least]
-    return Side(seconds[least], _layer(found[least]), dict(ops), dict(busy), summary, tokens)
-
-
-def _layer(sweep: Sequence[Any]) -> float:
-    """Seconds from the end of one layer to that of the next, in the mean. The first layer waits for its pages, and while
-    the last is computed nothing moves any more, which makes it quicker where lanes share memory."""
-    ends: dict[int, float] = {}
-    for task, _, end in sweep:
-        if task.op.name in ("COMPUTE", "FINISH"):
-            ends[task.cell.layer] = max(end, ends.get(task.cell.layer, 0.0))
-    layers = sorted(ends)[:-2]  # the output projection is counted as a layer too
-    return (ends[layers[-1]] - ends[layers[0]]) / (len(layers) - 1)
+        if task.cell.layer in layers:
+            ops[task.op.name] += (end - began) / len(layers)
+        if task.op.name in ("COMPUTE", "PROJECT"):
+            starts[task.cell.layer] = min(began, starts.get(task.cell.layer, began))
+    layer = (starts[layers[-1] + 1] - starts[layers[0]]) / len(layers)
+    return Side(seconds[least], layer, dict(ops), dict(busy), summary, tokens)
 
 
 def best(sides: Sequence[Side]) -> Side:
@@ -150,19 +146,19 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
     from flexengine.plan.delegation import Rule
 
     shape, longest, shortest = case.shape, max(case.cached), min(case.cached)
-    kv, layers = 2 * shape.hidden * 4, shape.layers
+    kv = 2 * shape.hidden * 4
     page = -(-(256 << 10) // kv)
     moved, there, few = sides[longest][False], sides[longest][True], sides[shortest][True]
     middle = longest + case.tokens / 2
     whole = -(-middle // page) * page
-    computing = (few.ops["PROJECT"] + few.ops["FINISH"]) / layers
-    chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH")) / layers
+    computing = few.ops["PROJECT"] + few.ops["FINISH"]
+    chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH"))
     near, far = (sides[at][False].ops["COMPUTE"] for at in (shortest, longest))
-    attention = max(1e-9, far - near) / layers / (longest - shortest)  # of the device, per cached token
+    attention = max(1e-9, far - near) / (longest - shortest)  # of the device, per cached token
     return Rule(
         kv, 3 * shape.hidden * 4, shape.hidden * 4,
-        up=case.rows * whole * kv / (moved.ops["LOAD_CACHE"] / layers - case.latency), down=case.down,
-        host=case.rows * middle * kv * layers / there.ops["ATTEND"], device=case.rows * kv / attention,
+        up=case.rows * whole * kv / (moved.ops["LOAD_CACHE"] - case.latency), down=case.down,
+        host=case.rows * middle * kv / there.ops["ATTEND"], device=case.rows * kv / attention,
         page=page, sequences=case.rows, computing=computing, fixed=max(0.0, few.layer - chain),
         latency=case.latency, overlap=True,
     )  # fmt: skip

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,7 +18,7 @@ from flexengine.generation import Generation, Means, Progress
 from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
-from flexengine.lossy import EXACT, Lossy
+from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.linear import numerics
 from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
@@ -26,7 +26,7 @@ from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, Workload
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
 from flexengine.plan.search import lay_out_given
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
@@ -54,6 +54,7 @@ class Engine:
     faults; plans are made as if it were True. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
     every sweep. trust_remote_code: run Python that lies beside the weights, if the model needs it. hardware: rates to
     plan with instead of this machine's measured ones. lossy: what may differ from the checkpoint's own numbers.
+    allow: names of lossy.ALLOW that the planner may choose from, once, when it sees the first job.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -75,6 +76,7 @@ class Engine:
         trust_remote_code: bool = False,
         hardware: Hardware | None = None,
         lossy: Lossy = EXACT,
+        allow: Sequence[str] = (),
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
@@ -86,7 +88,10 @@ class Engine:
         name = str(model) if model is not None else None
         opened = open_model(name, dtype, self.machine.kind, trust_remote_code, lossy=lossy)
         self.lossy = lossy
-        self.source, self.dtype, self.skeleton, self.facts = opened.source, opened.dtype, opened.skeleton, opened.facts
+        if allow and (lossy or policy is not None):
+            raise InvalidInput("allow is for a planner that chooses; it goes with neither lossy switches nor a policy")
+        self._choices = choices(allow) if allow else ()
+        self.source, self.dtype, self.skeleton = opened.source, opened.dtype, opened.skeleton
         self._opened, directory = opened, opened.source.directory
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
         self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
@@ -107,6 +112,23 @@ class Engine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model in numbers, as it is kept now."""
+        return self._opened.facts
+
+    def settle(self, workload: Workload) -> None:
+        """Has the planner choose, for a job of this workload, what it may and has not chosen yet."""
+        if self._choices and workload.count:
+            self.use(self.planner.least_lossy(workload, self.fixed_prefill, self._choices))
+            self.planner.say(f"chosen: {self.lossy}; python -m flexengine.quality shows what that costs")
+
+    def use(self, lossy: Lossy) -> None:
+        """Settles what was left to the planner."""
+        self._drop_weights()
+        self.planner.use(lossy)
+        self.lossy, self._choices = lossy, ()
 
     def prepare(self) -> None:
         """Encodes the weights now, if they are to be and have not been; else the first job does. Raises OutOfMemory if
@@ -190,6 +212,7 @@ class Engine:
         if iter(prompts) is prompts:  # it can be walked only once
             prompts = list(prompts)
         workload = self.reader.survey(prompts, params)
+        self.settle(workload)
         layout, largest, why = self.fitting(workload) if workload.count else (None, 0, None)
         fitting = workload.up_to(largest)
         most = sum(n * times for (_, n), times in fitting.sizes.items())

@@ -1,6 +1,8 @@
 """What a job may trade for speed and room: switches whose results differ from the checkpoint's own."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from typing import Any
 
 from flexengine.errors import InvalidInput
@@ -54,3 +56,28 @@ class Lossy:
 
 EXACT = Lossy()
 SWITCHES = tuple(f.name for f in fields(Lossy))
+# What a planner may be allowed to choose from, by name; the least lossy of a kind first.
+ALLOW: dict[str, tuple[str, str | float]] = {
+    **{f"{codec}-weights": ("weights", codec) for codec in WEIGHTS},
+    **{f"{codec}-compute": ("compute", codec) for codec in COMPUTE},
+    **{f"{codec}-cache": ("cache", codec) for codec in CACHE},
+    "topk": ("topk", 0.1),
+}
+QUALITY = {
+    "exact": (),
+    "near": ("int8-weights", "int8-compute", "int8-cache"),
+    "small": ("int8-weights", "int4-weights", "int8-compute", "int8-cache", "int4-cache"),
+}
+
+
+def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
+    """Every combination of what is allowed, exact first. Raises InvalidInput for a name that is not in ALLOW."""
+    values: dict[str, list[Any]] = {name: [None] for name in SWITCHES}
+    wanted = list(allowed)
+    if unknown := [name for name in wanted if name not in ALLOW]:
+        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; what can is {', '.join(ALLOW)}")
+    for name, (switch, value) in ALLOW.items():
+        if name in wanted:
+            values[switch].append(value)
+    made = (Lossy(*combination) for combination in product(*values.values()))
+    return tuple(sorted(dict.fromkeys(made), key=lambda lossy: len(lossy.given)))

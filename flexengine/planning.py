@@ -1,12 +1,13 @@
 """Plans for a model on a machine: measures it where that pays, and searches the policy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from flexengine.config import SamplingParams, cache_root, parse_size
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory
+from flexengine.lossy import Lossy
 from flexengine.measure import store
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
@@ -23,6 +24,7 @@ from flexengine.worker.opened import Opened
 
 Say = Callable[[str], None]
 
+SAVING = 0.95  # of the predicted seconds, that must be left for something to be done less exactly
 WORTH = 60.0  # seconds a job must be thought to take for the machine to be measured before it
 
 
@@ -45,6 +47,30 @@ class Planner:
     @say.setter
     def say(self, say: Say) -> None:
         self.opened.say = say
+
+    def use(self, lossy: Lossy) -> None:
+        """Plans with such weights and cache from now on."""
+        self.opened.use(lossy)
+        if not self._given:
+            self._hardware = None
+
+    def least_lossy(self, workload: Workload, prefill_tokens: int | None, among: Sequence[Lossy]) -> Lossy:
+        """The switches with which a job is predicted to end first; more of them only where that saves SAVING. Raises
+        OutOfMemory if it fits with none."""
+        best, seconds, refused = among[0], float("inf"), None
+        for lossy in among:
+            self.use(lossy)
+            try:
+                found = self.choose(workload, prefill_tokens).total_seconds
+            except OutOfMemory as error:
+                refused = refused or error
+                continue
+            if found < SAVING * seconds:
+                best, seconds = lossy, found
+        if refused is not None and seconds == float("inf"):
+            raise refused
+        self.use(best)
+        return best
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
         """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured

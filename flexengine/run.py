@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import CACHE, COMPUTE, SWITCHES, WEIGHTS, Lossy
+from flexengine.lossy import ALLOW, CACHE, COMPUTE, QUALITY, SWITCHES, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
@@ -115,6 +115,10 @@ def _add_lossy(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in so many bits")
     group.add_argument("--topk", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
+    group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
+                       help="let the planner choose: near: 8 bits; small: 4 bits, too (default: %(default)s)")
+    group.add_argument("--allow", metavar="NAME,...",
+                       help=f"let the planner choose from these: {', '.join(ALLOW)}")  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,6 +160,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
     args.policy = Policy.load(args.policy) if args.policy != AUTO else None
     args.lossy = Lossy(**{name: getattr(args, name) for name in SWITCHES})
+    args.allow = _allowed(args)
     if args.lossy:
         _say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
     if args.dry_run:
@@ -184,6 +189,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input, _say)
+        engine.settle(workload)
         engine.fitting(workload)  # what cannot be held is refused before anything is measured
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
@@ -219,7 +225,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
         if engine.layout is not None:
-            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens})
+            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens, "lossy": engine.lossy.given})
         job.save(at_once=False)
         bar.show(progress)
 
@@ -229,6 +235,8 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
             print(f"flexengine: {job.resumed} of {job.total} rows were done before", file=sys.stderr)
         # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
         _keep_to(engine, job.settings.get("prefill_tokens"))
+        if args.allow and (chosen := job.settings.get("lossy")) is not None:
+            engine.use(Lossy(**chosen))
         if rows:
             with bar:
                 for result in engine.stream(rows, params):
@@ -250,11 +258,21 @@ def _keep_to(engine: "Engine", began: int | None) -> None:
         engine.policy = replace(policy, prefill_tokens=began)
 
 
+def _allowed(args: argparse.Namespace) -> tuple[str, ...]:
+    """What the planner may choose from. Raises InvalidInput where there is nothing left to choose."""
+    names = (*QUALITY[args.quality], *(args.allow.split(",") if args.allow is not None else ()))
+    choices(names)
+    if names and (args.lossy or args.policy is not None):
+        given = "a policy" if args.policy is not None else f"{args.lossy}"
+        raise InvalidInput(f"--quality and --allow let the planner choose, but {given} is given; leave out one of them")
+    return names
+
+
 def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":
     engine = _engine_class()(
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
-        lossy=args.lossy,
+        lossy=args.lossy, allow=args.allow,
     )  # fmt: skip
     engine.planner.say = _say
     return engine
@@ -271,7 +289,7 @@ def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engi
              "output_format": "jsonl"}  # fmt: skip
     made = {"version": __version__, "model": engine.source.name, "model_fingerprint": engine.fingerprint,
             **engine.numerics}  # fmt: skip
-    return make_manifest(params, given, made, engine.lossy.given)
+    return make_manifest(params, given, made, {"allow": sorted(args.allow)} if args.allow else engine.lossy.given)
 
 
 def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ ALLOWED = {
     "measure": {"errors", "config", "policy", "plan", "schedule", "kernels", "tier", "kv", "model", "runtime", "worker",
                 "__version__"},
     "survey": {"errors", "config", "job", "model", "plan"},
-    "planning": {"errors", "config", "policy", "plan", "kernels", "tier", "model", "worker", "measure", "survey"},
+    "planning": {"errors", "config", "lossy", "policy", "plan", "kernels", "tier", "model", "worker", "measure", "survey"},
     "generation": {"config", "job", "model", "plan", "runtime", "schedule", "worker"},
     "engine": {"errors", "config", "lossy", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime",
                "worker", "job", "survey", "planning", "generation"},

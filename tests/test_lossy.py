@@ -1,5 +1,7 @@
 """Switches that trade exactness: what they compute is what they say, whatever the placement, and nothing is lost."""
 
+import contextlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.lossy import QUALITY, choices
 from flexengine.model import encoding
 
 D, MIX = (1, 0, 0), (0.4, 0.3, 0.3)
@@ -178,6 +181,61 @@ class TestEncoding:
         lossy, wrong = Lossy(weights="int4"), pytest.raises(BadCheckpoint, match=r"layers\.1\.fc1\.weight")
         with Engine(tmp_path / "model", WHOLE, lossy=lossy) as engine, wrong:
             engine.prepare()
+
+
+class TestPlanner:
+    """What it is allowed to choose, it chooses where that pays, and keeps to it."""
+
+    def machine(self) -> Any:
+        """A device whose links are a thousand times slower than its products."""
+        from flexengine.plan.assumed import assumed
+        from flexengine.tier.machine import Machine, make_machine
+
+        machine: Machine = make_machine("sim", None, None, Path("/tmp"), None)
+        with contextlib.closing(machine):
+            hardware = assumed("sim", machine.capacity)
+        slow = dict.fromkeys(hardware.links, ((4096.0, 1000000.0),))
+        return replace(hardware, links=slow, checkpoint_read=((4096.0, 1e6),), crosstalk={})
+
+    def test_combinations(self) -> None:
+        found = choices(["int4-weights", "int8-cache", "int8-weights"])
+        assert found[0] == Lossy()
+        assert set(found) == {Lossy(weights=w, cache=c) for w in (None, "int8", "int4") for c in (None, "int8")}
+        assert set(choices(QUALITY["near"])) < set(choices(QUALITY["small"]))
+        with pytest.raises(InvalidInput, match="'int5-weights' cannot be allowed; what can is int8-weights,"):
+            choices(["int5-weights"])
+
+    def test_it_chooses_what_has_to_cross_slow_links_in_few_bytes(self, families: Any) -> None:
+        known = families("opt")
+        options: dict[str, Any] = {"hardware": self.machine(), "allow": ["int8-weights", "int4-weights"]}
+        with Engine(known.directory, device="sim", device_mem="1M", **options) as engine:
+            found = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
+            assert engine.lossy == Lossy(weights="int4")
+            assert engine.summary["lossy"] == {"weights": "int4"}
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == found
+        assert answers(known.directory, known.rows, Lossy(weights="int4")) == found
+
+    def test_it_stays_exact_where_nothing_is_gained(self, families: Any) -> None:
+        known = families("opt")
+        hardware = replace(self.machine(), checkpoint_read=((4096.0, 1e15),))
+        with Engine(known.directory, device="sim", hardware=hardware, allow=["int8-weights", "int4-weights"]) as engine:
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+            assert engine.lossy == Lossy()
+
+    def test_what_it_chose_is_kept_by_the_job(self, families: Any, tmp_path: Path, capsys: Any) -> None:
+        from flexengine.run import DONE, REFUSED, main
+
+        known = families("opt")
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 3)
+        base = [str(source), "--model", str(known.directory), "--max-tokens", "2", "--output", str(out)]
+        assert main([*base, "--limit", "1", "--quality", "small"]) == DONE
+        assert "chosen: " in capsys.readouterr().err
+        assert main([*base, "--quality", "small"]) == DONE
+        assert "1 of 3 rows were done before" in capsys.readouterr().err
+        assert main([*base, "--quality", "near"]) == REFUSED
+        assert main([*base, "--quality", "near", "--weights", "int4"]) == REFUSED
+        assert "leave out one of them" in capsys.readouterr().err
 
 
 class TestSwitches:

@@ -61,8 +61,9 @@ def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
     skeleton.forms = chosen
     for layer in skeleton.layers:
         for name, slot in layer.items():
-            if name in chosen:
-                slot.module.forms = {**getattr(slot.module, "forms", {}), slot.name: chosen[name].packed}  # type: ignore[assignment]
+            others = {n: form for n, form in getattr(slot.module, "forms", {}).items() if n != slot.name}
+            own = {slot.name: chosen[name].packed} if name in chosen else {}
+            slot.module.forms = {**others, **own}  # type: ignore[assignment]
 
 
 def encoded(

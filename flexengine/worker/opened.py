@@ -26,7 +26,7 @@ def _silent(_: str) -> None:
 @dataclass
 class Opened:
     """stored: where each parameter's bytes are in the checkpoint; held: the dtype each has on the device; dtype: that
-    of computing. say: told of what takes time."""
+    of computing; cpu: whether that is a CPU's. say: told of what takes time."""
 
     source: Source
     dtype: torch.dtype
@@ -34,6 +34,7 @@ class Opened:
     stored: dict[str, Origin]
     held: dict[str, torch.dtype]
     facts: ModelFacts
+    cpu: bool
     say: Callable[[str], None] = _silent
 
     @property
@@ -46,6 +47,19 @@ class Opened:
         """The files the weights lie in; none if there are no weights."""
         paths = {run.path for origin in self.stored.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
+
+    def use(self, lossy: Lossy) -> None:
+        """From now on keeps and multiplies what `lossy` says. Weights must not be loaded."""
+        skeleton = self.skeleton
+        use_forms(skeleton, forms(skeleton, lossy.coded))
+        skeleton.product.int8 = lossy.compute == "int8"
+        self.held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu) | dict.fromkeys(self.forms, torch.uint8)
+        self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
+        if bits := lossy.cache_bits:
+            shape = skeleton.cache
+            each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes
+            self.facts = replace(self.facts, kv_encoded=each, centred=bits < 8)
+        self.__dict__.pop("origins", None)
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
@@ -82,17 +96,11 @@ def open_model(
         tensors = read_checkpoint(source.directory)
         skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
-    held = held_dtypes(skeleton, stored, computing, cpu=kind != "cuda")
-    chosen = forms(skeleton, lossy.coded)
-    held |= dict.fromkeys(chosen, torch.uint8)
-    skeleton.product.int8 = lossy.compute == "int8"
-    use_forms(skeleton, chosen)
+    held = held_dtypes(skeleton, stored, computing, kind != "cuda")
     facts = model_facts(skeleton, stored, held, computing)
-    if bits := lossy.cache_bits:
-        shape = skeleton.cache
-        each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes
-        facts = replace(facts, kv_encoded=each, centred=bits < 8)
-    return Opened(source, computing, skeleton, stored, held, facts)
+    opened = Opened(source, computing, skeleton, stored, held, facts, kind != "cuda")
+    opened.use(lossy)
+    return opened
 
 
 def _is_bare(path: Path) -> bool:
