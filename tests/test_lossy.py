@@ -69,8 +69,11 @@ def rounded(directory: Path, codec: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize("family", ["opt", "llama-tied", "qwen3", "gpt2", "mixtral", "gpt-oss"])
-@pytest.mark.parametrize("codec", ["int8", "int4", "int3"])
+ENCODED = [*((family, "int4") for family in ("opt", "llama-tied", "qwen3", "gpt2", "mixtral", "gpt-oss")),
+           *(("llama-tied", codec) for codec in ("int8", "int3", "int2"))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "codec"), ENCODED)
 def test_encoded_weights(families: Any, family: str, codec: str) -> None:
     """The tokens of transformers with the same rounded weights, from any tier."""
     known = families(family)
@@ -100,9 +103,11 @@ def scores(known: Any, lossy: Lossy) -> float:
     return sum(found) / len(found)
 
 
-@pytest.mark.parametrize("family", ["opt", "llama", "mistral", "gemma2", "gpt-oss"])
-@pytest.mark.parametrize("lossy", [Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.5),
-                                   Lossy(cache="int4", topk=0.5)])  # fmt: skip
+CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss")),
+          *(("llama", lossy) for lossy in (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.5)))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "lossy"), CACHED)
 def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
     """Home, pages and batches of the cache change nothing; 8 bits come near the exact model."""
     known = families(family)
