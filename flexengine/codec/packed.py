@@ -89,7 +89,7 @@ class Packed:
         right = self.blocks[1]
         starts = (ids // ROWS * right)[:, None] + torch.arange(right, device=ids.device)
         own = self._own(ids.device)[ids % ROWS]
-        found = data[starts[..., None] * self.block_bytes + own[:, None]]  # [n, groups, bytes of a row]
+        found = data.view(-1)[starts[..., None] * self.block_bytes + own[:, None]]  # [n, groups, bytes of a row]
         scale, minimum = found[..., :4].contiguous().view(torch.float16).float().unbind(-1)
         codes, at, low = torch.zeros(1, dtype=torch.uint8, device=data.device), 4, 0
         for bits in PLANES[self.codec.bits]:

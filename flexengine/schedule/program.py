@@ -194,7 +194,6 @@ class Program:
         yield Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot)
 
 
-
 def _route(
     task: Task,
     routes: dict[str, tuple[str, ...]],

@@ -35,9 +35,7 @@ class Delegation:
     """Each gpu_batch has a place of its own on either side. It first holds queries, keys and values, one after the
     other, then what attention made of them in the queries' place."""
 
-    def __init__(
-        self, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype) -> None:
         self.model, self.machine, self.cache, self.dtype = model, machine, cache, dtype
         self.kernels = load()
         self._regions = Regions(machine)
