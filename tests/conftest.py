@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, and what `transformers` generates with them."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,12 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     """Compiled kernels and prepared weights of a test run go to a directory of its own, shared within the run."""
     cache = request.config.stash.get(_CACHE, None)
     if cache is None:
-        cache = request.config.stash[_CACHE] = tmp_path_factory.mktemp("cache")
+        if os.environ.get("PYTEST_XDIST_WORKER"):  # all workers share one: compiling takes half a minute each time
+            cache = tmp_path_factory.getbasetemp().parent / "cache"
+            cache.mkdir(exist_ok=True)
+        else:
+            cache = tmp_path_factory.mktemp("cache")
+        request.config.stash[_CACHE] = cache
     monkeypatch.setenv("FLEXENGINE_CACHE", str(cache))
 
 

@@ -87,7 +87,7 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
     found.append(Change("CPU twice as fast" if hardware.shared else "device twice as fast", model,
                         faster_device(hardware)))  # fmt: skip
     if (narrow := four_bits(model)) is not None:
-        found.append(Change("4-bit weights (not built yet)", narrow, as_fast(hardware, model, narrow)))
+        found.append(Change("4-bit weights (--weights int4)", narrow, as_fast(hardware, model, narrow)))
     return found
 
 
