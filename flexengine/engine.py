@@ -96,7 +96,7 @@ class Engine:
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
         self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
         self.eos = eos_tokens(directory, self.skeleton.config)
-        self.kernels = kernels.load() if self.machine.compute.type == "cpu" else kernels.CudaKernels()
+        self.kernels = kernels.load_for(self.machine.compute)
         self.planner = Planner(self.machine, opened, place.directory, hardware)
         self.summary: dict[str, Any] = {}
         self.layout: Layout | None = None  # of the last job

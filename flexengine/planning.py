@@ -67,9 +67,9 @@ class Planner:
                 continue
             if found < SAVING * seconds:
                 best, seconds = lossy, found
+        self.use(best)
         if refused is not None and seconds == float("inf"):
             raise refused
-        self.use(best)
         return best
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:

@@ -7,16 +7,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from builds import BUILDS, kernels_named
 from torch import Tensor
 
 from flexengine.codec.cache import BITS, CacheForm
 from flexengine.codec.groupwise import ALIKE
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels, cpu
-from flexengine.kernels.cuda import CudaKernels
+from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.merge import merge
 
-BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
 LENGTHS = (1, 31, 32, 33, 1024, 1025, 2100)  # around the borders of pages and of parts
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"window": 40}, {"softcap": 2.0}, {"sinks": True}, {"window": 1100, "softcap": 3.0, "sinks": True},
@@ -25,17 +24,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 
 @pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
 def kernel(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "reference":
-        return ReferenceKernels()
-    if request.param == "cuda":  # plain torch so far, so its arithmetic can be checked anywhere
-        return CudaKernels()
-    try:
-        built = cpu.load_native(*BUILDS[request.param])
-    except cpu.BuildFailed as error:
-        pytest.skip(f"cannot build {request.param}: {error}")
-    if request.param == "avx2" and built.simd != 256:
-        pytest.skip("no AVX2 here")
-    return built
+    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

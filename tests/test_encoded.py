@@ -5,15 +5,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from builds import BUILDS, kernels_named
 from torch import Tensor
 
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels, cpu
+from flexengine.kernels import Kernels
 from flexengine.kernels.cuda import CudaKernels
 
-BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
@@ -21,15 +21,7 @@ COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
 
 @pytest.fixture(scope="module", params=["reference", *BUILDS])
 def kernel(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "reference":
-        return ReferenceKernels()
-    try:
-        built = cpu.load_native(*BUILDS[request.param])
-    except cpu.BuildFailed as error:
-        pytest.skip(f"cannot build {request.param}: {error}")
-    if request.param == "avx2" and built.simd != 256:
-        pytest.skip("no AVX2 here")
-    return built
+    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

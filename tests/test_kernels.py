@@ -12,31 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from builds import BUILDS, kernels_named
 from torch import Tensor
 
 from flexengine import kernels
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, ReferenceKernels, cpu
-from flexengine.kernels.cuda import CudaKernels
+from flexengine.kernels import Kernels, cpu
 
-BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = (1, 32, 5, 64, 67, 130)
 
 
 @pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
 def kernel(request: pytest.FixtureRequest) -> Kernels:
-    if request.param == "reference":
-        return ReferenceKernels()
-    if request.param == "cuda":  # plain torch so far, so its arithmetic can be checked anywhere
-        return CudaKernels()
-    try:
-        built = cpu.load_native(*BUILDS[request.param])
-    except cpu.BuildFailed as error:
-        pytest.skip(f"cannot build {request.param}: {error}")
-    if request.param == "avx2" and built.simd != 256:
-        pytest.skip("no AVX2 here")
-    return built
+    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -4,13 +4,20 @@ import os
 import warnings
 from functools import cache
 
+import torch
+
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.cpu import BuildFailed, load_native
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.kernels.reference import ReferenceKernels
 
-__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load"]
+__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load", "load_for"]
+
+
+def load_for(device: torch.device) -> Kernels:
+    """The kernels for tensors on a device."""
+    return load() if device.type == "cpu" else CudaKernels()
 
 
 @cache

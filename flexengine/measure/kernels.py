@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flexengine import kernels as available
-from flexengine.kernels import CudaKernels, Kernels
+from flexengine.kernels import Kernels
 from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
@@ -60,7 +60,7 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
     Matrices and KV lie in the device tier, in memory of the kind the engine takes. Raises OutOfMemory if there is none.
     """
     native = available.load()
-    kernels = native if machine.compute.type == "cpu" else CudaKernels()
+    kernels = available.load_for(machine.compute)
     with unnoticed(machine):
         decode = _decode(machine, "device", kernels, dtype, LENGTHS)
         apart = not machine.capacity.shared

@@ -24,11 +24,6 @@ def numerics() -> str:
     return f"{library}, {found.name}" + (f" {found.simd} bits" if isinstance(found, NativeKernels) else "")
 
 
-def kernels_for(x: Tensor) -> kernels.Kernels:
-    """The kernels for tensors that lie where x does."""
-    return kernels.load() if x.device.type == "cpu" else kernels.CudaKernels()
-
-
 class Product:
     """x @ weight.T + bias for one model, whatever dtype its weights are held in.
 
@@ -45,7 +40,7 @@ class Product:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
         if form is not None:
             bias = None if bias is None else bias.float()
-            return kernels_for(x).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
+            return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
         if x.is_meta or weight.dtype == x.dtype != torch.float32:
             return nn.functional.linear(x, weight.to(x.dtype), bias)
         if weight.dtype == x.dtype:

@@ -1,7 +1,7 @@
 """A model opened but not loaded: its modules on the meta device, where its bytes lie, and what a plan must know."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -32,9 +32,9 @@ class Opened:
     dtype: torch.dtype
     skeleton: Skeleton
     stored: dict[str, Origin]
-    held: dict[str, torch.dtype]
-    facts: ModelFacts
     cpu: bool
+    held: dict[str, torch.dtype] = field(init=False)
+    facts: ModelFacts = field(init=False)
     say: Callable[[str], None] = _silent
 
     @property
@@ -96,9 +96,7 @@ def open_model(
         tensors = read_checkpoint(source.directory)
         skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
-    held = held_dtypes(skeleton, stored, computing, kind != "cuda")
-    facts = model_facts(skeleton, stored, held, computing)
-    opened = Opened(source, computing, skeleton, stored, held, facts, kind != "cuda")
+    opened = Opened(source, computing, skeleton, stored, kind != "cuda")
     opened.use(lossy)
     return opened
 

@@ -1,0 +1,23 @@
+"""The sets of kernels that tests compare: the references, and the native ones as they are built for other machines."""
+
+import pytest
+
+from flexengine.kernels import Kernels, ReferenceKernels, cpu
+from flexengine.kernels.cuda import CudaKernels
+
+BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
+
+
+def kernels_named(name: str) -> Kernels:
+    """The set of that name; the test is skipped where it cannot be had."""
+    if name == "reference":
+        return ReferenceKernels()
+    if name == "cuda":  # plain torch so far, so its arithmetic can be checked anywhere
+        return CudaKernels()
+    try:
+        built = cpu.load_native(*BUILDS[name])
+    except cpu.BuildFailed as error:
+        pytest.skip(f"cannot build {name}: {error}")
+    if name == "avx2" and built.simd != 256:
+        pytest.skip("no AVX2 here")
+    return built
