@@ -438,7 +438,7 @@ class TestLoad:
     def test_a_source_that_does_not_compile(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         source = tmp_path / "broken.cpp"
         source.write_text("#error broken on purpose\n")
-        monkeypatch.setattr(cpu, "SOURCE", source)
+        monkeypatch.setattr(cpu, "SOURCES", [source])
         monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
         monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
         with pytest.warns(RuntimeWarning, match="broken on purpose|no C\\+\\+ compiler"):
@@ -481,7 +481,7 @@ extern "C" long flex_total(long n) {
 RACER = r"""
 import ctypes, pathlib, re, sys, torch
 from flexengine.kernels import cpu
-cpu.SOURCE = pathlib.Path(sys.argv[1])
+cpu.SOURCES = [pathlib.Path(sys.argv[1])]
 library = ctypes.CDLL(str(cpu._build(["c++"], list(cpu.FLAGS))))
 runtimes = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*", pathlib.Path("/proc/self/maps").read_text()))
 print(library.flex_total(1000), *runtimes)

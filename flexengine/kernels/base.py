@@ -18,6 +18,8 @@ from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 
+ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
+
 
 class Kernels(ABC):
     """One implementation of every kernel.
@@ -141,6 +143,24 @@ class Kernels(ABC):
         On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
         Beside its result it holds at most about 16 MiB of decoded weights, and for int8 a copy of x.
         """
+
+    @abstractmethod
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        """(weight + shift) * x / sqrt(mean of x's squares + eps) along the last dimension.
+
+        x: [..., n], any strides; weight: [n]. Returns [..., n], contiguous, in x's dtype.
+        """
+
+    @abstractmethod
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary positions: x * cos + (minus its second half, its first half) * sin, head by head.
+
+        x: [B, heads, T, head_dim], any strides; cos, sin: [B, T, head_dim]. Returns [B, heads, T, head_dim].
+        """
+
+    @abstractmethod
+    def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        """act(gate) * up, which may take gate's memory. act: one of ACTS. Both of one shape and dtype."""
 
     @abstractmethod
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:

@@ -1,4 +1,4 @@
-"""The native kernels: cpu.cpp and its headers, compiled on first use, called through ctypes (no GIL)."""
+"""The native kernels: the C++ beside this file, compiled on first use, called through ctypes (no GIL)."""
 
 import atexit
 import ctypes
@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
          "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
 STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
@@ -89,6 +90,45 @@ class _Product(ctypes.Structure):
     ]
 
 
+class _Prompt(ctypes.Structure):
+    """struct Prompt of prompt.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out")),
+        *((name, c_int64) for name in ("batch", "queries", "keys", "heads", "kv_heads", "dim", "window")),
+        *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("prompt", "row", "head")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        ("threads", c_int32),
+    ]
+
+
+class _Norm(ctypes.Structure):
+    """struct Norm of elementwise.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "out")),
+        *((name, c_int64) for name in ("rows", "n", "x_row")),
+        *((name, c_float) for name in ("eps", "shift")),
+        ("threads", c_int32),
+    ]
+
+
+class _Rotate(ctypes.Structure):
+    """struct Rotate of elementwise.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, c_int64) for name in ("tokens", "heads", "dim", "x_row", "x_head", "angle_row")),
+        ("threads", c_int32),
+    ]
+
+
+class _Gate(ctypes.Structure):
+    """struct Gate of elementwise.h."""
+
+    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
+
+
 class NativeKernels(ReferenceKernels):
     """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
 
@@ -98,17 +138,17 @@ class NativeKernels(ReferenceKernels):
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._decode, self._append = library.flex_decode, library.flex_append
-        self._gather, self._convert = library.flex_gather, library.flex_convert
-        self._decode.argtypes, self._decode.restype = [c_void_p], c_int64
-        self._append.argtypes, self._append.restype = [c_void_p], c_int64
-        self._gather.argtypes, self._gather.restype = [c_void_p], c_int64
-        self._convert.argtypes = [c_void_p] * 2 + [c_int64] + [c_int32] * 2 + [c_int64, c_int32]
-        self._convert.restype = None
-        self._linear = library.flex_linear
-        self._linear.argtypes, self._linear.restype = [c_void_p], None
-        self._product = library.flex_product
-        self._product.argtypes, self._product.restype = [c_void_p], None
+        def bound(name: str, returns: Any = None, takes: Any = (c_void_p,)) -> Any:
+            function = getattr(library, f"flex_{name}")
+            function.argtypes, function.restype = list(takes), returns
+            return function
+
+        self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
+        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int32)
+        self._linear, self._product = bound("linear"), bound("product")
+        self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
+        numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
+        self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
         self.simd = int(library.flex_simd())
 
     def append(
@@ -180,6 +220,34 @@ class NativeKernels(ReferenceKernels):
             raise bad_sequence(0, room)
         return k, v
 
+    def attend_prompt(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if not _fp32(q, k, v):
+            return super().attend_prompt(q, k, v, scale, window, softcap, sinks)
+        base.check_prompt(q, k, v)
+        base.check_options(window, softcap, sinks, q.shape[2])
+        (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
+        q, k, v = _rows(q), _rows(k), _rows(v)
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
+        out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
+        call = _Prompt(
+            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(),
+            *(batch, queries, keys, heads, kv_heads, dim, window or 0),
+            *(x.stride(i) for x in (q, k, v) for i in range(3)),
+            *(scale, softcap or 0.0, torch.get_num_threads()),
+        )  # fmt: skip
+        if self._prompt(ctypes.addressof(call)):
+            raise MemoryError("no memory for a thread's block of queries, keys and values")
+        return out
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if not _native(x, weight) or x.shape[-1:] == (0,):
             return super().linear(x, weight, bias)
@@ -213,6 +281,38 @@ class NativeKernels(ReferenceKernels):
         )
         self._product(ctypes.addressof(call))
         return out.view(*x.shape[:-1], form.rows)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        if not _fp32(x, weight) or x.numel() == 0:
+            return super().rms_norm(x, weight, eps, shift)
+        rows, weight = _rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
+        out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
+        call = _Norm(
+            *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
+            *(*rows.shape, rows.stride(0), eps, shift, torch.get_num_threads()),
+        )
+        self._norm(ctypes.addressof(call))
+        return out
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if not _fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
+            return super().rotate(x, cos, sin)
+        x, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
+        _, heads, tokens, dim = x.shape
+        out = torch.empty((1, tokens, heads, dim), dtype=torch.float32, device="cpu")
+        call = _Rotate(
+            *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()),
+            *(tokens, heads, dim, x.stride(2), x.stride(1), cos.stride(1), torch.get_num_threads()),
+        )
+        self._rotate(ctypes.addressof(call))
+        return out.transpose(1, 2)
+
+    def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
+            return super().gate(gate, up, act)
+        call = _Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
+        self._gate(ctypes.addressof(call))
+        return gate
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
@@ -264,6 +364,10 @@ def _native(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
 
 
+def _fp32(*tensors: Tensor) -> bool:
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
+
+
 def _stored(pool: Tensor, form: CacheForm | None) -> int:
     """enum Dtype of simd.h: floats, or the bits of a code."""
     return CODES[pool.dtype] if form is None else form.bits * 16
@@ -306,15 +410,17 @@ def _build(compiler: list[str], flags: list[str]) -> Path:
     """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
     version = _run([*compiler, "--version"])
     openmp = openmp_runtime()
-    code = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    code = [path.read_text() for path in (*SOURCES, *sorted(SOURCES[0].parent.glob("*.h")))]
     key = hashlib.sha256("\0".join([*code, version, *flags, str(openmp), _cpu()]).encode()).hexdigest()
     library = _cache() / f"cpu-{key[:32]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = f"{folder}/cpu.o", f"{folder}/cpu.so"
-        _run([*compiler, *flags, "-fopenmp", "-c", str(SOURCE), "-o", compiled])
-        link = [*compiler, "-shared", compiled, "-o", linked]
+        compiled, linked = [f"{folder}/{path.stem}.o" for path in SOURCES], f"{folder}/cpu.so"
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = zip(SOURCES, compiled, strict=True)
+            list(pool.map(_run, ([*compiler, *flags, "-fopenmp", "-c", str(x), "-o", to] for x, to in sources)))
+        link = [*compiler, "-shared", *compiled, "-o", linked]
         try:
             if openmp is None:
                 raise BuildFailed("torch has loaded no OpenMP library")

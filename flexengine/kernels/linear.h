@@ -1,6 +1,6 @@
 // Matrix products with weights of 16 bits.
 #pragma once
-#include "simd.h"
+#include "tile.h"
 
 namespace {
 
@@ -13,14 +13,11 @@ namespace {
 // GFLOP/s of one Zen 5 core, weights of 2048 x 8192, at 1, 8, 32, 128 and 512 rows: 29, 140, 150, 205, 218; oneDNN on
 // weights widened before: 15, 62, 136, 197, 213. Dot products, with W-lane partial sums in 5 x 5 registers, came to 23,
 // 77, 140, 169, 177; they move W times as many sums.
-#define UNROLL _Pragma("GCC unroll 32")  // without these two GCC keeps arrays of registers in memory
-#define INLINE inline __attribute__((always_inline))
 
 // W rows of w at 2 W columns take W registers: first one per row, then, `transpose`d as 32-bit units, one per pair of
 // columns with a row in each lane. `even` and `odd` widen the two columns of a pair. `lo32` to `hi64` mix two registers
 // as the x86 instructions unpack do, within each 128 bits.
 #if defined(FLEX_AVX512)
-constexpr int ROWS = 6, VECS = 4;
 typedef __m512i vp;
 inline vp vload_pairs(const void* p, int n) {
     if (n == 2 * W) return _mm512_loadu_si512(p);
@@ -43,7 +40,6 @@ INLINE void spread(const vp* b, vp* a) {
     }
 }
 #elif defined(FLEX_AVX2)
-constexpr int ROWS = 6, VECS = 2;
 typedef __m256i vp;
 inline vp vload_pairs(const void* p, int n) {
     uint16_t part[2 * W] = {};
@@ -68,7 +64,6 @@ INLINE void spread(const vp* b, vp* a) {
     }
 }
 #else
-constexpr int ROWS = 4, VECS = 2;
 typedef uint32_t vp __attribute__((vector_size(16)));
 inline vp vload_pairs(const void* p, int n) {
     vp a = {};
@@ -160,24 +155,6 @@ template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, in
             vstore(tile + width, odd(block[j], T()));
         }
     }
-}
-
-// sum += x [M, span] times tile [span, N * W]
-template <int M, int N>
-INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N]) {
-    for (int64_t d = 0; d < span; d++, tile += N * W) {
-        vf u[N];
-        UNROLL for (int n = 0; n < N; n++) u[n] = vload(tile + n * W);
-        UNROLL for (int i = 0; i < M; i++) {
-            const vf v = vset(x[i * x_row + d]);
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vfma(v, u[n], sum[i][n]);
-        }
-    }
-}
-
-template <int M, int N> INLINE void clear(vf (&sum)[M][N]) {
-    UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int n = 0; n < N; n++) sum[i][n] = vset(0.f);
 }
 
 // M rows of out from m on, at N * W columns from c on; w is widened in registers.

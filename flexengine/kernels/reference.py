@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import ROWS, Packed
@@ -138,6 +138,18 @@ class ReferenceKernels(base.Kernels):
             # oneDNN takes a thousand times as long where rows are cut off from longer ones
             out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+        return ((weight.float() + shift) * normed).to(x.dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
+
+    def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        return (silu(gate) if act == "silu" else gelu(gate, approximate="tanh")) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         base.check_convert(source, target)

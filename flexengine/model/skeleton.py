@@ -27,6 +27,7 @@ from flexengine.model.forward import (
     PausingLayer,
     attend,
 )
+from flexengine.model.fused import use_fused
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
 from flexengine.model.masks import marked, window_of
@@ -226,6 +227,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     product = Product(model.dtype)
     use_fast_linear(model, product)
     use_product(model, product)
+    use_fused(model)
     modules = getattr(parent, attribute)
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)

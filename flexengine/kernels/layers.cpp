@@ -1,9 +1,7 @@
-// The native kernels for CPUs behind a plain C interface; base.py says what they mean. One library from one compilation.
-#include "attention.h"
-#include "cache.h"
-#include "convert.h"
+// What models do beside attention: products, norms, gates; and attention of prompts, which is products too.
+#include "elementwise.h"
 #include "encoded.h"
-#include "linear.h"
+#include "prompt.h"
 
 extern "C" {
 

@@ -1,0 +1,26 @@
+// A paged KV cache: writing to it, reading it; and numbers of other widths.
+#include "cache.h"
+#include "convert.h"
+
+extern "C" {
+
+// stream: targets of at least this many bytes bypass the cache.
+void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtype, int32_t to_dtype, int64_t stream,
+                  int32_t threads) {
+    if (n == 0) return;
+    const int64_t step = ((n + threads - 1) / threads + 63) / 64 * 64;
+    with_dtypes(from_dtype, to_dtype, [&](auto from, auto to) {
+        typedef decltype(from) From;
+        typedef decltype(to) To;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+        for (int64_t at = 0; at < n; at += step) {
+            const int64_t count = n - at < step ? n - at : step;
+            if (from_dtype != to_dtype && n * int64_t(sizeof(To)) >= stream)
+                convert_streaming((const From*)source + at, (To*)target + at, count);
+            else
+                convert_row((const From*)source + at, (To*)target + at, count);
+        }
+    });
+}
+
+}  // extern "C"

@@ -1,0 +1,107 @@
+"""Norms, rotary positions and gates of a model in one native pass each, where its own code is one known to be that.
+
+transformers writes the same few lines again for every family. A module whose forward is such a copy, instruction for
+instruction, gets the fused one; all others stay as they are, and so does everything that is not fp32 on a CPU.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
+
+from flexengine import kernels
+
+_ROTATE = "apply_rotary_pos_emb"
+
+
+def _same(one: Any, *others: Any) -> bool:
+    """Whether a function does what one of the others does, step by step, with the same names."""
+
+    def steps(function: Any) -> Any:
+        code = function.__code__  # constants without what was written about them
+        return code.co_code, code.co_names, [x for x in code.co_consts if x is not None and not isinstance(x, str)]
+
+    return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in others)
+
+
+def _plain(*tensors: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+
+
+def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
+    """forward of a norm: weight * (x / root mean square), or (1 + weight) in weight's place."""
+    gemma = _same(cls.forward, Gemma2RMSNorm.forward) and _same(getattr(cls, "_norm", None), Gemma2RMSNorm._norm)
+    if not gemma and not _same(cls.forward, llama.LlamaRMSNorm.forward, Olmo2RMSNorm.forward):
+        return None
+    eps, shift = ("eps", 1.0) if gemma else ("variance_epsilon", 0.0)
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        if not _plain(x, self.weight):
+            return cls.forward(self, x)  # type: ignore[no-any-return]
+        return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
+
+    return {"forward": forward}
+
+
+def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
+    """forward of a gated MLP: down(act(gate(x)) * up(x))."""
+    if not _same(cls.forward, llama.LlamaMLP.forward, Gemma2MLP.forward):
+        return None
+
+    def forward(self: Any, x: Tensor) -> Tensor:
+        act = _ACTS.get(type(self.act_fn).__name__)
+        if act is None or not _plain(x):
+            return cls.forward(self, x)  # type: ignore[no-any-return]
+        return self.down_proj(kernels.load().gate(self.gate_proj(x), self.up_proj(x), act))  # type: ignore[no-any-return]
+
+    return {"forward": forward}
+
+
+_ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
+
+
+def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
+    def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or cos.shape[-1] != q.shape[-1]:
+            return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+        kernel = kernels.load()
+        return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
+
+    return rotated
+
+
+def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
+    """The attention's own forward, which finds another function under the name of the one that turns q and k."""
+    forward = cls.forward
+    if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
+        return None
+    names = forward.__globals__
+    known = _same(names.get(_ROTATE), llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
+    if not known or not _same(names.get("rotate_half"), llama.rotate_half):
+        return None
+    names = {**names, _ROTATE: _rotated(names[_ROTATE])}
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy.__kwdefaults__ = forward.__kwdefaults__
+    return {"forward": copy}
+
+
+@cache
+def _fused(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """A subclass that computes the same in fewer passes over memory, if there is one."""
+    for made in (_norm, _mlp, _attention):
+        if members := made(cls):
+            return type(f"Fused{cls.__name__}", (cls,), members)
+    return None
+
+
+def use_fused(model: nn.Module) -> None:
+    """Gives the model's modules their fused forwards; parameters and names stay."""
+    for module in model.modules():
+        if (fused := _fused(type(module))) is not None:  # type: ignore[arg-type]
+            module.__class__ = fused
