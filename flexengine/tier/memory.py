@@ -22,7 +22,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
 def keep_freed() -> None:
     """Lets malloc keep what is freed for reuse instead of unmapping it. Without glibc, nothing happens.
 
-    A layer asks again and again for the same large tensors, and pages that come back from the system have to be cleared.
+    Layer after layer asks for the same large tensors, and pages that come back from the system are cleared first.
     Threads started from now on share the main heap, so that lanes reuse what others freed.
     """
     with contextlib.suppress(OSError, AttributeError):
