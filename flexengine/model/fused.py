@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2MLP, Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_pos_emb
+from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from flexengine import kernels
 
@@ -105,3 +106,5 @@ def use_fused(model: nn.Module) -> None:
     for module in model.modules():
         if (fused := _fused(type(module))) is not None:  # type: ignore[arg-type]
             module.__class__ = fused
+        elif _same(type(module).forward, OPTDecoderLayer.forward) and type(module.activation_fn) is nn.ReLU:
+            module.activation_fn = nn.ReLU(inplace=True)  # nobody else sees what it gets

@@ -16,19 +16,18 @@ from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
 HUGE = 2 << 20  # bytes from which regions are mapped for themselves
-_M_TRIM_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -4, -8  # of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 def keep_freed() -> None:
-    """Lets malloc keep what is freed for reuse instead of unmapping it. Without glibc, nothing happens.
+    """Lets malloc keep some freed memory for reuse instead of unmapping it. Without glibc, nothing happens.
 
-    Layer after layer asks for the same large tensors, and pages that come back from the system are cleared first.
     Threads started from now on share the main heap, so that lanes reuse what others freed.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_MAX, 0)  # a threshold for mapping may be 32 MiB at most
-        libc.mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+        libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
