@@ -5,6 +5,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
+from flexengine.calibration import calibration
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.generation import Generation, Means, Progress
@@ -19,6 +21,7 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
 from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.model.importance import Importances
 from flexengine.model.linear import numerics
 from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
@@ -96,6 +99,13 @@ class Engine:
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
         self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
         self.eos = eos_tokens(directory, self.skeleton.config)
+        read = self.tokenizer, self.skeleton.context_length
+        self._calibration = calibration(lossy.calibrate, *read) if lossy.calibrate else None
+        opened.importances = lambda: self.importances
+        self._exact = partial(
+            Engine, model, None, device, device_mem, host_mem, offload_dir, dtype, links, overlap,
+            trust_remote_code=trust_remote_code,
+        )  # fmt: skip
         self.kernels = kernels.load_for(self.machine.compute)
         self.planner = Planner(self.machine, opened, place.directory, hardware)
         self.summary: dict[str, Any] = {}
@@ -131,9 +141,31 @@ class Engine:
         self.lossy, self._choices = lossy, ()
 
     def prepare(self) -> None:
-        """Encodes the weights now, if they are to be and have not been; else the first job does. Raises OutOfMemory if
-        the disk is full."""
+        """Calibrates and encodes the weights now, if they are to be and have not been; else the first job does. Raises
+        OutOfMemory if the disk is full."""
         _ = self._opened.origins
+
+    @cached_property
+    def importances(self) -> Importances | None:
+        """What weights are encoded by, measured now unless it has been; None if nothing is calibrated."""
+        if self._calibration is None:
+            return None
+        return self._calibration.importances(self.source.directory, self._opened.files, self._measured)
+
+    def _measured(self) -> dict[str, torch.Tensor]:
+        """Importances, by an engine like this one with the checkpoint's own weights. Rates are given to it, so that it
+        learns none: recording takes time, too."""
+        assert self._calibration is not None
+        tokens = sum(map(len, self._calibration.rows))
+        self.planner.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
+        with self._exact(hardware=self.planner.known()) as engine:
+            return self._calibration.measure(engine.skeleton, engine.score)
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Those of `lossy` that are set, for a job's manifest: a text to calibrate with by its tokens, not its name."""
+        text = {"calibrate": self._calibration.digest} if self._calibration is not None else {}
+        return self.lossy.given | text
 
     def close(self) -> None:
         """Ends the stream that is under way, if any, and gives back memory and files."""
@@ -245,6 +277,8 @@ class Engine:
 
     def _generate(self, watch: Watch, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
         began, layout = time.perf_counter(), watch.layout
+        if self._calibration is not None:
+            self.prepare()  # with an engine of its own, so before this one takes any memory
         means = self._prepare(watch)
         loaded = time.perf_counter() - began
         before = self.machine.traffic()

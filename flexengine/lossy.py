@@ -8,19 +8,23 @@ from typing import Any
 from flexengine.errors import InvalidInput
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
+FITTED = ("int4", "int3", "int2")  # those whose scales are fitted, so that it matters to what
 CACHE = {"int8": 8, "int4": 4, "int2": 2}  # bits
 COMPUTE = ("int8",)
+BUNDLED = "bundled"  # text to calibrate with that needs no file
 
 
 @dataclass(frozen=True)
 class Lossy:
     """weights, cache: in how many bits they are kept. compute: in what products are taken. topk: share of the past
-    values that attention reads. None everywhere is exact."""
+    values that attention reads. calibrate: a UTF-8 file, or BUNDLED, whose tokens decide which errors of encoded
+    weights matter. None everywhere is exact."""
 
     weights: str | None = None
     compute: str | None = None
     cache: str | None = None
     topk: float | None = None
+    calibrate: str | None = None
 
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", CACHE)):
@@ -31,6 +35,12 @@ class Lossy:
         share = self.topk
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
             raise InvalidInput(f"topk is {share!r}; it must be a share above 0 and below 1, or left out to be exact")
+        if self.calibrate is not None and (not isinstance(self.calibrate, str) or not self.calibrate):
+            raise InvalidInput(f"calibrate is {self.calibrate!r}; it must be the name of a text file, or {BUNDLED!r}")
+        if self.calibrate is not None and self.coded not in FITTED:
+            kept = "none are encoded" if self.coded is None else f"they are {self.coded}, which is not fitted"
+            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and {kept};"
+                               f" let weights be one of {', '.join(FITTED)}, or leave it out")  # fmt: skip
 
     def __bool__(self) -> bool:
         return bool(self.given)

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__, texts
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import CACHE, COMPUTE, EXACT, SWITCHES, WEIGHTS, Lossy
+from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
+from flexengine.model.tokenizer import opening, token_ids
 
 if TYPE_CHECKING:
     from flexengine.engine import Engine
@@ -49,6 +50,9 @@ def parser() -> argparse.ArgumentParser:
     choices.add_argument("--compute", nargs="+", choices=COMPUTE, help="multiply integers")
     choices.add_argument("--cache", nargs="+", choices=CACHE, help="keep keys and values in so many bits")
     choices.add_argument("--topk", nargs="+", type=float, metavar="SHARE", help="read only the values of this share")
+    choices.add_argument("--calibrate", nargs="?", const=BUNDLED, metavar="FILE",
+                         help="measure choices of few-bit weights calibrated, too, on a UTF-8 text (default:"
+                              f" {', '.join(texts.CALIBRATION)})")  # fmt: skip
     choices.add_argument("--all-together", action="store_true", help="the given choices combined, too")
     text = p.add_argument_group("text")
     text.add_argument("--text", metavar="FILE", help=f"UTF-8 text (default: {', '.join(texts.SAMPLE)})")
@@ -90,15 +94,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 # What is asked for.
 
 
-def asked(given: Mapping[str, Sequence[Any] | None], together: bool = False) -> list[Lossy]:
+def asked(
+    given: Mapping[str, Sequence[Any] | None], together: bool = False, calibrate: str | None = None
+) -> list[Lossy]:
     """Each given value of a switch alone, all there are if none is given; together: then every combination of one value
-    of each given switch. Raises InvalidInput for values that mean nothing."""
-    some: dict[str, Iterable[Any]] = {name: values for name in SWITCHES if (values := given.get(name))}
+    of each given switch; calibrate: those that fit weights with it, too. Raises InvalidInput for values that mean
+    nothing."""
+    some: dict[str, Iterable[Any]] = {name: values for name in _ALL if (values := given.get(name))}
     if together and len(some) < 2:
         raise InvalidInput("--all-together combines choices; give two kinds at least, such as --weights and --cache")
     alone = [Lossy(**{name: value}) for name, values in (some or _ALL).items() for value in values]
     mixed = [Lossy(**dict(zip(some, mix, strict=True))) for mix in product(*some.values())] if together else []
-    return list(dict.fromkeys(alone + mixed))
+    found = list(dict.fromkeys(alone + mixed))
+    if calibrate is None:
+        return found
+    if not any(lossy.coded in FITTED for lossy in found):
+        raise InvalidInput(f"--calibrate {calibrate} is for weights that are fitted, and no choice has any; give"
+                           f" --weights with one of {', '.join(FITTED)}, too, or leave it out")  # fmt: skip
+    both = ((x, replace(x, calibrate=calibrate)) if x.coded in FITTED else (x,) for x in found)
+    return [lossy for pair in both for lossy in pair]
 
 
 @dataclass(frozen=True)
@@ -140,23 +154,12 @@ def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]
     if context is not None and text.tokens > context:
         raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens, give that at most")
     begin = opening(tokenizer)
-    ids = _ids(tokenizer, text.content, special=False)
+    ids = token_ids(tokenizer, text.content, special=False)
     length, apart = text.tokens - len(begin), len(ids) // text.rows
     if length < 1 or apart < length:
         raise InvalidInput(f"{text.name} has {len(ids):,} tokens; {text.rows} rows of {text.tokens} take"
                            f" {text.rows * length:,}; lower --rows or --tokens, or give a longer --text")  # fmt: skip
     return [begin + ids[i * apart :][:length] for i in range(text.rows)]
-
-
-def opening(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before any text, such as <bos>."""
-    whole, bare = _ids(tokenizer, "a", special=True), _ids(tokenizer, "a", special=False)
-    at = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
-    return whole[: next(at, 0)]
-
-
-def _ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
 # Statistics.
@@ -319,7 +322,8 @@ def hint(costs: Sequence[Cost], model: str | None) -> str:
     if best is None:
         return "none of these choices can be used with this model here"
     words = ["python", "-m", "flexengine.run", "INPUT", *(["--model", model] if model else [])]
-    words += [word for name, value in best.lossy.given.items() for word in (f"--{name}", str(value))]
+    given = best.lossy.given.items()
+    words += [word for name, value in given for word in (f"--{name}", str(value)) if word != BUNDLED]
     return f"to use one: {shlex.join(words)}"
 
 
@@ -335,10 +339,11 @@ def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict
 
 def report(args: argparse.Namespace) -> int:
     """Measures, prints and writes. Returns how many choices could not be measured. Raises FlexError."""
-    choices = asked(vars(args), args.all_together)
+    choices = asked(vars(args), args.all_together, args.calibrate)
     text = read(args.text, args.rows, args.tokens)
     if args.json:
-        _check_written(args.json, args.text)
+        _check_written(args.json, args.text, args.calibrate)
+    _check_apart(args.calibrate, args.text)
     from flexengine.engine import Engine  # late: it takes torch, and --help shall not
 
     def make(lossy: Lossy) -> Engine:
@@ -360,13 +365,26 @@ def report(args: argparse.Namespace) -> int:
     return sum(c.refused is not None for c in costs)
 
 
-def _check_written(path: str, read_from: str | None) -> None:
+def _check_written(path: str, *read_from: str | None) -> None:
     """Raises InvalidInput, before minutes of measuring, for a file that cannot be written."""
     target = Path(path).absolute()
     if target.is_dir() or not target.parent.is_dir():
         raise InvalidInput(f"--json {path} cannot be written: it is a directory, or there is none for it; name a file")
-    if read_from is not None and target.resolve() == Path(read_from).resolve():
-        raise InvalidInput(f"--json and --text are one file, {path}; give each a file of its own")
+    for name in filter(None, read_from):
+        if target.resolve() == Path(name).resolve():
+            raise InvalidInput(f"--json {path} is also a text that is read; give each a file of its own")
+
+
+def _check_apart(calibrate: str | None, text: str | None) -> None:
+    """Raises InvalidInput for a text to calibrate with that cannot be read or that choices are judged on."""
+    if calibrate is None:
+        return
+    from flexengine.calibration import read as read_calibration  # late: it takes torch
+
+    read_calibration(calibrate)
+    if text is not None and Path(calibrate).resolve() == Path(text).resolve():
+        raise InvalidInput(f"--calibrate and --text are one file, {text}; what is fitted to a text looks too good on"
+                           " it, so give two")  # fmt: skip
 
 
 def _say(text: str) -> None:

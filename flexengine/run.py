@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import ALLOW, CACHE, COMPUTE, QUALITY, SWITCHES, WEIGHTS, Lossy, choices
+from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, SWITCHES, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
@@ -115,6 +115,9 @@ def _add_lossy(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in so many bits")
     group.add_argument("--topk", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
+    group.add_argument("--calibrate", nargs="?", const=BUNDLED, type=_named, metavar="FILE",
+                       help="first run the exact model over this UTF-8 text (default: a bundled one), once for the"
+                            " model, to see which errors of encoded weights matter")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose: near: 8 bits; small: 4 bits, too (default: %(default)s)")
     group.add_argument("--allow", metavar="NAME,...",
@@ -225,7 +228,9 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
         if engine.layout is not None:
-            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens, "lossy": engine.lossy.given})
+            fitted = {"importances": found.digest} if (found := engine.importances) is not None else {}
+            policy = engine.layout.policy
+            job.keep({"prefill_tokens": policy.prefill_tokens, "lossy": engine.lossy.given} | fitted)
         job.save(at_once=False)
         bar.show(progress)
 
@@ -238,6 +243,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if args.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
         if rows:
+            _check_importances(engine, job.settings.get("importances"))
             with bar:
                 for result in engine.stream(rows, params):
                     job.take(result)
@@ -256,6 +262,14 @@ def _keep_to(engine: "Engine", began: int | None) -> None:
     if policy and began and policy.prefill_tokens != began:
         print(f"flexengine: prefill_tokens stays {began}, with which the job began", file=sys.stderr)
         engine.policy = replace(policy, prefill_tokens=began)
+
+
+def _check_importances(engine: "Engine", began: str | None) -> None:
+    """Raises InvalidInput if a lost calibration, made again, came out otherwise than that which a job began with."""
+    if began is not None and (found := engine.importances) is not None and found.digest != began:
+        raise InvalidInput(f"this job began with weights calibrated to {began}, but that is gone from the cache, and"
+                           f" calibrating again, with other memory or libraries, gave {found.digest};"
+                           " --restart to run it again")  # fmt: skip
 
 
 def _allowed(args: argparse.Namespace) -> tuple[str, ...]:
@@ -289,7 +303,7 @@ def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engi
              "output_format": "jsonl"}  # fmt: skip
     made = {"version": __version__, "model": engine.source.name, "model_fingerprint": engine.fingerprint,
             **engine.numerics}  # fmt: skip
-    return make_manifest(params, given, made, {"allow": sorted(args.allow)} if args.allow else engine.lossy.given)
+    return make_manifest(params, given, made, {"allow": sorted(args.allow)} if args.allow else engine.switches)
 
 
 def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:
@@ -306,12 +320,13 @@ def _check_apart(args: argparse.Namespace) -> None:
     from flexengine.job.results import journal_path, part_path
 
     given = None if args.policy == AUTO else args.policy
-    used = {"INPUT": args.input, "--policy": given, "--output": args.output, "--trace": args.trace}
+    text = None if args.calibrate == BUNDLED else args.calibrate
+    used = {"INPUT": args.input, "--policy": given, "--calibrate": text, "--output": args.output, "--trace": args.trace}
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}
     for what, other in combinations(paths, 2):
-        written = {what, other} - {"INPUT", "--policy"}
+        written = {what, other} - {"INPUT", "--policy", "--calibrate"}
         if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):
             raise InvalidInput(f"{what} and {other} are one file, {used[what]}; give each a file of its own")
 

@@ -14,6 +14,7 @@ from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import BadCheckpoint
 from flexengine.model.checkpoint import read_header
 from flexengine.model.form import Form
+from flexengine.model.importance import Importances
 from flexengine.model.linear import FastLinear
 from flexengine.model.loading import Origin, Run
 from flexengine.model.prepare import prepared
@@ -21,6 +22,7 @@ from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room
 from flexengine.model.skeleton import Skeleton, Slot
 
+FIT = 1  # part of the key of what is fitted to importances: raise it when codes come out otherwise
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 Say = Callable[[str], None]
 
@@ -67,17 +69,21 @@ def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
 
 
 def encoded(
-    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say
-) -> dict[str, Origin]:
+    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
+    importances: Importances | None = None,
+) -> dict[str, Origin]:  # fmt: skip
     """Where the encoded bytes of every parameter in `chosen` lie, written now if they were not.
 
-    files, stored: of the checkpoint. Memory: about one parameter's bytes. What was interrupted goes on with
-    the first file that is not finished. Raises BadCheckpoint, OutOfMemory if the disk is full, InvalidInput.
+    files, stored: of the checkpoint. importances: of a calibration, if there was one. Memory: about one parameter's
+    bytes. What was interrupted goes on with the first file that is not finished. Raises BadCheckpoint, OutOfMemory if
+    the disk is full, InvalidInput.
     """
     what = json.dumps({name: [form.packed.codec.name, *form.shape, form.transposed] for name, form in chosen.items()})
+    if importances is not None:
+        what += json.dumps({"fit": FIT, "importances": importances.digest})
 
     def build(directory: Path) -> None:
-        _write(directory, stored, chosen, say)
+        _write(directory, stored, chosen, say, importances)
 
     directory = prepared(source, files, build, what)
     found: dict[str, Origin] = {}
@@ -90,7 +96,10 @@ def encoded(
     return found
 
 
-def _write(directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say) -> None:
+def _write(
+    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
+    importances: Importances | None,
+) -> None:  # fmt: skip
     """One file per parameter, each put in place when it is whole."""
     from safetensors.torch import save_file
 
@@ -103,7 +112,7 @@ def _write(directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, F
             continue
         if number % 32 == 0:
             say(f"encoding weights, once for this model: {number} of {len(chosen)} matrices")
-        data = _encoded(name, stored[name], form)
+        data = _encoded(name, stored[name], form, importances)
         writing = final.with_suffix(".writing")
         save_file({name: data}, writing)
         with writing.open("rb") as file:
@@ -111,15 +120,15 @@ def _write(directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, F
         writing.rename(final)
 
 
-def _encoded(name: str, origin: Origin, form: Form) -> Tensor:
+def _encoded(name: str, origin: Origin, form: Form, importances: Importances | None) -> Tensor:
     out = torch.empty(max(1, form.count), form.packed.nbytes, dtype=torch.uint8)
     each = origin.nbytes // len(out)
     for number, target in enumerate(out):
-        at = 0
+        at, importance = 0, importances.of(name, number) if importances is not None else None
         for part in _runs(origin, number * each, form):
             if not bool(torch.isfinite(part).all()):
                 raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
-            data = Packed(form.packed.codec, *part.shape).encode(part)
+            data = Packed(form.packed.codec, *part.shape).encode(part, importance)
             target[at : at + len(data)] = data
             at += len(data)
     return out.view(form.shape)

@@ -54,6 +54,8 @@ def _expert(module: Any, x: Tensor, expert: int) -> Tensor:
 def _one(module: Any, x: Tensor, name: str, expert: int) -> Tensor:
     weight, form = getattr(module, name)[expert], getattr(module, "forms", {}).get(name)
     bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+    if watch := module.__dict__.get("watch"):  # see importance.Recorder
+        watch[name](expert, x)
     product: Product = module.product
     return product(x, weight.t() if module.is_transposed and form is None else weight, bias, form)
 

@@ -65,3 +65,15 @@ def eos_tokens(directory: Path, config: Any) -> set[int]:
     if not all(isinstance(token, int) for token in values):
         raise InvalidInput(f"{path}: eos_token_id is {value!r}; it must be a token id or a list of them")
     return set(values)
+
+
+def opening(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before any text, such as <bos>."""
+    whole, bare = token_ids(tokenizer, "a", special=True), token_ids(tokenizer, "a", special=False)
+    at = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+    return whole[: next(at, 0)]
+
+
+def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
+    """special: with the tokens that are put around a text."""
+    return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]

@@ -13,6 +13,7 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.encoding import encoded, forms, use_forms
 from flexengine.model.form import Form
+from flexengine.model.importance import Importances
 from flexengine.model.loading import Origin, Run, differ, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype
 from flexengine.model.source import Source, resolve
@@ -23,10 +24,15 @@ def _silent(_: str) -> None:
     pass
 
 
+def _alike() -> None:
+    return None
+
+
 @dataclass
 class Opened:
     """stored: where each parameter's bytes are in the checkpoint; held: the dtype each has on the device; dtype: that
-    of computing; cpu: whether that is a CPU's. say: told of what takes time."""
+    of computing; cpu: whether that is a CPU's. say: told of what takes time. importances: gives what encoding is to go
+    by; None: all columns matter alike."""
 
     source: Source
     dtype: torch.dtype
@@ -36,6 +42,7 @@ class Opened:
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
     say: Callable[[str], None] = _silent
+    importances: Callable[[], Importances | None] = _alike
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -65,8 +72,10 @@ class Opened:
     def origins(self) -> dict[str, Origin]:
         """Where each parameter's bytes are in the form it is kept in. Weights that are to be encoded are, now, unless
         they have been; raises as `model.encoding.encoded`."""
-        made = encoded(self.source.directory, self.files, self.stored, self.forms, self.say) if self.forms else {}
-        return {**self.stored, **made}
+        if not self.forms:
+            return self.stored
+        checkpoint = self.source.directory, self.files, self.stored
+        return {**self.stored, **encoded(*checkpoint, self.forms, self.say, self.importances())}
 
 
 def open_model(

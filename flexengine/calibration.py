@@ -1,0 +1,84 @@
+"""Calibration: the exact model reads some text, as any job, so that encoding knows which errors of weights matter."""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from flexengine import texts
+from flexengine.config import Result
+from flexengine.errors import InvalidInput
+from flexengine.lossy import BUNDLED
+from flexengine.model.importance import Importances, Recorder, load
+from flexengine.model.prepare import prepared
+from flexengine.model.skeleton import Skeleton
+from flexengine.model.tokenizer import opening, token_ids
+
+VERSION = 1  # part of the cache's key: raise it when the numbers come out otherwise
+ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
+Scorable = tuple[Sequence[int], Sequence[int]]
+FILE = "importances.safetensors"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What is read, in token ids."""
+
+    rows: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
+
+    def importances(
+        self, source: Path, files: Sequence[Path], measured: Callable[[], dict[str, Tensor]]
+    ) -> Importances:
+        """Those of the model in `files`: what `measured` gives, unless it did so before. Raises what that raises."""
+
+        def build(directory: Path) -> None:
+            from safetensors.torch import save_file
+
+            save_file(measured(), directory / FILE)
+
+        what = json.dumps({"calibration": VERSION, "rows": self.digest})
+        return load(prepared(source, files, build, what) / FILE)
+
+    def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:
+        """Importances of the matrices of an engine's skeleton; score: see Engine.score. Raises InvalidInput if a
+        stretch cannot be run."""
+        recorder = Recorder(skeleton)
+        with recorder.watching():
+            results = score([(row[:-1], row[-1:]) for row in self.rows])
+        if bad := next((r for r in results if r.error is not None), None):
+            raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
+        return recorder.means()
+
+
+def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
+    """name: of a UTF-8 file, or BUNDLED; tokenizer: None if there is none; context: most tokens of a sequence, None for
+    any. Raises InvalidInput if there is too little text, or none that can be read."""
+    if tokenizer is None:
+        raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
+                           " tokenizer files beside it, or leave calibrate out")  # fmt: skip
+    begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
+    length = min(TOKENS, context or TOKENS) - len(begin)
+    apart = len(ids) // ROWS
+    if apart < length:
+        raise InvalidInput(f"{name} has {len(ids):,} tokens; calibrating takes {ROWS * length:,}; give a longer text,"
+                           " or no name for the bundled one")  # fmt: skip
+    return Calibration(tuple(tuple(begin + ids[i * apart :][:length]) for i in range(ROWS)))
+
+
+def read(name: str) -> str:
+    """The text of a UTF-8 file, or the bundled one. Raises InvalidInput if there is none."""
+    if name == BUNDLED:
+        return texts.calibration()
+    try:
+        return Path(name).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"{name}, to calibrate with, cannot be read as UTF-8 text: {error}") from error
