@@ -106,5 +106,5 @@ def use_fused(model: nn.Module) -> None:
     for module in model.modules():
         if (fused := _fused(type(module))) is not None:  # type: ignore[arg-type]
             module.__class__ = fused
-        elif _same(type(module).forward, OPTDecoderLayer.forward) and type(module.activation_fn) is nn.ReLU:
+        elif type(module) is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU:
             module.activation_fn = nn.ReLU(inplace=True)  # nobody else sees what it gets
