@@ -76,8 +76,8 @@ class Tier(ABC):
     def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         """Copies single rows: bytes rows[i] * width on, `width` of them, of the home to target[i].
 
-        rows: int64, rising, in RAM; target: uint8 [len(rows), width], contiguous. The bytes asked for are counted,
-        whatever is read besides.
+        rows: int64, in RAM, rising on a disk; target: uint8 [len(rows), width], contiguous. The bytes asked for are
+        counted, whatever is read besides.
         """
         last = torch.nonzero(rows.diff() != 1).flatten().tolist()
         bounds = pairwise([0, *(i + 1 for i in last), len(rows)]) if len(rows) else ()

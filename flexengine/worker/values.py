@@ -74,14 +74,16 @@ class Values:
         """chosen: of kernels.choose. pool, buffer: of one layer, where the pages come from and where they go."""
         at = torch.arange(chosen.shape[2])
         wanted = chosen.cpu() & (at < closed.tokens[:, None])[:, None]
-        sequence, head, token = wanted.nonzero().unbind(1)
-        page, offset = token // panels.page_tokens, token % panels.page_tokens
+        paged = wanted.view(*wanted.shape[:2], -1, panels.page_tokens).transpose(1, 2)
+        sequence, page, head, offset = paged.nonzero().unbind(1)  # in the order in which they lie in a page
         far, near = closed.pages[sequence, page], closed.places[sequence, page]
         for part in panels.parts:
             source = panels.rows(part, far, head, offset)
             target = panels.rows(part, near, head, offset)
-            order = source.argsort()
-            self._bring(home, pool, source[order], buffer, target[order], part.width)
+            if home == "disk":
+                source, order = source.sort()
+                target = target[order]
+            self._bring(home, pool, source, buffer, target, part.width)
 
     def _bring(self, home: str, pool: Home, source: Tensor, buffer: Home, target: Tensor, width: int) -> None:
         device, step = self.machine.device, self._near.nbytes // width
@@ -90,7 +92,7 @@ class Values:
         for some, places in zip(torch.split(source, step), torch.split(target, step), strict=True):
             near = device.view(self._near.part(0, len(some) * width)).view(-1, width)
             self._fetch(home, pool, some, near)
-            into[places.to(into.device)] = near
+            into.index_copy_(0, places.to(into.device), near)
 
     def _fetch(self, home: str, pool: Home, rows: Tensor, near: Tensor) -> None:
         machine, width = self.machine, near.shape[1]
