@@ -13,7 +13,7 @@ from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import ALIGN, CHOSEN, ModelFacts
 from flexengine.plan.profile import Array, Profile
 
-PICK = 3e-7  # seconds to find a row, gather it and put it down; assumed, not measured
+PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
 
 
 class Chosen(NamedTuple):

@@ -153,8 +153,10 @@ class Cache:
                 load += _join(pages[hollow:past], at + hollow)
                 store += _join(pages[first:], at + first)
                 at += len(pages)
-            closed = _closed(pieces[:decode], owned, tables, tokens) if keys else None
         compute = self.machine.compute
+        if keys:
+            starts = torch.tensor([p.start // tokens * tokens for p in pieces[:decode]])
+            closed = Closed(*(x.to(compute) for x in (_padded(owned[:decode]), _padded(tables[:decode]), starts)))
         on = torch.device("cpu") if batch.delegated else compute
         positions = [range(p.start, p.start + p.count) for p in pieces]
         page_ids = [t[s // tokens] for t, span in zip(tables, positions, strict=True) for s in span]
@@ -340,12 +342,6 @@ def _padded(rows: list[list[int]]) -> Tensor:
     """The rows side by side, int64 [rows, at least 1]."""
     width = max((len(row) for row in rows), default=1)
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(-1, width)
-
-
-def _closed(pieces: list[Piece], pages: list[list[int]], places: list[list[int]], page_tokens: int) -> Closed:
-    """See Closed; pages and places of other pieces may follow."""
-    tokens = [p.start // page_tokens * page_tokens for p in pieces]
-    return Closed(_padded(pages[: len(pieces)]), _padded(places[: len(pieces)]), torch.tensor(tokens))
 
 
 def _join(pages: list[int], at: int) -> Runs:
