@@ -330,6 +330,28 @@ class TestDecode:
             )
             close(found, torch.stack(expected))
 
+    @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 40, "softcap": 3.0}], ids=str)
+    @pytest.mark.parametrize("topk", [0.0, 0.1, 1.0])
+    def test_choose(self, kernel: Kernels, bits: int | None, topk: float, options: dict[str, Any]) -> None:
+        """Those that a query head of the kv head weighs, by a full sort; no V is there."""
+        for dim, group in ((64, 3), (16, 1)):
+            cache, heads = cached(bits, dim), 2 * group
+            q, pool = torch.randn(len(LENGTHS), heads, dim), cache.pool.clone()
+            hollow = pool[:, 1] if cache.form is None else pool[:, cache.form.page_bytes // 2 :]
+            hollow.copy_(torch.full_like(hollow, math.nan if cache.form is None else 255))
+            found = kernel.choose(q, pool, cache.tables, cache.lengths, dim**-0.5, topk, form=cache.form, **options)
+            assert found.shape == (len(LENGTHS), 2, cache.tables.shape[1] * 32)
+            assert found.dtype == torch.bool
+            for i, length in enumerate(LENGTHS):
+                weights, _ = weights_of(q[i], cache.k[i], dim**-0.5, **options)
+                seen = weights.shape[1]
+                order = weights[:, :-1].sort(dim=1, descending=True, stable=True).indices[:, : int(topk * (seen - 1))]
+                kept = torch.zeros_like(weights, dtype=torch.bool).scatter(1, order, True)
+                kept[:, -1] = True
+                expected = torch.zeros_like(found[i])
+                expected[:, length - seen : length] = kept.view(2, group, -1).any(1)
+                assert torch.equal(found[i], expected)
+
     def test_of_equal_weights_the_earlier_count(self, kernel: Kernels, bits: int | None) -> None:
         form = None if bits is None else CacheForm(bits, 1, 4, 64)
         pool = torch.zeros(5, 2, 1, 4, 64) if form is None else torch.zeros(5, form.page_bytes, dtype=torch.uint8)

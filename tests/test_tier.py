@@ -165,6 +165,23 @@ class TierTests:
         assert tier.bytes_read - before == 2 * sum(map(len, values))
         tier.load_all([])
 
+    @pytest.mark.parametrize("width", [2, 48, 256, 6000])
+    def test_pick(self, tier: Tier, width: int) -> None:
+        """Rows far apart, near and neighbouring, of a home and a part that begins anywhere; only they are counted."""
+        values = some(7 << 20, torch.uint8)
+        home = self.put(tier, values)
+        for part, start in ((home, 0), (home.part(4321, 6 << 20), 4321)):
+            many, before = part.nbytes // width, tier.bytes_read
+            every = torch.arange(many)
+            some_ = torch.rand(many, generator=torch.Generator().manual_seed(width)) < 0.02
+            some_[many // 2 : many // 2 + min(30000, many // 3)] = True
+            some_[[0, -1]] = True
+            for rows in (every[some_], every[:0], every[-1:]):
+                target = torch.full((len(rows), width), 7, dtype=torch.uint8)
+                tier.pick(part, rows, width, target)
+                assert torch.equal(target, values[start:][: many * width].view(-1, width)[rows])
+            assert tier.bytes_read - before == width * (int(some_.sum()) + 1)
+
     def test_traffic_counts_the_home_s_own_bytes(self, tier: Tier) -> None:
         home = self.put(tier, some(1001, torch.float16))
         assert (tier.bytes_read, tier.bytes_written) == (0, 2002)

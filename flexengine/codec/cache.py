@@ -26,6 +26,13 @@ BITS = (8, 4, 2)
 GROUPS = (64, 32, 16, 8)
 
 
+class Part(NamedTuple):
+    """Where the K, or V, of tokens lies in a panel: of each token `width` bytes at offset * width from every start."""
+
+    width: int
+    starts: tuple[int, ...]
+
+
 class Panels(NamedTuple):
     """Views of the pages of a pool: codes [n_pages, 2, kv_heads, page_tokens, row_bytes]; scale and minimum
     [n_pages, 2, kv_heads, groups, page_tokens]. Index 1 is 0 for K, 1 for V."""
@@ -70,6 +77,12 @@ class CacheForm:
     def panel_bytes(self) -> int:
         """K, or V, of one head in one page."""
         return self.page_tokens * (self.row_bytes + 4 * self.groups)
+
+    @property
+    def parts(self) -> tuple[Part, Part]:
+        """Codes, and scales with minima."""
+        codes = self.page_tokens * self.row_bytes
+        return Part(self.row_bytes, (0,)), Part(2, tuple(range(codes, self.panel_bytes, 2 * self.page_tokens)))
 
     @property
     def token_bytes(self) -> int:

@@ -147,6 +147,11 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
             keep_largest(my.all + h * apart, seen - 1, count, my.kept);
         }
         my.kept[seen - 1] = 1;
+        if (a.chosen) {
+            uint8_t* to = a.chosen + (i * a.kv_heads + j + k) * a.max_pages * a.page_tokens + begin;
+            for (int64_t t = 0; t < seen; t++) to[t] = uint8_t(my.kept[t]);
+            continue;
+        }
         int64_t some = 0;
         for (int64_t t = 0, stays; t < seen; t++, some += stays)
             stays = my.kept[t], my.kept[some] = int32_t(t), my.tokens[some] = int32_t(begin + t);
@@ -197,7 +202,7 @@ extern "C" {
 int64_t flex_decode(const Decode* args) {
     const Decode& a = *args;
     int64_t items = 0, slots = 0, longest = 0;
-    const bool some = a.topk < 1;
+    const bool some = a.topk < 1 || a.chosen;
     for (int64_t i = 0; i < a.n; i++) {
         if (a.lengths[i] < 1 || a.lengths[i] > a.max_pages * a.page_tokens) return i + 1;
         for (int64_t t = first_token(a, i) / a.page_tokens; t * a.page_tokens < a.lengths[i]; t++)
@@ -230,7 +235,7 @@ int64_t flex_decode(const Decode* args) {
                 typedef std::remove_pointer_t<decltype(kind)> R;
                 some ? attend_top<R>(a, item.i, j, heads, my) : attend_part<R>(a, item, j, heads, my);
             });
-            for (int64_t h = 0; h < heads * group && item.parts == 1; h++)
+            for (int64_t h = 0; h < heads * group && item.parts == 1 && !a.chosen; h++)
                 finish_head(a, item.i, j * group + h, 1, my.acc + h * width, my.top + h, my.sum + h, 0);
             for (int64_t k = 0; k < heads && item.parts > 1; k++) {
                 float* to = partial + ((item.slot + item.part) * a.kv_heads + j + k) * step;

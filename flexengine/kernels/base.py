@@ -93,6 +93,25 @@ class Kernels(ABC):
         """
 
     @abstractmethod
+    def choose(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        topk: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        form: CacheForm | None = None,
+    ) -> Tensor:
+        """Whose V `decode` with the same arguments reads; so the V of others need not be there when it is called.
+
+        Returns bool [n, kv_heads, max_pages * page_tokens], by position: whether some query head of a kv head wants it,
+        the sequence's own included. No V is looked at.
+        """
+
+    @abstractmethod
     def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         """The first `length` tokens of one sequence as K and V, for chunked prefill.
 
@@ -236,7 +255,7 @@ def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form:
     return room
 
 
-def check_topk(topk: float | None, with_lse: bool) -> None:
+def check_topk(topk: float | None, with_lse: bool = False) -> None:
     """Raises InvalidInput for a share of values that there is not, or one without a denominator of its own."""
     if topk is not None and not 0 <= topk <= 1:
         raise InvalidInput(f"topk is {topk}; it must be None or a share from 0 to 1")

@@ -40,7 +40,7 @@ class _Decode(ctypes.Structure):
     """struct Decode of attention.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse")),
+        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse", "chosen")),
         *((name, c_int64) for name in ("n", "heads", "pages", "kv_heads", "page_tokens", "dim", "group", "max_pages")),
         *((name, c_int64) for name in ("q_row", "q_head", "window")),
         ("topk", c_double),
@@ -183,24 +183,55 @@ class NativeKernels(ReferenceKernels):
     ) -> Any:
         if not _native(q, pool, tables, lengths):
             return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse)
-        room = base.check_decode(q, pool, tables, lengths, form)
+        base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
         base.check_topk(topk, with_lse)
         n, heads, dim = q.shape
-        q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty((n, heads, dim), dtype=q.dtype)
         lse = torch.empty((n, heads), dtype=torch.float32) if with_lse else None
+        options = (window or 0, 1.0 if topk is None else topk, scale, softcap or 0.0)
+        self._attend(q, pool, tables, lengths, form, options, (out, sinks, lse, None))
+        return out if lse is None else (out, lse)
+
+    def choose(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        topk: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        form: CacheForm | None = None,
+    ) -> Tensor:
+        if not _native(q, pool, tables, lengths):
+            return super().choose(q, pool, tables, lengths, scale, topk, window, softcap, form)
+        room = base.check_decode(q, pool, tables, lengths, form)
+        base.check_options(window, softcap, None, q.shape[1])
+        base.check_topk(topk)
+        chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool)
+        options = (window or 0, topk, scale, softcap or 0.0)
+        self._attend(q, pool, tables, lengths, form, options, (None, None, None, chosen))
+        return chosen
+
+    def _attend(
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None,
+        options: tuple[int, float, float, float], others: tuple[Tensor | None, ...],
+    ) -> None:  # fmt: skip
+        """Calls flex_decode. options: window, topk, scale, softcap; others: out, sinks, lse, chosen."""
+        room = base.check_pool(pool, form)
+        q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
+        out, *rest = (None if x is None else x.data_ptr() for x in others)
         call = _Decode(
-            *(x.data_ptr() for x in (q, out, pool, tables, lengths)),
-            *(None if x is None else x.data_ptr() for x in (sinks, lse)),
-            *(n, heads, *room, 0 if form is None else form.group, tables.shape[1]),
-            *(q.stride(0), q.stride(1), window or 0, 1.0 if topk is None else topk, scale, softcap or 0.0),
+            *(q.data_ptr(), out, *(x.data_ptr() for x in (pool, tables, lengths)), *rest),
+            *(*q.shape[:2], *room, 0 if form is None else form.group, tables.shape[1]),
+            *(q.stride(0), q.stride(1), *options),
             *(CODES[q.dtype], _stored(pool, form), torch.get_num_threads()),
         )
         if bad := self._decode(ctypes.addressof(call)):
             raise bad_sequence(bad - 1, room)
-        return out if lse is None else (out, lse)
 
     def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         if not _native(pool, table):

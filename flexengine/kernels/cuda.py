@@ -1,5 +1,6 @@
 """Attention on a GPU: batched torch, no host synchronisation. A fused Triton kernel is to take `decode`'s place."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -42,14 +43,41 @@ class CudaKernels(ReferenceKernels):
         base.check_topk(topk, with_lse)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * max(pool.element_size(), 4)
-        step = max(1, GATHERED // max(1, one))
-        for at in range(0, q.shape[0], step):
-            part = slice(at, at + step)
+        for part in _parts(tables, room, pool.element_size()):
             pages = read(pool, tables[part].long(), form).float()
             scores, v, seen = _scores(q[part], pages, lengths[part], scale, window)
             out[part], lse[part] = _weighed(capped(scores, softcap), v, seen, sinks, topk)
         return (out, lse) if with_lse else out
+
+    def choose(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        topk: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        form: CacheForm | None = None,
+    ) -> Tensor:
+        room = base.check_decode(q, pool, tables, lengths, form)
+        base.check_options(window, softcap, None, q.shape[1])
+        base.check_topk(topk)
+        chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
+                             device=q.device)  # fmt: skip
+        for part in _parts(tables, room, pool.element_size()):  # those of decode: products of one shape round alike
+            pages = read(pool, tables[part].long(), form, values=False).float()
+            scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
+            chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
+        return chosen
+
+
+def _parts(tables: Tensor, room: base.Room, element: int) -> Iterator[slice]:
+    """Sequences that are gathered together."""
+    one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * max(element, 4)
+    step = max(1, GATHERED // max(1, one))
+    return (slice(at, at + step) for at in range(0, len(tables), step))
 
 
 def _scores(
@@ -57,10 +85,12 @@ def _scores(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim], and which tokens a sequence sees, [n, tokens].
 
-    pages: [n, pages, 2, kv_heads, page_tokens, dim] of each sequence side by side, padded to the longest.
+    pages: [n, pages, 2, kv_heads, page_tokens, dim] of each sequence side by side, padded to the longest; of K alone
+    the 2 is 1, and what is returned as V means nothing.
     """
     n, heads, dim = q.shape
-    k, v = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    both = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    k, v = both[0], both[-1]
     scores = q.float().reshape(n, k.shape[1], heads // k.shape[1], dim) @ k.transpose(2, 3) * scale
     at, end = torch.arange(k.shape[2], device=q.device), lengths[:, None]
     return scores, v, at < end if window is None else (at < end) & (at >= end - window)
@@ -71,13 +101,17 @@ def _weighed(
 ) -> tuple[Tensor, Tensor]:
     """The attention's result [n, heads, dim] in fp32 and the log of its denominator [n, heads]."""
     n, kv_heads, _, dim = (*scores.shape[:3], v.shape[-1])
-    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
+    scores = _masked(scores, seen)
     lse = denominator(scores, sinks)
     weights = torch.exp(scores - lse.view(n, kv_heads, -1, 1))
     wanted = seen[:, None, None] if topk is None else _largest(scores, seen, topk)
     # What lies beyond a sequence's end may be anything, NaN too, and 0 * NaN is NaN.
     v = v.masked_fill(~wanted.any(2)[..., None], 0.0)
     return (weights.masked_fill(~wanted, 0.0) @ v).reshape(n, -1, dim), lse
+
+
+def _masked(scores: Tensor, seen: Tensor) -> Tensor:
+    return scores.masked_fill(~seen[:, None, None], float("-inf"))
 
 
 def _largest(scores: Tensor, seen: Tensor, topk: float) -> Tensor:

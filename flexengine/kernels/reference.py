@@ -1,6 +1,7 @@
 """The kernels in plain torch, on any device: what runs where the native ones cannot be built, and their measure."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,25 +46,13 @@ class ReferenceKernels(base.Kernels):
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
-        room = base.check_decode(q, pool, tables, lengths, form)
+        base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
         base.check_topk(topk, with_lse)
         n, heads, dim = q.shape
         out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
-        for i, length in enumerate(lengths.tolist()):
-            if not 1 <= length <= tables.shape[1] * room.page_tokens:
-                raise bad_sequence(i, room)
-            first = max(0, length - window) if window else 0
-            start = first // room.page_tokens
-            used = tables[i, start : -(-length // room.page_tokens)].long()
-            if used.min() < 0 or used.max() >= room.pages:
-                raise bad_sequence(i, room)
-            pages = read(pool, used, form).float().permute(1, 2, 0, 3, 4)  # [2, kv_heads, pages, page_tokens, dim]
-            within = slice(first - start * room.page_tokens, length - start * room.page_tokens)
-            k, v = pages.flatten(2, 3)[:, :, within]
-            scores = q[i].float().reshape(room.kv_heads, -1, dim) @ k.transpose(1, 2) * scale
-            scores = capped(scores, softcap)
+        for i, (_, scores, v) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
             wanted = None if topk is None else largest(scores, topk)
             lse[i] = denominator(scores, sinks)
             weights = _softmax(scores.view(heads, 1, -1), None, sinks).view(scores.shape)
@@ -72,6 +61,27 @@ class ReferenceKernels(base.Kernels):
                 v = v.masked_fill(~wanted.any(1)[..., None], 0.0)  # may be anything, NaN too, and 0 * NaN is NaN
             out[i] = (weights @ v).view(heads, dim).to(q.dtype)
         return (out, lse) if with_lse else out
+
+    def choose(
+        self,
+        q: Tensor,
+        pool: Tensor,
+        tables: Tensor,
+        lengths: Tensor,
+        scale: float,
+        topk: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        form: CacheForm | None = None,
+    ) -> Tensor:
+        room = base.check_decode(q, pool, tables, lengths, form)
+        base.check_options(window, softcap, None, q.shape[1])
+        base.check_topk(topk)
+        chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
+                             device=q.device)  # fmt: skip
+        for i, (first, scores, _) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
+            chosen[i, :, first : first + scores.shape[-1]] = largest(scores, topk).any(1)
+        return chosen
 
     def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         room = base.check_pool(pool, form)
@@ -232,6 +242,27 @@ def bad_place(t: int, room: base.Room) -> InvalidInput:
     return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
 
 
+def scored(
+    q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
+    form: CacheForm | None,
+) -> Iterator[tuple[int, Tensor, Tensor]]:  # fmt: skip
+    """Of each sequence: the first position it sees, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]."""
+    room = base.check_pool(pool, form)
+    for i, length in enumerate(lengths.tolist()):
+        if not 1 <= length <= tables.shape[1] * room.page_tokens:
+            raise bad_sequence(i, room)
+        first = max(0, length - window) if window else 0
+        start = first // room.page_tokens
+        used = tables[i, start : -(-length // room.page_tokens)].long()
+        if used.min() < 0 or used.max() >= room.pages:
+            raise bad_sequence(i, room)
+        pages = read(pool, used, form).float().permute(1, 2, 0, 3, 4)  # [2, kv_heads, pages, page_tokens, dim]
+        within = slice(first - start * room.page_tokens, length - start * room.page_tokens)
+        k, v = pages.flatten(2, 3)[:, :, within]
+        scores = q[i].float().reshape(room.kv_heads, -1, room.dim) @ k.transpose(1, 2) * scale
+        yield first, capped(scores, softcap), v
+
+
 def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> None:
     """What base.Kernels.append does, places unchecked."""
     page, offset = pages.long()[:, None], offsets.long()[:, None]
@@ -246,11 +277,13 @@ def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, fo
             panels.minimum[page, number, head, :, offset] = minimum
 
 
-def read(pool: Tensor, pages: Tensor, form: CacheForm | None) -> Tensor:
-    """Pages [*pages.shape, 2, kv_heads, page_tokens, dim] of a pool, decoded. pages: int64, unchecked."""
+def read(pool: Tensor, pages: Tensor, form: CacheForm | None, values: bool = True) -> Tensor:
+    """Pages [*pages.shape, 2, kv_heads, page_tokens, dim] of a pool, decoded. pages: int64, unchecked. values: False
+    reads K alone, and the 2 is 1."""
+    parts = slice(None) if values else slice(1)
     if form is None:
-        return pool[pages]
-    codes, scale, minimum = (x[pages] for x in form.panels(pool))
+        return pool[:, parts][pages]
+    codes, scale, minimum = (x[:, parts][pages] for x in form.panels(pool))
     return form.decode(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
 
 

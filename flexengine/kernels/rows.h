@@ -20,6 +20,7 @@ struct Decode {
     const int32_t *tables, *lengths;
     const float* sinks;
     float* lse;                  // null: not wanted
+    uint8_t* chosen;             // null: not wanted; else of top-k all there is: [i][j][t], whether V is read
     int64_t n, heads, pages, kv_heads, page_tokens, dim;
     int64_t group;               // elements of a row that share a scale; 0: plain numbers
     int64_t max_pages, q_row, q_head;

@@ -16,8 +16,9 @@ from flexengine.plan.delegation import projection_share
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
+from flexengine.plan.values import waiting
 from flexengine.schedule import sweeps
-from flexengine.schedule.order import Batch, Cell, pages_for
+from flexengine.schedule.order import Batch, Cell, Piece, pages_for
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
@@ -137,10 +138,28 @@ class Clock:
             return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
         page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
         if task.op is Op.LOAD_CACHE:
-            pages = sum(pages_for(p.start, size) for p in batch.pieces)
+            pages = sum(self._loaded(p, size) for p in batch.pieces)
         else:
             pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in batch.pieces)
         return self.cost.hardware.link_seconds(lane, pages * page, page)
+
+    def _loaded(self, piece: Piece, page_tokens: int) -> float:
+        """Pages that come ahead of computing; of keys alone, half a page each."""
+        pages = pages_for(piece.start, page_tokens)
+        if self.cost.model.topk is None or piece.count > 1:
+            return pages
+        return (pages + (piece.start % page_tokens > 0)) / 2
+
+    def _values(self, batch: Batch, window: int | None) -> float:
+        """Seconds that one layer waits for chosen values."""
+        model, home = self.cost.model, batch.cache_home
+        if model.topk is None or home == "device" or batch.delegated:
+            return 0.0
+        size = self.layout.pools[home].page_tokens
+        full = [(p.start // size * size, p.start + 1) for p in batch.pieces if p.decodes]
+        seen = sum(n * min(past, window or past) / past for n, past in full)
+        lanes, handling = waiting(model, self.cost.hardware, home, seen, seen)
+        return float(sum(lanes.values()) + handling)
 
     def _attention(self, batch: Batch) -> list[float]:
         """Of every layer."""
@@ -156,7 +175,8 @@ class Clock:
                 work = rates.host_attention(sum(seen))
             else:
                 work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
-            by_window[window] = float(work) + float(rates.prompt_attention(pairs, length))
+            prompted = float(rates.prompt_attention(pairs, length))
+            by_window[window] = float(work) + prompted + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
 
 

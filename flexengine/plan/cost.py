@@ -21,6 +21,7 @@ from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, pa
 from flexengine.plan.lp import Linear, Memory, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
+from flexengine.plan.values import Chosen, waiting
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import place
@@ -139,7 +140,11 @@ class Cost:
         weights_disk = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
         found["disk_read"]["wd"] = np.full(sweeps.times.shape, weights_disk)
         page = self.away_page * model.kv_token
-        loaded, stored = (x * model.kv_token * layers for x in (sweeps.loaded, sweeps.stored))
+        coming = sweeps.loaded
+        if model.topk is not None:
+            chosen = Chosen.of(sweeps, self.away_page, rates.windows)
+            coming = sweeps.prompt_loaded + chosen.ahead
+        loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
         up, down = loaded, stored  # of what lives on the host
@@ -164,7 +169,22 @@ class Cost:
                 ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
             ):  # fmt: skip
                 link(lane, name, nbytes, transfer)
+        if model.topk is not None:
+            self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
+
+    def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
+        """Adds chosen values to the links, and to the device, which waits for them. With one slot it waits anyway."""
+        total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
+        at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * policy.gpu_batch_size
+        for home, name in (("host", "cc"), ("disk", "cd")):
+            if home == "host" and policy.delegate:  # attention reads them where they are
+                continue
+            lanes, handling = waiting(self.model, self.hardware, home, full, at_once)
+            for lane, seconds in lanes.items():
+                found[lane][name] = found[lane][name] + seconds
+            on_device = handling + (sum(lanes.values()) if policy.slots > 1 else 0.0)
+            found["device"][name] = found["device"].get(name, 0.0) + on_device
 
     def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
         """Seconds of the device lane by sweep. Sequences at home on different tiers are never in one gpu_batch."""

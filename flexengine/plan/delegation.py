@@ -4,7 +4,7 @@ FlexGen delegates from 512 cached tokens on (its release), because moving the ca
 queries and outputs 4 b h1. In general (systems 1.4, "delegate iff"), of one gpu_batch in one layer, with every literal
 a function of the model:
 
-    moved   n (s + page / 2) kv / up  +  n page kv / down  +  n s kv read / device  +  computing
+    moved   n (s read + page / 2) kv / up  +  n page kv / down  +  n s kv read / device  +  computing
     there   n sent / down  +  n s kv read / host  +  n fetched / up  +  fixed       +  computing
 
 delegate iff there < moved. Where lanes overlap, only the longest lane counts: pages move while other layers are
@@ -26,12 +26,13 @@ class Rule:
     """One layer of one gpu_batch of `sequences` decoding sequences.
 
     kv: bytes a cached token takes; sent, fetched: bytes of queries and new K and V, and of attention, of a token; read:
-    share of `kv` that attention reads; page: tokens that move together. up, down: bytes per second of the links to
-    the device and from it; host, device: bytes of KV per second of attention there. computing: seconds of the layer on
-    the device without its attention; fixed: seconds that delegating adds, whatever moves (tasks handed over); latency:
-    seconds that each transfer takes besides its bytes (one loads, one stores for every sequence; one goes either way
-    where attention is delegated). batches: how many gpu_batches take turns; overlap: False where tasks run one after
-    the other.
+    share of `kv` that attention reads, and that is moved for it: below 1 all keys and, when the device has chosen and
+    waits for them, some values; page: tokens that move together. up, down: bytes per second of the links to the device
+    and from it; host, device: bytes of KV per second of attention there. computing: seconds of the layer on the device
+    without its attention; fixed: seconds that delegating adds, whatever moves (tasks handed over); latency: seconds
+    that each transfer takes besides its bytes (one loads, one stores for every sequence; one goes either way where
+    attention is delegated). batches: how many gpu_batches take turns; overlap: False where tasks run one after the
+    other.
     """
 
     kv: float
@@ -54,9 +55,10 @@ class Rule:
     def moved(self) -> list[Line]:
         """Seconds by cached tokens where pages move: the largest of these lines."""
         kv = self.sequences * self.kv
-        load = (self.latency + kv * self.page / 2 / self.up, kv / self.up)
+        load = (self.latency + kv * self.page / 2 / self.up, kv * self.read / self.up)
         store = (self.sequences * self.latency * (self.page > 0) + kv * self.page / self.down, 0.0)
-        device = (self.computing, kv * self.read / self.device)
+        waits = kv * (self.read - 0.5) / self.up if self.read < 1 and self.overlap else 0.0
+        device = (self.computing, kv * self.read / self.device + waits)
         return [load, store, device] if self.overlap else [_sum(load, store, device)]
 
     @property

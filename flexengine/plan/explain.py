@@ -34,7 +34,7 @@ def report(
     `whatif.helps`; None leaves that part out."""
     parts = [
         [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
-        policy_words(prediction.policy), [""],
+        policy_words(prediction.policy), topk_words(model, prediction), [""],
         placement(model, workload, prediction, hardware.shared), [""],
         memory(prediction, hardware, verbose), [""],
         lanes_table(prediction, hardware.shared), [""],
@@ -77,6 +77,15 @@ def policy_words(policy: Policy) -> list[str]:
     if policy.delegate:
         lines.append("            attention is delegated: for sequences cached on the host, the CPU attends")
     return lines
+
+
+def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
+    """What of a KV cache off the device is loaded where attention takes a share of the values."""
+    policy, f = prediction.policy, prediction.fractions
+    if model.topk is None or not f.get("cd", 0.0) + (0.0 if policy.delegate else f.get("cc", 0.0)):
+        return []
+    share = percent(model.topk)
+    return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:

@@ -22,6 +22,8 @@ EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
+VALUES = "chosen values"
+CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
 
@@ -62,7 +64,8 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
-    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; centred: whether mean keys are apart.
+    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; centred: whether mean keys are apart;
+    topk: share of the past values that attention reads, None for all.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
     """
@@ -83,6 +86,7 @@ class ModelFacts:
     windows: tuple[int | None, ...] = ()
     kv_encoded: int = 0
     centred: bool = False
+    topk: float | None = None
 
     @property
     def kv_token(self) -> int:
@@ -182,6 +186,7 @@ class Layout:
     slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
+    values: bytes of chosen values that are on their way to a buffer at once.
     delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
     """
 
@@ -193,6 +198,7 @@ class Layout:
     pools: dict[str, Pool] = field(default_factory=dict)
     page_bytes: dict[str, int] = field(default_factory=dict)
     cache_buffer: int = 0
+    values: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -380,6 +386,10 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
             layout.pools[tier] = Pool(0, tokens, batch)
             layout.cache_buffer = max(layout.cache_buffer, batch * layout.page_bytes[tier])
     layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
+    if model.topk is not None:
+        layout.values = aligned(min(CHOSEN, layout.cache_buffer // 2))
+        layout.book("device", VALUES, layout.values)
+        layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if "disk" in places and capacity.staged:

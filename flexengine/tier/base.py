@@ -3,7 +3,8 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,6 +72,19 @@ class Tier(ABC):
         """load() of several (home, target) pairs; a tier that gains from it reads them at the same time."""
         for home, target in pairs:
             self.load(home, target)
+
+    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+        """Copies single rows: bytes rows[i] * width on, `width` of them, of the home to target[i].
+
+        rows: int64, in RAM, rising on a disk; target: uint8 [len(rows), width], contiguous. The bytes asked for are
+        counted, whatever is read besides.
+        """
+        last = torch.nonzero(rows.diff() != 1).flatten().tolist()
+        bounds = pairwise([0, *(i + 1 for i in last), len(rows)]) if len(rows) else ()
+        plain = replace(home, dtype=torch.uint8)
+        self.load_all([
+            (plain.part(int(rows[a]) * width, (b - a) * width), target[a:b].view(-1)) for a, b in bounds
+        ])  # fmt: skip
 
     @abstractmethod
     def store(self, source: torch.Tensor, home: Home) -> None:

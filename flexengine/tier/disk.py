@@ -11,9 +11,10 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from flexengine.tier.memory import aligned_buffer
 
 CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; shorter runs are read by the helpers, side by side
+GAP = 64 << 10  # bytes; nearer rows are read together: what lies between takes less time than a read of its own
 HELPERS = 2  # threads that convert what was read, and read what is short
 
 
@@ -135,6 +137,25 @@ class DiskTier(Tier):
             done.result()
         self.count(read=sum(home.nbytes for home, _ in pairs))
 
+    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+        """Reads the blocks that the rows lie in, and those between rows that are no further apart than GAP."""
+        starts = home.start + rows * width
+        parts = [(starts[a:b], target[a:b]) for a, b in _together(starts, width)]
+        reads = [self._pool().submit(self._read_rows, home.place, *part) for part in parts]
+        wait(reads)  # all of them, before an error lets the target go
+        for done in reads:
+            done.result()
+        self.count(read=target.nbytes)
+
+    def _read_rows(self, file: File, starts: torch.Tensor, target: torch.Tensor) -> None:
+        """Reads rows that lie within SHORT in this thread."""
+        width, end = target.shape[1], int(starts[-1]) + target.shape[1]
+        low = int(starts[0]) // ALIGN * ALIGN
+        buffer = self._short()[: aligned(end) - low]
+        self._read(file, buffer, low, end)
+        every = buffer.as_strided((len(buffer) - width + 1, width), (1, 1))  # the row from each byte on
+        torch.index_select(every, 0, starts - low, out=target)
+
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
             self._helpers = self._helpers or ThreadPoolExecutor(HELPERS, "flexengine-disk")
@@ -173,12 +194,17 @@ class DiskTier(Tier):
         finally:
             ring.put(buffer)
 
+    def _short(self) -> torch.Tensor:
+        """What this thread reads short runs into."""
+        if not hasattr(self._local, "short"):
+            self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
+        buffer: torch.Tensor = self._local.short
+        return buffer
+
     def _read_run(self, run: "Run") -> None:
         """Reads and converts a short run in this thread."""
         low, high = run.start // ALIGN * ALIGN, aligned(run.end)
-        if not hasattr(self._local, "short"):
-            self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
-        buffer = self._local.short[: high - low]
+        buffer = self._short()[: high - low]
         self._read(run.file, buffer, low, run.end)
         self._deliver(run, buffer, low, high)
 
@@ -245,6 +271,17 @@ class Run:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+
+def _together(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
+    """Rows a .. b - 1 that are read at once: none further than GAP from the one before, all within SHORT bytes."""
+    far = torch.nonzero(starts.diff() > GAP + width).flatten() + 1
+    bounds = [0, *far.tolist(), len(starts)] if len(starts) else []
+    for a, b in pairwise(bounds):
+        while a < b:
+            within = int(torch.searchsorted(starts[a:b], starts[a] + SHORT - width, right=True))
+            yield a, a + within
+            a += within
 
 
 def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:

@@ -62,6 +62,11 @@ class Throttled(Tier):
         self.inner.load_all(pairs)
         self._wait("read", sum(home.nbytes for home, _ in pairs), began)
 
+    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+        began = time.perf_counter()
+        self.inner.pick(home, rows, width, target)
+        self._wait("read", target.nbytes, began)
+
     def store(self, source: torch.Tensor, home: Home) -> None:
         began = time.perf_counter()
         self.inner.store(source, home)

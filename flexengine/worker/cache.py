@@ -1,6 +1,5 @@
 """The KV cache: page pools per tier, and for each gpu_batch the tables that every layer of a sweep shares."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -20,8 +19,10 @@ from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
+from flexengine.worker.values import Closed, Panels, Values
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
+Spans = list[tuple[int, int, int]]  # the same in bytes
 
 
 class Prompts(NamedTuple):
@@ -48,7 +49,8 @@ class View:
     unless attention is delegated: then they count in the host's pool, and the tables lie on the host.
 
     decode: how many of the first tokens are single ones; tables, lengths: theirs. pages, offsets: of every new token.
-    load, store: runs to bring before and write after compute. means: only where keys are kept without theirs.
+    load, store: runs to bring before and write after compute; keys: of which only those, and of which values are
+    brought when they are chosen (`closed`). means: only where keys are kept without theirs.
     """
 
     decode: int
@@ -59,6 +61,8 @@ class View:
     prompts: list[Prompts]
     load: Runs
     store: Runs
+    keys: Runs
+    closed: Closed | None = None
     means: Means | None = None
 
 
@@ -91,6 +95,7 @@ class Cache:
         self._stages = [take("host", size, "cache staging", dtype) for _ in range(count)]
         self._device = machine.device.view(self._homes["device"]).view(self.layers, *self._shape("device")) \
             if "device" in self._homes else None  # fmt: skip
+        self._values = Values(layout, machine, self._regions) if layout.values else None
         self._turn = rotation(model.head_dim).to(machine.compute) if self.smooth else None
         self._places = Pages("device", layout.policy.block_size if self.smooth else 0)
         self._place: dict[int, int] = {}  # by sequence: of its mean keys
@@ -136,28 +141,33 @@ class Cache:
         tokens = self.layout.pools[batch.cache_home].page_tokens
         pieces = packed(batch)
         owned = [live[p.sequence].pages[: pages_for(p.start + p.count, tokens)] for p in pieces]
-        tables, load, store = owned, Runs(), Runs()
+        tables, load, store, keys, closed = owned, Runs(), Runs(), Runs(), None
+        decode = sum(p.count == 1 for p in pieces)
         if batch.cache_home != "device" and not batch.delegated:
             tables, at = [], 0
             for piece, pages in zip(pieces, owned, strict=True):
                 tables.append(list(range(at, at + len(pages))))
                 past, first = pages_for(piece.start, tokens), piece.start // tokens
-                load += _join(pages[:past], at)
+                hollow = first if self._values and piece.count == 1 else 0  # pages that come without their values
+                keys += _join(pages[:hollow], at)
+                load += _join(pages[hollow:past], at + hollow)
                 store += _join(pages[first:], at + first)
                 at += len(pages)
         compute = self.machine.compute
+        if keys:
+            starts = torch.tensor([p.start // tokens * tokens for p in pieces[:decode]])
+            closed = Closed(*(x.to(compute) for x in (_padded(owned[:decode]), _padded(tables[:decode]), starts)))
         on = torch.device("cpu") if batch.delegated else compute
         positions = [range(p.start, p.start + p.count) for p in pieces]
         page_ids = [t[s // tokens] for t, span in zip(tables, positions, strict=True) for s in span]
         offsets = [s % tokens for span in positions for s in span]
-        decode = sum(p.count == 1 for p in pieces)
-        width = max((len(t) for t in tables[:decode]), default=1)
         return View(
             decode,
-            _int32([t + [0] * (width - len(t)) for t in tables[:decode]], on).view(decode, width),
+            _padded(tables[:decode]).int().to(on),
             _int32([p.start + 1 for p in pieces[:decode]], on),
             _int32(page_ids, on), _int32(offsets, on),
-            _prompts(pieces[decode:], tables[decode:], decode, on), load, store, self._means_of(pieces, compute),
+            _prompts(pieces[decode:], tables[decode:], decode, on), load, store, keys, closed,
+            self._means_of(pieces, compute),
         )  # fmt: skip
 
     def _means_of(self, pieces: list[Piece], on: torch.device) -> Means | None:
@@ -176,15 +186,28 @@ class Cache:
         if buffer < 0:
             assert self._device is not None
             return self._device[layer]
-        pages = self.layout.cache_buffer // self.layout.page_bytes[home]
-        base = self._buffers[buffer]
-        room = Home(base.place, base.start, pages * self.layout.page_bytes[home], self.dtype)
-        return self.machine.device.view(room).view(self._shape(home, pages))
+        room = self._room(home, buffer)
+        return self.machine.device.view(room).view(self._shape(home, room.nbytes // self.layout.page_bytes[home]))
+
+    def _room(self, home: str, buffer: int) -> Home:
+        """What of a buffer whole pages of that home take."""
+        page, base = self.layout.page_bytes[home], self._buffers[buffer]
+        return Home(base.place, base.start, self.layout.cache_buffer // page * page, self.dtype)
+
+    def _layer(self, layer: int, home: str) -> Home:
+        """The pages of a layer where they live."""
+        nbytes = self.layout.pools[home].pages * self.layout.page_bytes[home]
+        return self._homes[home].part(layer * nbytes, nbytes)
 
     def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
         """Appends the new K and V and returns attention `[1, tokens, heads, head_dim]`."""
         width, event = event.v.shape[-1], self.prepared(event, view)
-        out = self._attend(event, self._pool(event.layer, home, buffer), view, self._form(home))
+        pool, form = self._pool(event.layer, home, buffer), self._form(home)
+        q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
+        self.kernels.append(k, v, pool, view.pages, view.offsets, form)
+        if view.closed is not None:
+            self._choose(event, q, pool, view, home, buffer)
+        out = self._attend(event, (q, k, v), pool, view, form)
         return self.restored(out, width)
 
     def prepared(self, event: Attend, view: View) -> Attend:
@@ -213,9 +236,21 @@ class Cache:
             k = (keys - means[view.means.of].to(k.dtype)).transpose(0, 1)[None]
         return event._replace(q=turned(q, self._turn), k=turned(k, self._turn), v=turned(v, self._turn))
 
-    def _attend(self, event: Attend, pool: Tensor, view: View, form: CacheForm | None) -> Tensor:
-        q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
-        self.kernels.append(k, v, pool, view.pages, view.offsets, form)
+    def _choose(self, event: Attend, q: Tensor, pool: Tensor, view: View, home: str, buffer: int) -> None:
+        """Brings the values that decoding sequences are about to read, of pages that came without."""
+        assert view.closed is not None
+        assert self._values is not None
+        assert self.topk is not None
+        form, (n, model) = self._form(home), (view.decode, self.model)
+        chosen = self.kernels.choose(q[:n], pool, view.tables, view.lengths, event.scale, self.topk, event.window,
+                                     event.softcap, form)  # fmt: skip
+        panels = Panels.of(form, model.kv_heads, self.layout.pools[home].page_tokens, model.head_dim * model.itemsize)
+        self._values.bring(chosen, view.closed, home, self._layer(event.layer, home), self._room(home, buffer), panels)
+
+    def _attend(
+        self, event: Attend, qkv: tuple[Tensor, Tensor, Tensor], pool: Tensor, view: View, form: CacheForm | None
+    ) -> Tensor:
+        q, k, v = qkv
         options = (event.scale, event.window, event.softcap, event.sinks)
         n = view.decode
         if n == q.shape[0]:
@@ -232,41 +267,49 @@ class Cache:
             out[span] = self.kernels.attend_prompt(qs, ks, vs, *options).flatten(0, 1)
         return out[None]
 
-    def _runs(self, layer: int, home: str, runs: Runs, where: list[Home], buffer: int) -> Iterator[tuple[Home, Home]]:
-        """(part of the pool, its place in a buffer or stage) of every run of pages."""
+    def _spans(self, home: str, whole: Runs, keys: Runs | tuple[()] = ()) -> Spans:
+        """What of a layer's pool and of a buffer those pages take, and the first halves of those of `keys`."""
         page = self.layout.page_bytes[home]
-        pool, base = self._homes[home], where[buffer]
-        start = layer * self.layout.pools[home].pages * page
-        for first, at, count in runs:
-            inside = Home(base.place, base.start + at * page, count * page, self.dtype)
-            yield pool.part(start + first * page, count * page), inside
+        found = [(first * page, at * page, count * page) for first, at, count in whole]
+        halves = [(first + i, at + i) for first, at, count in keys for i in range(count)]
+        return found + [(first * page, at * page, page // 2) for first, at in halves]
+
+    def _pairs(self, layer: int, home: str, spans: Spans, where: list[Home], buffer: int) -> list[tuple[Home, Home]]:
+        """(part of the pool, its place in a buffer or stage) of every span."""
+        pool, base = self._layer(layer, home), where[buffer]
+        return [
+            (pool.part(first, nbytes), Home(base.place, base.start + at, nbytes, self.dtype))
+            for first, at, nbytes in spans
+        ]
 
     def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
         """Brings the batch's cached pages of one layer one leg further: to staging, or to its device buffer."""
         staged, machine = home == "disk" and bool(self._stages), self.machine
+        spans = self._spans(home, view.load, view.keys)
         if staged and hop == 1:
-            self._between(home, view.load, buffer, up=True)
+            self._between(spans, buffer, up=True)
             return
         where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        runs = self._runs(layer, home, view.load, where, buffer)
-        machine.tier(home).load_all([(far, near.view(inside)) for far, inside in runs])
+        pairs = self._pairs(layer, home, spans, where, buffer)
+        machine.tier(home).load_all([(far, near.view(inside)) for far, inside in pairs])
 
     def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
         """Writes the pages this sweep touched one leg further: to staging, or to their home."""
         staged, machine = home == "disk" and bool(self._stages), self.machine
+        spans = self._spans(home, view.store)
         if staged and hop == 0:
-            self._between(home, view.store, buffer, up=False)
+            self._between(spans, buffer, up=False)
             return
         where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        for far, inside in self._runs(layer, home, view.store, where, buffer):
+        for far, inside in self._pairs(layer, home, spans, where, buffer):
             machine.tier(home).store(near.view(inside), far)
 
-    def _between(self, home: str, runs: Runs, buffer: int, up: bool) -> None:
-        """Staging to buffer (up) or buffer to staging: both number pages alike."""
-        page, stage, base = self.layout.page_bytes[home], self._stages[buffer], self._buffers[buffer]
-        for _, at, count in runs:
-            near = Home(base.place, base.start + at * page, count * page, self.dtype)
-            far = Home(stage.place, stage.start + at * page, count * page, self.dtype)
+    def _between(self, spans: Spans, buffer: int, up: bool) -> None:
+        """Staging to buffer (up) or buffer to staging: pages lie alike in both."""
+        stage, base = self._stages[buffer], self._buffers[buffer]
+        for _, at, nbytes in spans:
+            near = Home(base.place, base.start + at, nbytes, self.dtype)
+            far = Home(stage.place, stage.start + at, nbytes, self.dtype)
             if up:
                 self.machine.host.load(far, self.machine.device.view(near))
             else:
@@ -293,6 +336,12 @@ def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:
 
 def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.int32).to(device)
+
+
+def _padded(rows: list[list[int]]) -> Tensor:
+    """The rows side by side, int64 [rows, at least 1]."""
+    width = max((len(row) for row in rows), default=1)
+    return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(-1, width)
 
 
 def _join(pages: list[int], at: int) -> Runs:

@@ -62,6 +62,7 @@ class Opened:
         skeleton.product.int8 = lossy.compute == "int8"
         self.held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu) | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
+        self.facts = replace(self.facts, topk=lossy.topk)
         if bits := lossy.cache_bits:
             shape = skeleton.cache
             each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes

@@ -1,0 +1,57 @@
+"""What chosen values (`topk`) cost where the KV cache is off the device: `worker.values` and its formula, in the mean.
+
+Keys, and the values of a page that is being filled, come ahead of computing like whole pages. The rest comes when a
+layer has chosen, and the device waits for it: row by row from RAM, block by block from disk.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import ALIGN, CHOSEN, ModelFacts
+from flexengine.plan.profile import Array, Profile
+
+PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
+
+
+class Chosen(NamedTuple):
+    """By sweep, of all decoding sequences. ahead: what of one layer comes ahead, in whole tokens; full: tokens in full
+    pages that attention sees, summed over layers."""
+
+    ahead: Array
+    full: Array
+
+    @staticmethod
+    def of(sweeps: Profile, page_tokens: int, windows: Mapping[int | None, int]) -> "Chosen":
+        """windows: how many layers see so many tokens. A page is being filled unless the one before is just full."""
+        held = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0)
+        filling = np.minimum(held, np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) * (1 - 1 / page_tokens))
+        seen = sum(n * (sweeps.cached if w is None else sweeps.windows[w]) for w, n in windows.items())
+        return Chosen((held + filling) / 2, np.asarray(seen * (held - filling) / np.maximum(sweeps.cached, 1e-9)))
+
+
+def wanted(model: ModelFacts, rows: float = 1.0) -> float:
+    """How likely some query head of a kv head wants one of `rows` neighbouring values, if they choose by chance."""
+    heads = model.heads / model.kv_heads
+    return float(1 - (1 - (model.topk or 0.0)) ** (heads * rows))
+
+
+def waiting(
+    model: ModelFacts, hardware: Hardware, home: str, full: Any, at_once: float
+) -> tuple[dict[str, Any], Any]:
+    """Seconds by lane of loading chosen values, and of handling them on the device's.
+
+    full: tokens in full pages, a number or an array; at_once: of one layer of a gpu_batch.
+    """
+    half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads
+    chosen, lanes = full * wanted(model), dict[str, Any]()
+    if home == "disk":
+        blocks = min(1.0, wanted(model, max(1.0, ALIGN / row)))
+        lanes["disk_read"] = full * blocks * half / at(hardware.links["disk_read"], max(1.0, at_once * blocks * half))
+    if home == "host" or not hardware.shared:
+        transfer = min(float(CHOSEN), max(1.0, at_once * wanted(model) * half))
+        lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)
+    pieces = 1 + 2 * -(-model.head_dim // 64) if model.kv_encoded else 1  # codes, scales and minima lie apart
+    return lanes, chosen * model.kv_heads * pieces * PICK
