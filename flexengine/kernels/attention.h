@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int SHARES = 8;    // of the work, at least, for every thread
+constexpr int64_t EARLY = 8192;  // bytes that are asked for before they are read
 
 // slot: of the sequence's first partial result; -1 when it has one part only.
 struct Item { int32_t i, part, parts, slot; };
@@ -27,15 +28,17 @@ inline float soften(float* scores, int64_t n, float softcap, float& top, float& 
     for (int64_t s = n; s < whole; s++) scores[s] = -FLT_MAX;
     vf most = vset(top);
     for (int64_t s = 0; s < whole; s += W) most = vmax(vload(scores + s), most);
-    float above = vtop(most), keep = above > top ? expf(top - above) : 1.f;
+    const float above = vtop(most);
+    float keep[W];
+    vstore(keep, vexp(vset(top - above)));  // 1 where the maximum stays; a branch would often be guessed wrongly
     vf total = vset(0.f);
     for (int64_t s = 0; s < whole; s += W) {
         vf e = vexp(vsub(vload(scores + s), vset(above)));
         vstore(scores + s, e);
         total = vadd(total, e);
     }
-    top = above, sum = sum * keep + vsum(total);
-    return keep;
+    top = above, sum = sum * keep[0] + vsum(total);
+    return keep[0];
 }
 
 // The queries of the heads from h on, times the scale.
@@ -85,18 +88,24 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
     start(a, item.i, j * group, J * group, my);
     R rows(a, item.i, j, J, my);
     rows.span(begin, count);
-    for (int64_t s = 0; s < count; s += R::chunk) {
-        const int n = int(count - s < R::chunk ? count - s : R::chunk);
+    const int64_t run = R::chunk * rows.row, early = run < EARLY ? EARLY / run < 2 * J ? EARLY / run : 2 * J : 1;
+    for (int64_t s = 0, n; s < count; s += n) {
+        n = R::chunk - (begin + s) % R::chunk;
+        n = count - s < n ? count - s : n;
+        auto ahead = [&](int64_t panel) {  // counted from the chunk's first K on
+            panel += early;
+            if (panel < J) return Ahead{0, panel * rows.panel, rows.row};
+            if (panel < 2 * J) return Ahead{0, rows.value + (panel - J) * rows.panel, rows.row};
+            return Ahead{n, (panel - 2 * J) * rows.panel, rows.row};
+        };
         for (int64_t k = 0; k < J; k++) {
-            rows.score(k, s, n, {0, k + 1 < J ? (k + 1) * rows.panel : rows.value, rows.row});
+            rows.score(k, s, int(n), ahead(k));
             for (int64_t h = k * group; h < (k + 1) * group; h++)
                 my.keep[h] = soften(my.scores + h * CHUNK, n, a.softcap, my.top[h], my.sum[h]);
         }
-        for (int64_t k = 0; k < J; k++) {
-            const bool more = k + 1 < J;
-            rows.weigh(k, s, n, {more ? 0 : R::chunk, more ? rows.value + (k + 1) * rows.panel : 0, rows.row});
-        }
+        for (int64_t k = 0; k < J; k++) rows.weigh(k, s, int(n), ahead(J + k));
     }
+    rows.done(J);
 }
 
 // Sets all but the k largest of p[0 .. n - 1] to 0, the later of equal ones first; kept[t] becomes 1 for those that
@@ -167,28 +176,30 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
             }
         }
     }
+    rows.done(J);
 }
 
-// One head's output from `parts` partial results, `step` floats apart; the sink joins the denominator only.
+// One head's output from `parts` partial results, `step` floats apart, the first of which becomes their sum; the sink
+// joins the denominator only.
 template <class Q>
-void finish(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top, const float* sum,
+void finish(const Decode& a, int64_t i, int64_t h, int parts, float* acc, const float* top, const float* sum,
             int64_t step) {
     float most = a.sinks ? a.sinks[h] : -FLT_MAX;
     for (int p = 0; p < parts; p++) if (!(top[p * step] <= most)) most = top[p * step];
     float total = a.sinks ? expf(a.sinks[h] - most) : 0.f;
-    for (int p = 0; p < parts; p++) total += sum[p * step] * expf(top[p * step] - most);
+    for (int p = 0; p < parts; p++) {
+        const float share = expf(top[p * step] - most);
+        const float* more = acc + p * step;
+        total += sum[p * step] * share;
+        for (int64_t d = 0; d < a.dim; d++) acc[d] = p ? acc[d] + more[d] * share : acc[d] * share;
+    }
     if (a.lse) a.lse[i * a.heads + h] = logf(total) + most;
     Q* to = (Q*)a.out + (i * a.heads + h) * a.dim;
-    for (int64_t d = 0; d < a.dim; d++) {
-        float x = 0;
-        if (parts == 1) x = acc[d] * expf(top[0] - most);
-        else for (int p = 0; p < parts; p++) x += acc[p * step + d] * expf(top[p * step] - most);
-        to[d] = narrow<Q>(x / total);
-    }
+    for (int64_t d = 0; d < a.dim; d++) to[d] = narrow<Q>(acc[d] / total);
 }
 
-void finish_head(const Decode& a, int64_t i, int64_t h, int parts, const float* acc, const float* top,
-                 const float* sum, int64_t step) {
+void finish_head(const Decode& a, int64_t i, int64_t h, int parts, float* acc, const float* top, const float* sum,
+                 int64_t step) {
     if (a.q_dtype == FP32) finish<float>(a, i, h, parts, acc, top, sum, step);
     if (a.q_dtype == BF16) finish<bf16>(a, i, h, parts, acc, top, sum, step);
     if (a.q_dtype == FP16) finish<fp16>(a, i, h, parts, acc, top, sum, step);
@@ -250,7 +261,7 @@ int64_t flex_decode(const Decode* args) {
                 const Item& item = list[w / a.kv_heads];
                 if (item.parts == 1 || item.part > 0) continue;
                 const int64_t j = w % a.kv_heads;
-                const float* from = partial + (item.slot * a.kv_heads + j) * step;
+                float* from = partial + (item.slot * a.kv_heads + j) * step;
                 for (int64_t g = 0; g < group; g++)
                     finish_head(a, item.i, j * group + g, item.parts, from + g * width, from + group * width + g,
                                 from + group * width + group + g, a.kv_heads * step);

@@ -9,15 +9,19 @@ namespace {
 
 constexpr int WIDE = 64;  // the group that is multiplied as codes; smaller ones are decoded first, they are rare
 
-// scores[g][0..3] = sum over groups of scale * (q[g] . codes of rows[0..3]), for H query heads. scale: [r][CHUNK].
+// scores[g][0 .. tokens_of(H) - 1] = sum over groups of scale * (q[g] . codes of those rows), for H query heads.
+// scale: [r][CHUNK].
 template <int BITS, int NG, int H>
 inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t groups, const float* scale,
-                        float* scores) {
-    constexpr int stride = WIDE * BITS / 8, T = H * 4 <= W / 2 || H == 1 ? TILE : 2;  // bounded by the registers
+                        float* scores, const Ahead& ahead) {
+    constexpr int stride = WIDE * BITS / 8, tokens = tokens_of(H);
+    constexpr int T = H * 4 <= W / 2 || H == 1 ? TILE : 2;  // bounded by the registers
     const int64_t R = NG > 0 ? NG : groups;
-    vf total[H][TILE];
-    for (int g = 0; g < H; g++) for (int t = 0; t < TILE; t++) total[g][t] = vset(0.f);
-    for (int first = 0; first < TILE; first += T) {
+    vf all[(H * tokens + W - 1) / W * W];
+    for (int first = 0; first < tokens; first += T) {
+        vf total[H][T];
+        for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) total[g][t] = vset(0.f);
+        for (int t = 0; t < T; t++) prefetch_row(rows + first + t, ahead);
         for (int64_t r = 0; r < R; r++) {
             vf sum[H][T];
             for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) sum[g][t] = vset(0.f);
@@ -29,18 +33,19 @@ inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shif
                     vf k[T];
                     for (int t = 0; t < T; t++) k[t] = code<BITS, e>(raw[t]);
                     for (int g = 0; g < H; g++) {
-                        vf x = vload(q + g * width + r * WIDE + e * stride + i);
+                        vf x = vheld(vload(q + g * width + r * WIDE + e * stride + i));
                         for (int t = 0; t < T; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
                     }
                 });
             }
             for (int t = 0; t < T; t++) {
                 vf step = vset(scale[r * CHUNK + first + t]);
-                for (int g = 0; g < H; g++) total[g][first + t] = vfma(sum[g][t], step, total[g][first + t]);
+                for (int g = 0; g < H; g++) total[g][t] = vfma(sum[g][t], step, total[g][t]);
             }
         }
+        for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) all[g * tokens + first + t] = total[g][t];
     }
-    for (int g = 0; g < H; g++) vsum4(scores + g * CHUNK, total[g]);
+    put_sums<H>(all, scores);
 }
 
 // acc[g][C columns] = acc * keep[g] + base[g][r] + sum over s of p[g][r][s] * (codes of token s), for H query heads.
@@ -68,7 +73,7 @@ inline void weigh_codes(const float* p, const float* base, const float* keep, To
         prefetch_row(rows + s, ahead);
         for (int g = 0; g < H; g++)
             for (int r = 0; r < R; r++) {
-                vf weight = vset(p[(g * groups + r) * CHUNK + s]);
+                vf weight = vheld(vset(p[(g * groups + r) * CHUNK + s]));
                 for (int z = r * N / R; z < (r + 1) * N / R; z++)
                     for (int e = 0; e < E; e++) sum[g][z][e] = vfma(weight, x[z][e], sum[g][z][e]);
             }
@@ -145,13 +150,12 @@ template <int BITS, int NG> struct CodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         this->read_scales(s, n, k * panel);
-        for (int t = 0; t < n; t += TILE) {
-            for (int u = 0; u < TILE; u++) prefetch_row(my.rows + s + t + u, ahead);
-            for_heads(k * group, group, [&](auto H, int64_t h) {
+        for_heads(k * group, group, [&](auto H, int64_t h) {
+            for (int t = 0; t < n; t += tokens_of(H))
                 score_codes<BITS, NG, H>(my.q + h * width, width, my.rows + s + t, k * panel, R, my.scale + t,
-                                         my.scores + h * CHUNK + t);
-            });
-        }
+                                         my.scores + h * CHUNK + t, ahead);
+            ahead.bytes = 0;
+        });
         for (int64_t h = k * group; h < (k + 1) * group; h++)
             for (int t = 0; t < n; t += W) {
                 vf all = vload(my.scores + h * CHUNK + t);
@@ -202,10 +206,10 @@ template <int BITS, int G> struct DecodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, k * panel, ahead);
-        for (int t = 0; t < n; t += TILE)
-            for_heads(k * group, group, [&](auto H, int64_t h) {
-                score_tile<float, 0, H>(my.q + h * width, width, wide + t, 0, width, my.scores + h * CHUNK + t);
-            });
+        for_heads(k * group, group, [&](auto H, int64_t h) {
+            for (int t = 0; t < n; t += tokens_of(H))
+                score_tile<float, 0, H>(my.q + h * width, width, wide + t, 0, width, my.scores + h * CHUNK + t, {});
+        });
     }
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, value + k * panel, ahead);

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int TILE = 4;      // tokens scored together
+constexpr int TILE = 4;      // tokens that share a loaded query vector
 constexpr int CHUNK = 64;    // most tokens between two updates of the running softmax
 constexpr int PART = 1024;   // tokens of one work item; fixed, so results depend neither on threads nor on the batch
 
@@ -53,7 +53,7 @@ struct Scratch {  // of one thread, for the query heads of `J` kv heads: h count
         const int64_t R = a.group ? a.dim / a.group : 0;
         for (int pass = 0; pass < 2; pass++) {
             used = 0;
-            rows = take<const char*>(PART + CHUNK + TILE);
+            rows = take<const char*>(PART + 2 * CHUNK);
             q = take<float>(heads * width), acc = take<float>(heads * width), scores = take<float>(heads * CHUNK);
             top = take<float>(heads), sum = take<float>(heads), keep = take<float>(heads);
             qsum = take<float>(heads * R), base = take<float>(group * R), weights = take<float>(group * R * CHUNK);
@@ -73,8 +73,9 @@ typedef const char* const* Tokens;  // of the K of the first head, by token
 // What to prefetch while a row is worked on: `bytes` of the row `rows` on, `shift` bytes from its start.
 struct Ahead { int64_t rows, shift, bytes; };
 
+inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
 inline void prefetch_row(Tokens row, const Ahead& ahead) {
-    for (int64_t d = 0; d < ahead.bytes; d += 64) __builtin_prefetch(row[ahead.rows] + ahead.shift + d, 0, 3);
+    for (int64_t d = 0; d < ahead.bytes; d += 64) prefetch(row[ahead.rows] + ahead.shift + d);
 }
 
 // Where the heads from j on of sequence i lie. In bytes, row: from token to token; panel: from a head to the next;
@@ -103,52 +104,85 @@ struct Place {
         for (int64_t s = 0; s < count; s++) my.rows[s] = page(tokens[s]) + tokens[s] % P * row;
         pad(count);
     }
+    void done(int64_t) {}  // J heads: my.acc takes its final order
     void pad(int64_t count) {  // tiles and prefetches go beyond the last
-        for (int64_t s = count; s < count + CHUNK + TILE; s++) my.rows[s] = my.rows[count - 1];
+        for (int64_t s = count; s < count + 2 * CHUNK; s++) my.rows[s] = my.rows[count - 1];
     }
 };
 
-// scores[g][0..3] = q[g] . rows[0..3], `shift` bytes on, for H query heads. NV > 0: dim is NV * W, a constant then.
+// Tokens scored together for H query heads: enough that their sums fill vectors.
+constexpr int tokens_of(int H) { return H == 3 || H * TILE >= W ? TILE : W / H; }
+
+// The horizontal sums of [H][tokens_of(H)] vectors to scores [H][CHUNK]. There is room for a multiple of W vectors.
+template <int H> inline void put_sums(vf* sum, float* scores) {
+    constexpr int tokens = tokens_of(H), count = H * tokens, whole = (count + W - 1) / W * W;
+    float all[whole];
+    for (int x = count; x < whole; x++) sum[x] = vset(0.f);
+    for (int x = 0; x < whole; x += W) vstore(all + x, vsums(sum + x));
+    for (int g = 0; g < H; g++) memcpy(scores + g * CHUNK, all + g * tokens, size_t(tokens) * 4);
+}
+
+// scores[g][0 .. tokens_of(H) - 1] = q[g] . rows[those], `shift` bytes on, for H query heads. NV > 0: dim is NV * W, a
+// constant then.
 template <class T, int NV, int H>
-inline void score_tile(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t dim, float* scores) {
-    vf sum[H][TILE];
-    for (int g = 0; g < H; g++) for (int t = 0; t < TILE; t++) sum[g][t] = vset(0.f);
+inline void score_tile(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t dim, float* scores,
+                       const Ahead& ahead) {
+    constexpr int tokens = tokens_of(H), step = TILE * W * int(sizeof(T));
     const int64_t whole = NV > 0 ? NV : dim / W;
-    auto add = [&](int64_t c, const vf* k) {
-        for (int g = 0; g < H; g++) {
-            vf x = vload(q + g * width + c * W);
-            for (int t = 0; t < TILE; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
+    vf all[(H * tokens + W - 1) / W * W];
+    for (int first = 0; first < tokens; first += TILE) {
+        vf sum[H][TILE], k[TILE];
+        for (int g = 0; g < H; g++) for (int t = 0; t < TILE; t++) sum[g][t] = vset(0.f);
+        auto add = [&](int64_t c) {
+            for (int g = 0; g < H; g++) {
+                vf x = vheld(vload(q + g * width + c * W));
+                for (int t = 0; t < TILE; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
+            }
+        };
+        const T* row[TILE];
+        for (int t = 0; t < TILE; t++) row[t] = (const T*)(rows[first + t] + shift);
+        const char* next = rows[ahead.rows + first] + ahead.shift;  // TILE rows, evenly over the steps
+        int64_t c = 0;
+        for (; c + 2 <= whole; c += 2) {
+            vf two[TILE][2];
+            for (int b = 0; ahead.bytes && b < 2 * step; b += 64) prefetch(next + c * step + b);
+            for (int t = 0; t < TILE; t++) vload2(row[t] + c * W, two[t]);
+            for (int z = 0; z < 2; z++) {
+                for (int t = 0; t < TILE; t++) k[t] = two[t][z];
+                add(c + z);
+            }
         }
-    };
-    const T* row[TILE];
-    for (int t = 0; t < TILE; t++) row[t] = (const T*)(rows[t] + shift);
-    vf k[TILE];
-    for (int64_t c = 0; c < whole; c++) {
-        for (int t = 0; t < TILE; t++) k[t] = vload(row[t] + c * W);
-        add(c, k);
+        if (NV == 0 && c < whole) {
+            for (int t = 0; t < TILE; t++) k[t] = vload(row[t] + c * W);
+            add(c);
+        }
+        if (NV == 0 && dim % W) {
+            for (int t = 0; t < TILE; t++) k[t] = vload_part(row[t] + whole * W, int(dim % W));
+            add(whole);
+        }
+        for (int g = 0; g < H; g++) for (int t = 0; t < TILE; t++) all[g * tokens + first + t] = sum[g][t];
     }
-    if (NV == 0 && dim % W) {
-        for (int t = 0; t < TILE; t++) k[t] = vload_part(row[t] + whole * W, int(dim % W));
-        add(whole, k);
-    }
-    for (int g = 0; g < H; g++) vsum4(scores + g * CHUNK, sum[g]);
+    put_sums<H>(all, scores);
 }
 
 // acc[g][C columns] = acc * keep[g] + sum over s of p[g][s] * (V of token s), for H query heads.
 // shift: bytes from rows to the V columns wanted; tail: how much of a last, partial column there is.
 template <class T, int H, int C>
 inline void weigh_columns(const float* p, const float* keep, Tokens rows, int64_t shift, int n, float* acc,
-                          int64_t width, Ahead ahead, int tail) {
+                          int64_t width, const Ahead& ahead, int tail) {
     vf sum[H][C];
     for (int g = 0; g < H; g++)
         for (int c = 0; c < C; c++) sum[g][c] = vmul(vload(acc + g * width + c * W), vset(keep[g]));
     for (int s = 0; s < n; s++) {
         const T* row = (const T*)(rows[s] + shift);
         vf x[C];
-        for (int c = 0; c < C; c++) x[c] = C == 1 && tail ? vload_part(row, tail) : vload(row + c * W);
-        prefetch_row(rows + s, ahead);
+        if (C == 1) x[0] = tail ? vload_part(row, tail) : vload(row);
+        else for (int c = 0; c < C; c += 2) vload2(row + c * W, x + c);
+        if (ahead.bytes)
+            for (int c = 0; c < C; c += 64 / W / int(sizeof(T)))
+                prefetch((const T*)(rows[ahead.rows + s] + ahead.shift) + c * W);
         for (int g = 0; g < H; g++) {
-            vf weight = vset(p[g * CHUNK + s]);
+            vf weight = vheld(vset(p[g * CHUNK + s]));
             for (int c = 0; c < C; c++) sum[g][c] = vfma(weight, x[c], sum[g][c]);
         }
     }
@@ -157,12 +191,13 @@ inline void weigh_columns(const float* p, const float* keep, Tokens rows, int64_
 
 template <class T, int H>
 inline void weigh(const float* p, const float* keep, Tokens rows, int64_t shift, int n, float* acc, int64_t width,
-                  int64_t dim, Ahead ahead) {
+                  int64_t dim, const Ahead& ahead) {
     constexpr int C = H <= HEADS / 2 ? 8 : 4;
     auto columns = [&](auto c, int64_t d) {
         const int tail = dim - d < W ? int(dim - d) : 0;
-        weigh_columns<T, H, c>(p, keep, rows, shift + d * int64_t(sizeof(T)), n, acc + d, width, ahead, tail);
-        ahead.bytes = 0;
+        const int64_t at = d * int64_t(sizeof(T));
+        weigh_columns<T, H, c>(p, keep, rows, shift + at, n, acc + d, width,
+                               {ahead.rows, ahead.shift + at, ahead.bytes}, tail);
     };
     int64_t d = 0;
     for (; d + C * W <= dim; d += C * W) columns(std::integral_constant<int, C>(), d);
@@ -179,24 +214,44 @@ template <class F> inline void for_heads(int64_t h, int64_t group, F f) {
     if constexpr (HEADS > 3) if (end - h == 3) f(std::integral_constant<int, 3>(), h);
 }
 
+// Blocks of 2 * W numbers in the order in which vload2 gives those of a T, and back.
+template <class T> inline void split(float* x, int64_t blocks) {
+    float even[W], odd[W];
+    for (; SPLIT<T> && blocks > 0; blocks--, x += 2 * W) {
+        for (int e = 0; e < W; e++) even[e] = x[2 * e], odd[e] = x[2 * e + 1];
+        memcpy(x, even, sizeof even), memcpy(x + W, odd, sizeof odd);
+    }
+}
+template <class T> inline void unsplit(float* x, int64_t blocks) {
+    float both[2 * W];
+    for (; SPLIT<T> && blocks > 0; blocks--, x += 2 * W) {
+        for (int e = 0; e < W; e++) both[2 * e] = x[e], both[2 * e + 1] = x[W + e];
+        memcpy(x, both, sizeof both);
+    }
+}
+
 // Rows of numbers. NV > 0: the head size is NV * W, known when compiling.
 template <class T, int NV> struct PlainRows : Place {
-    static constexpr int chunk = CHUNK;
+    static constexpr int chunk = CHUNK / 2;
     const int64_t dim, group, width;
 
-    PlainRows(const Decode& a, int64_t i, int64_t j, int64_t, Scratch& my)
+    PlainRows(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my)
         : Place(a, i, j, my, a.dim * int64_t(sizeof(T)), a.page_tokens * a.dim * int64_t(sizeof(T))),
-          dim(NV > 0 ? NV * W : a.dim), group(a.heads / a.kv_heads), width(padded(a.dim)) {}
+          dim(NV > 0 ? NV * W : a.dim), group(a.heads / a.kv_heads), width(padded(a.dim)) {
+        for (int64_t h = 0; h < J * group; h++) split<T>(my.q + h * width, dim / W / 2);
+    }
+    void done(int64_t J) {
+        for (int64_t h = 0; h < J * group; h++) unsplit<T>(my.acc + h * width, dim / W / 4 * 2);
+    }
 
     // my.scores of the query heads of the k-th head over rows s .. s + n - 1. ahead: what will be read next.
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
-        for (int t = 0; t < n; t += TILE) {
-            for (int u = 0; u < TILE; u++) prefetch_row(my.rows + s + t + u, ahead);
-            for_heads(k * group, group, [&](auto H, int64_t h) {
+        for_heads(k * group, group, [&](auto H, int64_t h) {
+            for (int t = 0; t < n; t += tokens_of(H))
                 score_tile<T, NV, H>(my.q + h * width, width, my.rows + s + t, k * panel, dim,
-                                     my.scores + h * CHUNK + t);
-            });
-        }
+                                     my.scores + h * CHUNK + t, ahead);
+            ahead.bytes = 0;
+        });
     }
     // my.acc = acc * keep + sum of my.scores, by now weights, times V.
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {

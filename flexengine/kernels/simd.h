@@ -164,14 +164,39 @@ template <class T> inline void vstore(T* p, vf a) { for (int e = 0; e < W; e++) 
 template <class T> inline void vstream(T* p, vf a) { vstore(p, a); }
 #endif
 
-// Four horizontal sums at once, to p[0..3].
-inline void vsum4(float* p, const vf* a) {
-#if defined(FLEX_AVX512) || defined(FLEX_AVX2)
-    __m256 ab = _mm256_hadd_ps(vfold(a[0]), vfold(a[1])), cd = _mm256_hadd_ps(vfold(a[2]), vfold(a[3]));
-    __m256 all = _mm256_hadd_ps(ab, cd);
-    _mm_storeu_ps(p, _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1)));
+// x in a register: without it compilers load a number that several products share once for each of them, and loads are
+// what there is too little of.
+inline vf vheld(vf x) {
+#if defined(FLEX_AVX512)
+    asm("" : "+v"(x));
+#elif defined(FLEX_AVX2)
+    asm("" : "+x"(x));
+#endif
+    return x;
+}
+
+// The horizontal sums of W vectors, by a tree of additions that is the same for each of them.
+inline vf vsums(const vf* a) {
+#if defined(FLEX_AVX512)
+    auto four = [](const vf* x) {  // element e of every quarter: what that quarter of x[e] sums to
+        vf ab = vadd(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
+        vf cd = vadd(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
+        return vadd(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
+    };
+    auto two = [](vf x, vf y) {  // neighbouring quarters added
+        return vadd(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
+    };
+    return two(two(four(a), four(a + 4)), two(four(a + 8), four(a + 12)));
+#elif defined(FLEX_AVX2)
+    auto four = [](const vf* x) {
+        vf ab = vadd(_mm256_unpacklo_ps(x[0], x[1]), _mm256_unpackhi_ps(x[0], x[1]));
+        vf cd = vadd(_mm256_unpacklo_ps(x[2], x[3]), _mm256_unpackhi_ps(x[2], x[3]));
+        return vadd(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xee));
+    };
+    vf x = four(a), y = four(a + 4);
+    return vadd(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 #else
-    for (int e = 0; e < 4; e++) p[e] = vsum(a[e]);
+    return vf{vsum(a[0]), vsum(a[1]), vsum(a[2]), vsum(a[3])};
 #endif
 }
 
@@ -186,6 +211,26 @@ inline vf vload_part(const float* p, int n) { return _mm512_maskz_loadu_ps(__mma
 inline vf vload_part(const bf16* p, int n) {
     __m256i x = _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
+}
+#endif
+
+// 2 * W numbers. Of bf16 first those at even places, then those at odd ones: neither takes a shuffle, and shuffles
+// compete with multiplications for their units.
+template <class T> constexpr bool SPLIT = false;
+template <class T> inline void vload2(const T* p, vf* to) { to[0] = vload(p), to[1] = vload(p + W); }
+#if defined(FLEX_AVX512)
+template <> constexpr bool SPLIT<bf16> = true;
+template <> inline void vload2<bf16>(const bf16* p, vf* to) {
+    __m512i both = _mm512_loadu_si512(p);
+    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
+    to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
+}
+#elif defined(FLEX_AVX2)
+template <> constexpr bool SPLIT<bf16> = true;
+template <> inline void vload2<bf16>(const bf16* p, vf* to) {
+    __m256i both = _mm256_loadu_si256((const __m256i*)p);
+    to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
+    to[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
 }
 #endif
 
