@@ -33,7 +33,7 @@ inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shif
                     vf k[T];
                     for (int t = 0; t < T; t++) k[t] = code<BITS, e>(raw[t]);
                     for (int g = 0; g < H; g++) {
-                        vf x = vheld(vload(q + g * width + r * WIDE + e * stride + i));
+                        vf x = vheld<H>(vload(q + g * width + r * WIDE + e * stride + i));
                         for (int t = 0; t < T; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
                     }
                 });
@@ -73,7 +73,7 @@ inline void weigh_codes(const float* p, const float* base, const float* keep, To
         prefetch_row(rows + s, ahead);
         for (int g = 0; g < H; g++)
             for (int r = 0; r < R; r++) {
-                vf weight = vheld(vset(p[(g * groups + r) * CHUNK + s]));
+                vf weight = vheld<H>(vset(p[(g * groups + r) * CHUNK + s]));
                 for (int z = r * N / R; z < (r + 1) * N / R; z++)
                     for (int e = 0; e < E; e++) sum[g][z][e] = vfma(weight, x[z][e], sum[g][z][e]);
             }

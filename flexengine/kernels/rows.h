@@ -135,7 +135,7 @@ inline void score_tile(const float* q, int64_t width, Tokens rows, int64_t shift
         for (int g = 0; g < H; g++) for (int t = 0; t < TILE; t++) sum[g][t] = vset(0.f);
         auto add = [&](int64_t c) {
             for (int g = 0; g < H; g++) {
-                vf x = vheld(vload(q + g * width + c * W));
+                vf x = vheld<H>(vload(q + g * width + c * W));
                 for (int t = 0; t < TILE; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
             }
         };
@@ -182,7 +182,7 @@ inline void weigh_columns(const float* p, const float* keep, Tokens rows, int64_
             for (int c = 0; c < C; c += 64 / W / int(sizeof(T)))
                 prefetch((const T*)(rows[ahead.rows + s] + ahead.shift) + c * W);
         for (int g = 0; g < H; g++) {
-            vf weight = vheld(vset(p[g * CHUNK + s]));
+            vf weight = vheld<H>(vset(p[g * CHUNK + s]));
             for (int c = 0; c < C; c++) sum[g][c] = vfma(weight, x[c], sum[g][c]);
         }
     }

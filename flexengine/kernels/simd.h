@@ -164,9 +164,10 @@ template <class T> inline void vstore(T* p, vf a) { for (int e = 0; e < W; e++) 
 template <class T> inline void vstream(T* p, vf a) { vstore(p, a); }
 #endif
 
-// x in a register: without it compilers load a number that several products share once for each of them, and loads are
-// what there is too little of.
-inline vf vheld(vf x) {
+// x in a register where H > 1 heads share the other factors: left alone, compilers load x again for each of its
+// products, and there are more of these than loads.
+template <int H> inline vf vheld(vf x) {
+    if (H == 1) return x;
 #if defined(FLEX_AVX512)
     asm("" : "+v"(x));
 #elif defined(FLEX_AVX2)
