@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from flexengine import texts
@@ -36,16 +37,17 @@ class Calibration:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
 
     def importances(
-        self, source: Path, files: Sequence[Path], measured: Callable[[], dict[str, Tensor]]
+        self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], dict[str, Tensor]]
     ) -> Importances:
-        """Those of the model in `files`: what `measured` gives, unless it did so before. Raises what that raises."""
+        """Those of the model in `files`, computed in that dtype: what `measured` gives, unless it did so before. Raises
+        what that raises."""
 
         def build(directory: Path) -> None:
             from safetensors.torch import save_file
 
             save_file(measured(), directory / FILE)
 
-        what = json.dumps({"calibration": VERSION, "rows": self.digest})
+        what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
         return load(prepared(source, files, build, what) / FILE)
 
     def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:

@@ -150,7 +150,8 @@ class Engine:
         """What weights are encoded by, measured now unless it has been; None if nothing is calibrated."""
         if self._calibration is None:
             return None
-        return self._calibration.importances(self.source.directory, self._opened.files, self._measured)
+        opened = self._opened
+        return self._calibration.importances(self.source.directory, opened.files, opened.dtype, self._measured)
 
     def _measured(self) -> dict[str, torch.Tensor]:
         """Importances, by an engine like this one with the checkpoint's own weights. Rates are given to it, so that it

@@ -1,5 +1,7 @@
 """Norms, rotary positions and gates in one pass: against the formulas in fp64 and against transformers' own modules."""
 
+from types import FunctionType
+
 import pytest
 import torch
 from builds import BUILDS, kernels_named
@@ -7,7 +9,10 @@ from torch import Tensor, nn
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.phi3 import modeling_phi3 as phi3
+from transformers.models.stablelm.configuration_stablelm import StableLmConfig
+from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
+from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
 from flexengine.model.fused import use_fused
 
@@ -82,6 +87,18 @@ class TestKernels:
         assert gated.isnan().sum() == 1
 
 
+    def test_operands_that_do_not_fit_are_refused(self, kernel: Kernels) -> None:
+        x = torch.randn(4, 48)
+        with pytest.raises(InvalidInput, match="48"):
+            kernel.rms_norm(x, torch.ones(64), 1e-6)
+        with pytest.raises(InvalidInput, match="one shape"):
+            kernel.gate(x, torch.ones(2, 48), "silu")
+        with pytest.raises(InvalidInput, match="one of"):
+            kernel.gate(x, x, "tanh")
+        with pytest.raises(InvalidInput, match="even"):
+            kernel.rotate(torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 4, 8))
+
+
 class TestModules:
     @pytest.mark.parametrize("norm", [llama.LlamaRMSNorm, Gemma2RMSNorm])
     def test_a_norm_computes_what_it_did(self, norm: type[nn.Module]) -> None:
@@ -124,6 +141,48 @@ class TestModules:
         module = phi3.Phi3Attention(config, 0)
         use_fused(module)
         assert type(module) is phi3.Phi3Attention
+
+    @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "relu"])
+    def test_a_gated_mlp_computes_what_it_did(self, act: str) -> None:
+        module = llama.LlamaMLP(llama.LlamaConfig(hidden_size=40, intermediate_size=72, hidden_act=act))
+        x = torch.randn(1, 5, 40)
+        expected = module(x)
+        use_fused(module)
+        assert type(module) is not llama.LlamaMLP
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+
+    def test_attention_computes_what_it_did_with_other_rotary_functions_left_alone(self) -> None:
+        config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+        config._attn_implementation = "eager"
+        module, x = llama.LlamaAttention(config, 0), torch.randn(1, 6, 64)
+        angles = tuple(torch.randn(2, 1, 6, 16))
+        expected, _ = module(x, angles, None)
+        use_fused(module)
+        assert type(module).__name__ == "FusedLlamaAttention"
+        assert torch.equal(module(x, angles, None)[0], expected)
+
+    def test_a_rotary_function_that_halves_otherwise_is_not_taken_for_the_known_one(self) -> None:
+        """Its code is Llama's to the letter; what it calls is not."""
+        def rotate_half(x: Tensor) -> Tensor:
+            return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+
+        own = llama.apply_rotary_pos_emb
+        names = {**own.__globals__, "rotate_half": rotate_half}
+        other = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+        forward = llama.LlamaAttention.forward
+        taken = {**forward.__globals__, "apply_rotary_pos_emb": other}
+        copy = FunctionType(forward.__code__, taken, "forward", forward.__defaults__, forward.__closure__)
+        interleaved = type("Interleaved", (llama.LlamaAttention,), {"forward": copy})
+        config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=1)
+        module = interleaved(config, 0)
+        use_fused(module)
+        assert type(module) is interleaved
+
+    def test_a_function_that_has_become_a_module_is_no_match(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(llama, "apply_rotary_pos_emb", nn.Identity())
+        module = StableLmAttention(StableLmConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=4), 0)
+        use_fused(module)
+        assert isinstance(module, StableLmAttention)
 
     def test_transformers_itself_is_left_alone(self) -> None:
         before = llama.LlamaAttention.forward, llama.apply_rotary_pos_emb, llama.LlamaMLP.forward

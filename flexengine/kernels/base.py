@@ -28,7 +28,7 @@ class Kernels(ABC):
     long as no two of them write the same memory. Errors are InvalidInput and name the offending sizes; then nothing was
     written.
 
-    name: "native" or "reference", for reports.
+    name: "native", "reference" or "cuda", for reports.
     """
 
     name: str
@@ -272,6 +272,28 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they are [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
         )
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    """Raises InvalidInput unless the shapes fit together."""
+    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+        raise InvalidInput(f"x {list(x.shape)} and weight {list(weight.shape)} do not fit: they are [..., n] and [n]")
+
+
+def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raises InvalidInput unless the shapes fit together."""
+    places = (x.shape[0], *x.shape[2:]) if x.dim() == 4 else ()
+    if cos.shape != places or sin.shape != places or places[-1] % 2:
+        raise InvalidInput(
+            f"x {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit: they are"
+            " [B, heads, T, head_dim] with an even head_dim and [B, T, head_dim]"
+        )
+
+
+def check_gate(gate: Tensor, up: Tensor, act: str) -> None:
+    """Raises InvalidInput unless the shapes fit together and the function is known."""
+    if gate.shape != up.shape or act not in ACTS:
+        raise InvalidInput(f"gate {list(gate.shape)} and up {list(up.shape)} have one shape, {act!r} is one of {ACTS}")
 
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -10,8 +10,8 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -316,6 +316,7 @@ class NativeKernels(ReferenceKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         if not _fp32(x, weight) or x.numel() == 0:
             return super().rms_norm(x, weight, eps, shift)
+        base.check_norm(x, weight)
         rows, weight = _rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
         call = _Norm(
@@ -328,6 +329,7 @@ class NativeKernels(ReferenceKernels):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not _fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
             return super().rotate(x, cos, sin)
+        base.check_rotate(x, cos, sin)
         x, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
         _, heads, tokens, dim = x.shape
         out = torch.empty((1, tokens, heads, dim), dtype=torch.float32, device="cpu")
@@ -341,6 +343,7 @@ class NativeKernels(ReferenceKernels):
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return super().gate(gate, up, act)
+        base.check_gate(gate, up, act)
         call = _Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
         self._gate(ctypes.addressof(call))
         return gate
@@ -437,20 +440,28 @@ def _cpu() -> str:
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
 
 
+def _code() -> str:
+    return "\0".join(path.read_text() for path in (*SOURCES, *sorted(SOURCES[0].parent.glob("*.h"))))
+
+
+@cache
+def version() -> str:
+    """Of what the kernels compute, to the last bit: another one for any other source."""
+    return hashlib.sha256(_code().encode()).hexdigest()[:12]
+
+
 def _build(compiler: list[str], flags: list[str]) -> Path:
     """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
-    version = _run([*compiler, "--version"])
+    built_by = _run([*compiler, "--version"])
     openmp = openmp_runtime()
-    code = [path.read_text() for path in (*SOURCES, *sorted(SOURCES[0].parent.glob("*.h")))]
-    key = hashlib.sha256("\0".join([*code, version, *flags, str(openmp), _cpu()]).encode()).hexdigest()
+    key = hashlib.sha256("\0".join([_code(), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
     library = _cache() / f"cpu-{key[:32]}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = [f"{folder}/{path.stem}.o" for path in SOURCES], f"{folder}/cpu.so"
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            sources = zip(SOURCES, compiled, strict=True)
-            list(pool.map(_run, ([*compiler, *flags, "-fopenmp", "-c", str(x), "-o", to] for x, to in sources)))
+        sources = zip(SOURCES, compiled, strict=True)
+        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in sources))
         link = [*compiler, "-shared", *compiled, "-o", linked]
         try:
             if openmp is None:
@@ -464,10 +475,18 @@ def _build(compiler: list[str], flags: list[str]) -> Path:
     return library
 
 
-def _run(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {done.returncode}"]
-        raise BuildFailed(lines[0])
-    return done.stdout
+def _run(*commands: list[str]) -> str:
+    """What the commands print, run side by side. Raises BuildFailed with the first error."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, problems) in zip(running, said, strict=True):
+        if process.returncode:
+            lines = problems.strip().splitlines()
+            lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
+            raise BuildFailed(lines[0])
+    return "".join(out for out, _ in said)

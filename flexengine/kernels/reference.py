@@ -150,15 +150,18 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+        base.check_norm(x, weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return ((weight.float() + shift) * normed).to(x.dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        base.check_rotate(x, cos, sin)
         first, second = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
+        base.check_gate(gate, up, act)
         return (silu(gate) if act == "silu" else gelu(gate, approximate="tanh")) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:

@@ -25,10 +25,13 @@ def _same(one: Any, *others: Any) -> bool:
     """Whether a function does what one of the others does, step by step, with the same names."""
 
     def steps(function: Any) -> Any:
-        code = function.__code__  # constants without what was written about them
-        return code.co_code, code.co_names, [x for x in code.co_consts if x is not None and not isinstance(x, str)]
+        code = function.__code__
+        constants = [x for x in code.co_consts if x is not None and not isinstance(x, str)]  # but what is said about it
+        taken = code.co_argcount, code.co_kwonlyargcount, function.__defaults__, function.__kwdefaults__
+        return code.co_code, code.co_names, code.co_freevars, constants, taken
 
-    return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in others)
+    known = [other for other in others if isinstance(other, FunctionType)]  # the package `kernels` makes some modules
+    return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in known)
 
 
 def _plain(*tensors: Tensor) -> bool:
@@ -43,7 +46,7 @@ def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
     eps, shift = ("eps", 1.0) if gemma else ("variance_epsilon", 0.0)
 
     def forward(self: Any, x: Tensor) -> Tensor:
-        if not _plain(x, self.weight):
+        if not _plain(x, self.weight) or self.weight.shape != x.shape[-1:]:
             return cls.forward(self, x)  # type: ignore[no-any-return]
         return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
 
@@ -69,7 +72,8 @@ _ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 
 def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or cos.shape[-1] != q.shape[-1]:
+        places = (q.shape[0], q.shape[2], q.shape[3])
+        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == places):
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         kernel = kernels.load()
         return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
@@ -83,10 +87,11 @@ def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
     if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
         return None
     names = forward.__globals__
-    known = _same(names.get(_ROTATE), llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
-    if not known or not _same(names.get("rotate_half"), llama.rotate_half):
+    own: Any = names.get(_ROTATE)
+    known = _same(own, llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
+    if not known or not _same(own.__globals__.get("rotate_half"), llama.rotate_half):
         return None
-    names = {**names, _ROTATE: _rotated(names[_ROTATE])}
+    names = {**names, _ROTATE: _rotated(own)}
     copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return {"forward": copy}

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.codec.packed import Packed
-from flexengine.kernels.cpu import NativeKernels
+from flexengine.kernels.cpu import NativeKernels, version
 from flexengine.kernels.reference import has_onednn, linear_fp32
 
 
 def numerics() -> str:
-    """What decides the last bits of a CPU's results here, for a job's manifest: "onednn AVX512, native 512 bits"."""
+    """What decides the last bits of a CPU's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
+    which version of them."""
     found = kernels.load()
     library = f"{'onednn' if has_onednn() else 'mkl'} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{library}, {found.name}" + (f" {found.simd} bits" if isinstance(found, NativeKernels) else "")
+    return f"{library}, {found.name}" + (f" {found.simd} bits, {version()}" if isinstance(found, NativeKernels) else "")
 
 
 class Product:

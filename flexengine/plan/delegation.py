@@ -99,15 +99,16 @@ def _most(lines: list[Line], cached: float) -> float:
     return max(a + x * cached for a, x in lines)
 
 
-def read_share(topk: float | None) -> float:
-    """Share of the KV bytes that attention reads if it takes this share of the values: all keys, some values."""
-    return 1.0 if topk is None else (1.0 + topk) / 2.0
+def read_share(topk: float | None, group: float = 1.0) -> float:
+    """Share of the KV bytes that attention reads if it takes this share of the values: all keys, and the values that
+    some of the `group` query heads of a kv head wants, if they choose by chance."""
+    return 1.0 if topk is None else (2.0 - (1.0 - topk) ** group) / 2.0
 
 
 def rule_of(model: ModelFacts, topk: float | None = None, **rates: float | int | bool) -> Rule:
     """The rule of a model: q and the output are heads * head_dim wide, K and V kv_heads * head_dim each (GQA), cached
     tokens as wide as their codec makes them. rates: the other fields of Rule."""
-    return Rule(model.kv_token, model.sent, model.fetched, read=read_share(topk), **rates)  # type: ignore[arg-type]
+    return Rule(model.kv_token, model.sent, model.fetched, read=read_share(topk, model.heads / model.kv_heads), **rates)  # type: ignore[arg-type]
 
 
 def projection_share(model: ModelFacts, layer: int) -> float:

@@ -7,6 +7,7 @@ from flexengine.errors import FlexError, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import LANES, Hardware, Table, at
 from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.values import wanted
 from flexengine.plan.whatif import Help
 from flexengine.plan.words import clock, count, digits, lane_names, percent, size, tier_names
 from flexengine.policy import TIERS, Policy
@@ -84,7 +85,7 @@ def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     policy, f = prediction.policy, prediction.fractions
     if model.topk is None or not f.get("cd", 0.0) + (0.0 if policy.delegate else f.get("cc", 0.0)):
         return []
-    share = percent(model.topk)
+    share = percent(wanted(model))
     return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]
 
 

@@ -23,6 +23,7 @@ HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer need
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
 VALUES = "chosen values"
+GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import ALIGN, CHOSEN, ModelFacts
+from flexengine.plan.layout import CHOSEN, GAP, ModelFacts
 from flexengine.plan.profile import Array, Profile
 
 PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
@@ -48,7 +48,7 @@ def waiting(
     half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads
     chosen, lanes = full * wanted(model), dict[str, Any]()
     if home == "disk":
-        blocks = min(1.0, wanted(model, max(1.0, ALIGN / row)))
+        blocks = wanted(model, max(1.0, (GAP + row) / row))  # rows that are no further apart are read together
         lanes["disk_read"] = full * blocks * half / at(hardware.links["disk_read"], max(1.0, at_once * blocks * half))
     if home == "host" or not hardware.shared:
         transfer = min(float(CHOSEN), max(1.0, at_once * wanted(model) * half))
