@@ -144,7 +144,8 @@ class TestModules:
 
     @pytest.mark.parametrize("act", ["silu", "gelu_pytorch_tanh", "relu"])
     def test_a_gated_mlp_computes_what_it_did(self, act: str) -> None:
-        module = llama.LlamaMLP(llama.LlamaConfig(hidden_size=40, intermediate_size=72, hidden_act=act))
+        config = llama.LlamaConfig(hidden_size=40, num_attention_heads=4, intermediate_size=72, hidden_act=act)
+        module = llama.LlamaMLP(config)
         x = torch.randn(1, 5, 40)
         expected = module(x)
         use_fused(module)
