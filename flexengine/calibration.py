@@ -18,7 +18,7 @@ from flexengine.lossy import BUNDLED
 from flexengine.model.importance import Importances, Recorder, load
 from flexengine.model.prepare import prepared
 from flexengine.model.skeleton import Skeleton
-from flexengine.model.tokenizer import opening, token_ids
+from flexengine.model.tokenizer import opening, spread, token_ids
 
 VERSION = 1  # part of the cache's key: raise it when the numbers come out otherwise
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
@@ -69,11 +69,11 @@ def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
                            " tokenizer files beside it, or leave calibrate out")  # fmt: skip
     begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
     length = min(TOKENS, context or TOKENS) - len(begin)
-    apart = len(ids) // ROWS
-    if apart < length:
+    rows = spread(begin, ids, ROWS, length)
+    if not rows:
         raise InvalidInput(f"{name} has {len(ids):,} tokens; calibrating takes {ROWS * length:,}; give a longer text,"
                            " or no name for the bundled one")  # fmt: skip
-    return Calibration(tuple(tuple(begin + ids[i * apart :][:length]) for i in range(ROWS)))
+    return Calibration(tuple(map(tuple, rows)))
 
 
 def read(name: str) -> str:

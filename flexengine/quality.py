@@ -26,7 +26,7 @@ from flexengine import __version__, texts
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
-from flexengine.model.tokenizer import opening, token_ids
+from flexengine.model.tokenizer import opening, spread, token_ids
 
 if TYPE_CHECKING:
     from flexengine.engine import Engine
@@ -155,11 +155,12 @@ def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]
         raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens, give that at most")
     begin = opening(tokenizer)
     ids = token_ids(tokenizer, text.content, special=False)
-    length, apart = text.tokens - len(begin), len(ids) // text.rows
-    if length < 1 or apart < length:
+    length = text.tokens - len(begin)
+    rows = spread(begin, ids, text.rows, length)
+    if not rows:
         raise InvalidInput(f"{text.name} has {len(ids):,} tokens; {text.rows} rows of {text.tokens} take"
                            f" {text.rows * length:,}; lower --rows or --tokens, or give a longer --text")  # fmt: skip
-    return [begin + ids[i * apart :][:length] for i in range(text.rows)]
+    return rows
 
 
 # Statistics.

@@ -77,3 +77,9 @@ def opening(tokenizer: Any) -> list[int]:
 def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
     """special: with the tokens that are put around a text."""
     return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
+
+
+def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
+    """`rows` times `begin` and `length` of the ids, spread evenly over them; none if there are not enough."""
+    apart = len(ids) // rows
+    return [begin + ids[i * apart :][:length] for i in range(rows)] if 1 <= length <= apart else []
