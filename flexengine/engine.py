@@ -282,7 +282,7 @@ class Engine:
             self.prepare()  # with an engine of its own, so before this one takes any memory
         means = self._prepare(watch)
         loaded = time.perf_counter() - began
-        before = self.machine.traffic()
+        before = self._traffic()
         self.layout = layout
         try:
             with means.executor:
@@ -350,12 +350,17 @@ class Engine:
             weights = self._weights
             worker = Worker(self.skeleton, weights, cache, hidden, room, delegation)
             undo.pop_all()
-        streamed = weights.streamed
-        program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes)
-        away = any(streamed) or layout.cache_buffer or layout.hidden_buffer
+        streamed, arriving = weights.streamed, weights.arriving
+        program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
+        away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
         executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
         self.machine.settle()
         return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)
+
+    def _traffic(self) -> dict[str, int]:
+        """Bytes moved so far per link, but for weights that were brought to where they stay."""
+        found = self.machine.traffic()
+        return found | {"disk_read": found["disk_read"] - (self._weights.settled if self._weights else 0)}
 
     def _drop_misplaced(self, layout: Layout) -> None:
         """Drops the weights of an earlier job unless they lie where the layout wants them."""
@@ -388,7 +393,7 @@ class Engine:
             "decode_seconds": p.decode_seconds,
             "total_seconds": seconds,
             "generated_tok_s": p.tokens / seconds if seconds else 0.0,
-            "bytes": {link: n - before.get(link, 0) for link, n in self.machine.traffic().items()},
+            "bytes": {link: n - before.get(link, 0) for link, n in self._traffic().items()},
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
             "lossy": self.lossy.given,

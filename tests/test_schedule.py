@@ -64,8 +64,11 @@ def oracle(streamed: Homes, layers: int, rows: Rows) -> dict[int, list[int]]:
 class Toy:
     """Performs tasks on memories of values: slots, buffers and staging are as few as the real ones, and reused."""
 
-    def __init__(self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows) -> None:
+    def __init__(
+        self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows, arriving: Iterable[int] = ()
+    ) -> None:
         self.streamed, self.layers, self.routes = streamed, layers, routes
+        self.missing = set(arriving)  # units whose weights are not yet where they stay
         self.slots = [[0] * CELLS for _ in range(slots)]
         self.staging: dict[tuple[str, int], Any] = {}  # ("w" | "c" | "h", number)
         self.cbuf: list[dict[int, int]] = [{} for _ in range(slots)]
@@ -88,6 +91,7 @@ class Toy:
 
     def perform(self, task: Task) -> None:
         {
+            Op.SETTLE: lambda task: self.missing.remove(task.cell.layer),
             Op.LOAD_WEIGHT: self._load_weight,
             Op.LOAD_CACHE: self._load_cache,
             Op.STORE_CACHE: self._store_cache,
@@ -100,7 +104,7 @@ class Toy:
         """The value if this is the last leg of its route, else None after leaving it in staging."""
         legs = len(routes[task.home])
         if task.hop > 0:
-            source = self.staging[kind, number]
+            source = self.staging.get((kind, number), -9)
         if task.hop == legs - 1:
             return source
         self.staging[kind, number] = source
@@ -108,10 +112,15 @@ class Toy:
 
     def _load_weight(self, task: Task) -> None:
         unit = task.cell.layer
-        value = self._leg(task, self.routes.load, "w", task.slot, weight(unit, task.home))
+        there = task.home == "disk" or self._at_home(unit)
+        value = self._leg(task, self.routes.load, "w", task.slot, weight(unit, task.home) if there else -7)
         if value is not None:
             room = self._room(unit, task.home)
             self.slots[task.slot][room] = [value] * (room.stop - room.start)
+
+    def _at_home(self, unit: int) -> bool:
+        """Of a head: its first chunk brings all of it, or it is the embedding, which the first layer brings."""
+        return self.missing.isdisjoint({unit} if unit < self.layers else {0, self.layers})
 
     def _load_cache(self, task: Task) -> None:
         known = {p.sequence: self.kv.get((task.home, task.cell.layer, p.sequence), -1)
@@ -140,7 +149,8 @@ class Toy:
         unit, k = task.cell.layer, task.cell.batch
         batch = self.batches[k]
         read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
-        weights = [part[0] if len(set(part)) == 1 else -3 for part in read]
+        weights = [part[0] if len(set(part)) == 1 and self._at_home(unit) else -3 for part in read]
+        weights += [] if self._at_home(unit) else [-8]
         before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
         past = dict(self.cbuf[task.cache]) if task.cache >= 0 else {}
         if unit < self.layers and task.cache < 0:
@@ -252,8 +262,10 @@ def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
     """Whether a random job in a random interleaving gives what the oracle says."""
     rng = random.Random(seed)
     streamed, layers, policy, rows = random_case(rng, slots)
-    toy = Toy(streamed, layers, slots, routes, rows)
-    generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes), policy, rows)
+    arriving = [j for j in range(layers + 1) if rng.random() < 0.6]
+    toy = Toy(streamed, layers, slots, routes, rows, arriving)
+    generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes, arriving), policy, rows)
+    assert not toy.missing
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
 
 
@@ -316,6 +328,25 @@ def test_each_streamed_unit_is_loaded_once_per_sweep(count: int, slots: int, rou
     assert loads == {(unit, home, hop): 4 for unit, home in parts for hop in legs[home]}
     for n, tasks in enumerate(done):
         assert [t.cell for t in tasks if t.op is Op.COMPUTE] == [Cell(n, j, k) for j in range(6) for k in range(count)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_stays_comes_in_the_first_sweep_in_the_order_of_use(slots: int) -> None:
+    """Each unit once, before its own load and its first cell, in a lane where nothing it would wait for is ahead of it:
+    the loads before it are of units no later than `slots` before. Nobody waits for it in later sweeps."""
+    streamed: Homes = [("disk",), (), ("host",), ("disk",), (), (), ("disk", "host"), ()]
+    arriving = [0, 1, 2, 4, 5, 6, 7]
+    program = Program(streamed, 6, slots, STAGED, arriving)
+    first, second = tasks_of(program, uniform(2), 2)
+    settled = [i for i, task in enumerate(first) if task.op is Op.SETTLE]
+    assert [first[i].cell.layer for i in settled] == arriving
+    assert {first[i].lane for i in settled} == {"disk_read"}
+    for i in settled:
+        j = first[i].cell.layer
+        assert all(task.cell.layer < j for task in first[:i] if task.op in (Op.LOAD_WEIGHT, Op.COMPUTE))
+    assert not any(task.op is Op.SETTLE or any(r[0] == "home" for r in task.reads) for task in second)
+    resident = Program([()] * 5, 4, slots, STAGED, [0, 2, 4])
+    assert [task.op for task in resident.sweep(0, uniform(1), False)][:4] == [Op.SETTLE] * 3 + [Op.COMPUTE]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -60,6 +60,7 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
         except OutOfMemory:
             return {}
         try:
+            weights.settle_all()
             return _compared(weights, layer, _depth(opened))
         finally:
             weights.close()

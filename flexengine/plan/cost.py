@@ -11,8 +11,9 @@ realised ones. Both are priced by the same terms.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -40,7 +41,8 @@ class Prediction:
 
     lanes: kind of sweep ("prefill": somebody enters, "decode") -> lane -> seconds of work in a mean sweep of that kind;
     sweep_seconds: of such a sweep; counts: how many there are. busy: seconds of work by lane, of the whole job.
-    latency: mean seconds from a row's entry to its end. load_seconds: until the first sweep can begin.
+    latency: mean seconds from a row's entry to its end. load_seconds: by how much reading what stays in memory makes the
+    first sweep longer.
     fractions: the realised shares of weights (w), cache (c), hidden states (h) on device (g), host (c) and disk (d).
     """
 
@@ -232,16 +234,22 @@ class Cost:
             if by
         }
         used = {lane: seconds for lane, seconds in lanes.items() if np.any(seconds > 0)}
+        seconds = np.asarray(self._ends(used, policy))
         if policy.slots == 1:  # the device has waited for every layer that was away
             away = min(1.0, fractions.get("wc", 0.0) + fractions.get("wd", 0.0))
-            woken = self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
-            return np.asarray(sum(used.values()) + woken), used
+            seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
+        return seconds, used
+
+    def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
+        """When the last lane ends, by what each of them has to do: seconds, or arrays of them."""
+        if policy.slots == 1:
+            return sum(used.values())
         crosstalk = self.slowing(policy)
         ends = [
             seconds + sum(crosstalk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
             for lane, seconds in used.items()
         ]
-        return np.max(ends, axis=0), used
+        return np.max(ends, axis=0)
 
     # A policy that was laid out.
 
@@ -262,17 +270,26 @@ class Cost:
             return float((values * kinds[kind]).sum() / counts[kind]) if counts[kind] else 0.0
 
         total = float((seconds * sweeps.times).sum())
-        resident = sum(t.stored_bytes for t in model.tensors if layout.homes[t.name] != "disk")
         cache, rest = self._touched(layout)
         total += cache
+        first = int(np.argmax(entering))
+        loading = self._loading(layout, rest, policy, {lane: float(x[first]) for lane, x in lanes.items()})
         return Prediction(
-            policy, layout, total, max(rest, resident / at(self.hardware.checkpoint_read, LOADED)),
+            policy, layout, total, loading,
             float((seconds * sweeps.times * sweeps.live).sum() / max(1, sweeps.rows)), sweeps.rows, self.tokens,
             float((sweeps.live * sweeps.times).sum() / sweeps.times.sum()), counts,
             {kind: mean(seconds, kind) for kind in kinds},
             {kind: {lane: mean(x, kind) for lane, x in lanes.items()} for kind in kinds},
             {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
         )  # fmt: skip
+
+    def _loading(self, layout: Layout, touched: float, policy: Policy, first: Mapping[str, float]) -> float:
+        """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
+        it. touched: seconds in which their RAM is written to for the first time."""
+        resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
+        read = resident / at(self.hardware.checkpoint_read, LOADED)
+        both = {**first, "disk_read": first.get("disk_read", 0.0) + read}
+        return max(self._ends(both, policy), touched) - self._ends(first, policy)
 
     def _touched(self, layout: Layout) -> tuple[float, float]:
         """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""
@@ -315,34 +332,39 @@ class Cost:
     # The linear program's parts.
 
     def phases(self, policy: Policy, sweeps: Profile) -> tuple[Phase, ...]:
-        """Sweeps grouped by how much they compute, prefill apart from decode."""
-        terms = self.terms(policy, sweeps, (1.0,))
-        found = []
+        """The first sweep, while which weights that stay are read; the others grouped by how much they compute, prefill
+        apart from decode."""
+        terms, times = self.terms(policy, sweeps, (1.0,)), sweeps.times.copy()
         entering = sweeps.prompt > 1e-9
+        first = int(np.argmax(entering))
+        found = [self._phase("first", terms, np.array([first]), np.minimum(1.0, times[first : first + 1]), sweeps)]
+        found[0] = replace(found[0], lanes=_together(found[0].lanes, self._settling()))
+        times[first] -= min(1.0, times[first])
         for kind, there in (("prefill", entering), ("decode", ~entering)):
-            chosen = np.flatnonzero(there)
+            chosen = np.flatnonzero(there & (times > 0))
             order = chosen[np.argsort(terms["device"][""][chosen], kind="stable")]
             for number, group in enumerate(g for g in np.array_split(order, GROUPS) if len(g)):
-                times = sweeps.times[group]
-                lanes = {
-                    lane: Linear(
-                        float((by[""][group] * times).sum() / times.sum()) if "" in by else 0.0,
-                        {n: float((x[group] * times).sum() / times.sum()) for n, x in by.items() if n},
-                    )
-                    for lane, by in terms.items()
-                }
-                life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
-                found.append(Phase(f"{kind} {number + 1}", float(times.sum()), lanes, life))
+                found.append(self._phase(f"{kind} {number + 1}", terms, group, times[group], sweeps))
         return tuple(found)
 
-    def loading(self) -> Phase:
-        """What comes before the first sweep: weights that stay in memory are read once, and their RAM is new. Who waits
-        for the disk lets others write to RAM."""
+    def _phase(self, label: str, terms: Terms, group: Array, times: Array, sweeps: Profile) -> Phase:
+        def mean(x: Array) -> float:
+            return float((x[group] * times).sum() / times.sum())
+
+        lanes = {
+            lane: Linear(mean(by[""]) if "" in by else 0.0, {n: mean(x) for n, x in by.items() if n})
+            for lane, by in terms.items()
+        }
+        life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
+        return Phase(label, float(times.sum()), lanes, life)
+
+    def _settling(self) -> dict[str, Linear]:
+        """Work of reading what stays in memory, once; its RAM is new. Who waits for the disk lets others write to RAM."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
         device = 0.0 if self.hardware.kind == "cuda" else touched
         lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
-        return Phase("load", 1.0, {lane: Linear(0.0, by) for lane, by in lanes.items()})
+        return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
     def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
         """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
@@ -361,6 +383,12 @@ class Cost:
 
     def _cache_bytes(self, peak: float) -> float:
         return peak * self.model.kv_token * len(self.model.layers)
+
+
+def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[str, Linear]:
+    """The work of both, by lane."""
+    nothing = Linear(0.0)
+    return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
 
 
 def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:

@@ -344,7 +344,7 @@ class _Searching:
             allowed.discard("wc")
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
-            (*cost.phases(priced, sweeps), cost.loading()), cost.memories(corners, sweeps.peak),
+            cost.phases(priced, sweeps), cost.memories(corners, sweeps.peak),
             cost.slowing(priced), shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 | resource | meaning |
 |---|---|
+| ("home", j) | weights of unit j that stay in memory, until the first sweep has brought them there |
 | ("w", slot, home) | part of a weight slot filled from a home tier |
 | ("wstage", slot) | host staging of a weight slot on its way from disk |
 | ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
@@ -27,6 +28,7 @@ from flexengine.schedule.order import Batch, Cell
 
 
 class Op(enum.Enum):
+    SETTLE = "bring weights home"
     LOAD_WEIGHT = "load weight"
     LOAD_CACHE = "load cache"
     LOAD_HIDDEN = "load hidden"
@@ -41,7 +43,7 @@ class Op(enum.Enum):
 
 
 class Task(NamedTuple):
-    """One op of a cell. For LOAD_WEIGHT `cell.batch` is -1.
+    """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1.
 
     home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
     slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
@@ -78,11 +80,21 @@ class Program:
     """Tasks of sweep after sweep, with weight loads running `slots` units ahead across sweep boundaries.
 
     streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
-    layers: how many of the units are layers (hidden states move between those only).
+    layers: how many of the units are layers (hidden states move between those only). arriving: rising numbers of the
+    units with weights that stay in memory and are not there yet; they come while the first sweep computes.
     """
 
-    def __init__(self, streamed: Sequence[tuple[str, ...]], layers: int, slots: int, routes: Routes) -> None:
+    def __init__(
+        self,
+        streamed: Sequence[tuple[str, ...]],
+        layers: int,
+        slots: int,
+        routes: Routes,
+        arriving: Sequence[int] = (),
+    ) -> None:
         self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
+        self.arriving = list(arriving)
+        self.first = bool(arriving)  # whether units may still have to wait for what is to stay
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
         self.used = 0  # weight loads whose unit has been walked
         self.held = 0  # 1 if the last of these units has a FINISH to come, which still reads its slot
@@ -98,11 +110,14 @@ class Program:
         finished before the next begins, as holding its slot for longer would leave nothing to load ahead into.
         """
         horizon = self.used + len(self.cycle) + (min(self.slots, len(self.cycle)) if more else 0)
+        if not self.cycle:
+            yield from self._settle(number, len(self.streamed))
         yield from self._weights(number, horizon)
         ahead = min(self.slots, len(batches)) - 1
         waiting: dict[int, Task] = {}  # by batch: the rest of the unit before
         for j, homes in enumerate(self.streamed):
             started: dict[int, Task] = {}
+            yield from self._settle(number, j)
             for k, batch in enumerate(batches):
                 cell = Cell(number, j, k)
                 last = list(waiting) == [k]
@@ -126,21 +141,37 @@ class Program:
                 self.held = 1 if started else 0
             waiting = started
         yield from self._weights(number, horizon)
+        self.first = False
 
     def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:
         """The loads that may be emitted by now, up to the horizon."""
         while self.issued < min(self.used - self.held + self.slots, horizon):
             unit = self.cycle[self.issued % len(self.cycle)]
             slot = self.issued % self.slots
+            yield from self._settle(sweep, unit)
             # One of the loads speaks for the parts of the slot that this unit leaves empty.
             empty = tuple(("w", slot, home) for home in self.routes.load if home not in self.streamed[unit])
             for home in self.streamed[unit]:
                 task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot)
-                *first, last = _route(task, self.routes.load, (), ("w", slot, home), ("wstage", slot))
+                source = self._home(unit) if home == "host" else ()
+                *first, last = _route(task, self.routes.load, source, ("w", slot, home), ("wstage", slot))
                 yield from first
                 yield last._replace(writes=last.writes + empty)
                 empty = ()
             self.issued += 1
+
+    def _settle(self, sweep: int, unit: int) -> Iterator[Task]:
+        """What the units up to this one still lack of the weights that stay in memory. Read in the order of use, so
+        behind no load that waits for a slot of a later unit."""
+        while self.arriving and self.arriving[0] <= unit:
+            j = self.arriving.pop(0)
+            yield Task(Op.SETTLE, Cell(sweep, j, -1), self.routes.load["disk"][0], (), (("home", j),))
+
+    def _home(self, unit: int) -> tuple[Hashable, ...]:
+        """What a unit needs to have come home. A head may be the embedding, and its chunks come with the first."""
+        if not self.first:
+            return ()
+        return (("home", unit),) if unit < self.layers else (("home", 0), ("home", self.layers))
 
     def _next(self, kind: str) -> int:
         self.turn[kind] += 1
@@ -156,7 +187,8 @@ class Program:
         writes: list[Hashable] = [("run", k)]
         slot = self.used % self.slots if self.streamed[j] else -1
         # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
-        reads = tuple(("w", slot, home) for home in self.routes.load) if self.streamed[j] else ()
+        reads = self._home(j)
+        reads += tuple(("w", slot, home) for home in self.routes.load) if self.streamed[j] else ()
         if j < self.layers and batch.delegated:
             start, *attend, rest = self._delegated(cell, batch.cache_home, slot, reads)
             return [], start, attend, rest

@@ -1,4 +1,5 @@
-"""Weights: resident ones loaded once, the others through slots; embedding rows gathered, the head in row chunks."""
+"""Weights: those that stay are brought home once, the others pass through slots; embedding rows are gathered, the head
+comes in chunks of rows."""
 
 from dataclasses import replace
 
@@ -18,7 +19,10 @@ Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its 
 
 
 class Weights:
-    """Homes of all weights under a layout, the slots, and what is bound to the modules right now."""
+    """Homes of all weights under a layout, the slots, and what is bound to the modules right now.
+
+    What has a home in memory gets its room at once, and is read into it unit by unit: see `settle`.
+    """
 
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
         skeleton = opened.skeleton
@@ -27,8 +31,10 @@ class Weights:
         self._regions = Regions(machine)
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
+        self._arriving: dict[int, list[tuple[Home, Tensor]]] = {}  # by unit: what is to be read, and where to
+        self.settled = 0  # bytes that `settle` has read
         try:
-            self._settle()
+            self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
             raise
@@ -55,30 +61,48 @@ class Weights:
     def _tier(self, name: str) -> str:
         return self.layout.homes[name]
 
-    def _settle(self) -> None:
-        """Brings every tensor to its home, all files in one go; on disk that is where it lies already."""
-        machine, disk = self.machine, self.machine.disk
-        arriving: list[tuple[Home, Tensor]] = []
+    @property
+    def arriving(self) -> list[int]:
+        """Units that lack weights that are to stay in memory, rising. The first one's need the embedding, norms and
+        whatever else belongs to no layer; those of the head come with its first chunk."""
+        return sorted(self._arriving)
+
+    def settle(self, unit: int) -> None:
+        """Reads the weights of a unit that are to stay. Until then they are not there, nor are those of units that come
+        from host memory. Raises BadCheckpoint."""
+        disk, arriving = self.machine.disk, self._arriving.get(unit, [])
+        disk.load_all([pair for pair in arriving if not pair[1].is_cuda])
+        for source, target in arriving:
+            if target.is_cuda:
+                passing = torch.empty(target.shape, dtype=source.dtype)
+                disk.load(source, passing)
+                target.copy_(passing)
+        self.machine.settle()
+        self.settled += sum(source.nbytes for source, _ in self._arriving.pop(unit, []))
+
+    def settle_all(self) -> None:
+        """What `settle` does, of all units."""
+        for unit in self.arriving:
+            self.settle(unit)
+
+    def _make_room(self) -> None:
+        """Room for every tensor that is to lie in memory; on disk it is where it lies already."""
+        units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
+        first, head = 0, len(self.skeleton.layers)
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
-            source = [disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
+            source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             if tier == "disk":
                 self._homes[name] = source
                 continue
             dtype = self._held[name] if tier == "device" else stored.dtype
-            elements = stored.nbytes // stored.dtype.itemsize
-            home = self._regions.take(tier, elements * dtype.itemsize, "weights", dtype)
+            home = self._regions.take(tier, stored.nbytes // stored.dtype.itemsize * dtype.itemsize, "weights", dtype)
             self._homes[name] = [home]
-            target = machine.tier(tier).view(home)
+            target = self.machine.tier(tier).view(home)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
-            if target.is_cuda:
-                passing = torch.empty(elements, dtype=stored.dtype)
-                disk.load_all(_spread(source, passing))
-                target.copy_(passing)
-            else:
-                arriving += _spread(source, target)
-        disk.load_all(arriving)
+            unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
+            self._arriving.setdefault(unit, []).extend(_spread(source, target))
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):

@@ -107,7 +107,9 @@ class Worker:
     def perform(self, task: Task) -> None:
         """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
         cell = task.cell
-        if task.op is Op.LOAD_WEIGHT:
+        if task.op is Op.SETTLE:
+            self.weights.settle(cell.layer)
+        elif task.op is Op.LOAD_WEIGHT:
             self.weights.load(cell.layer, task.slot, task.home, task.hop)
         elif task.op is Op.LOAD_CACHE:
             self.cache.load(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
