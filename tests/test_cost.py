@@ -230,8 +230,8 @@ def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
 
 
 def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
-    """The KV cache as it fills, all else in the first sweep, while the disk is read; not on a GPU, whose memory is there
-    at once."""
+    """The KV cache as it fills, all else in the first sweep, while the disk is read; not on a GPU, whose memory is
+    there at once."""
     model, work = opt(4, 256, 4), Workload({(64, 9): 8})
     policy = Policy(8, 1, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0))
     layout = lay_out(model, policy, work, FLAT.capacity)

@@ -33,6 +33,7 @@ GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
 
 Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
 Fractions = Mapping[str, float]
+Indices = np.ndarray[tuple[Any, ...], np.dtype[np.signedinteger[Any]]]
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class Prediction:
 
     lanes: kind of sweep ("prefill": somebody enters, "decode") -> lane -> seconds of work in a mean sweep of that kind;
     sweep_seconds: of such a sweep; counts: how many there are. busy: seconds of work by lane, of the whole job.
-    latency: mean seconds from a row's entry to its end. load_seconds: by how much reading what stays in memory makes the
-    first sweep longer.
+    latency: mean seconds from a row's entry to its end. load_seconds: by how much reading what stays in memory makes
+    the first sweep longer.
     fractions: the realised shares of weights (w), cache (c), hidden states (h) on device (g), host (c) and disk (d).
     """
 
@@ -255,7 +256,7 @@ class Cost:
 
     def predict(self, layout: Layout) -> Prediction:
         """What the job will take under a layout."""
-        policy, model = layout.policy, self.model
+        policy = layout.policy
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
         sweeps = self.sweeps(policy, room, round(away, 2))
@@ -289,7 +290,7 @@ class Cost:
         resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
         read = resident / at(self.hardware.checkpoint_read, LOADED)
         both = {**first, "disk_read": first.get("disk_read", 0.0) + read}
-        return max(self._ends(both, policy), touched) - self._ends(first, policy)
+        return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def _touched(self, layout: Layout) -> tuple[float, float]:
         """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""
@@ -347,7 +348,9 @@ class Cost:
                 found.append(self._phase(f"{kind} {number + 1}", terms, group, times[group], sweeps))
         return tuple(found)
 
-    def _phase(self, label: str, terms: Terms, group: Array, times: Array, sweeps: Profile) -> Phase:
+    def _phase(self, label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
+        """group: the sweeps it stands for, each so many times."""
+
         def mean(x: Array) -> float:
             return float((x[group] * times).sum() / times.sum())
 
@@ -359,7 +362,7 @@ class Cost:
         return Phase(label, float(times.sum()), lanes, life)
 
     def _settling(self) -> dict[str, Linear]:
-        """Work of reading what stays in memory, once; its RAM is new. Who waits for the disk lets others write to RAM."""
+        """Work of reading what stays in memory, once. Its RAM is new; who waits for a disk lets others write there."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
         device = 0.0 if self.hardware.kind == "cuda" else touched
