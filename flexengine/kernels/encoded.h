@@ -182,31 +182,47 @@ Decode decoder(int32_t bits) {
 
 // ---------------------------------------------------------------- fp32
 
-constexpr int FEW_SPAN = 64;
+// So few rows that the sums of all of them, FEW_SPAN decoded columns and those of x stay in L1 together: more write and
+// read a tile of SPAN columns in L2.
+constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
 
-// M <= ROWS rows of out from m on, at N * W columns from c on: FEW_SPAN columns at a time are decoded into L1.
+// Adds columns d to d + span of M rows from m on to `sums`, [M, N * W], begun anew with every SPAN columns and added to
+// out at their end.
 template <int M, int N>
-void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t rows, int64_t c) {
+void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span,
+                       float* sums) {
     if constexpr (M > 1)
-        if (rows < M) return product_few<M - 1, N>(p, a, decode, m, rows, c);
-    for (int64_t low = 0; low < a.k; low += SPAN) {
-        const int64_t high = a.k - low < SPAN ? a.k : low + SPAN;
-        vf sum[M][N];
-        clear(sum);
-        for (int64_t d = low; d < high; d += FEW_SPAN) {
-            alignas(64) float tile[FEW_SPAN * N * W];
-            const int64_t span = high - d < FEW_SPAN ? high - d : FEW_SPAN;
-            for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
-            multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+        if (rows < M) return multiply_few_rows<M - 1, N>(a, tile, m, rows, c, d, span, sums);
+    vf sum[M][N];
+    clear(sum);
+    if (d % SPAN) {
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
+    }
+    multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+    if (d + span == a.k || (d + span) % SPAN == 0) return add(a, sum, m, c, d < SPAN);
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int n = 0; n < N; n++) vstore(sums + (i * N + n) * W, sum[i][n]);
+}
+
+// Rows m to end of out, FEW_ROWS at most, at N * W columns from c on.
+template <int N> void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
+    alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
+    const int64_t rows = end - m, tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t d = 0; d < a.k; d += FEW_SPAN) {
+        const int64_t span = a.k - d < FEW_SPAN ? a.k - d : FEW_SPAN;
+        for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t low = t * rows / tiles, high = (t + 1) * rows / tiles;
+            multiply_few_rows<ROWS, N>(a, tile, m + low, high - low, c, d, span, sums + low * N * W);
         }
-        add(a, sum, m, c, low == 0);
     }
 }
 
 // Rows m to end of out at N * W columns from c on, as `linear` computes them.
 template <int N> void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
     const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, p.threads};
-    if (end - m <= ROWS) return product_few<ROWS, N>(p, a, decode, m, end - m, c);
+    if (end - m <= FEW_ROWS) return product_few<N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
@@ -234,9 +250,9 @@ void product_fp32(const Product& a) {
 // ---------------------------------------------------------------- int8
 
 // DOT_ROWS x DOT_VECS registers of sums. Codes are unpacked in registers, again for every tile, on units that have
-// nothing else to do: not once for all tiles into memory, whose bytes would then be many more. A tall tile asks least of
-// them. Of a Zen 5 core's dots at their fastest, 64 columns of a group allow 16 in 19: the others are the three products
-// that scales and minimums take.
+// nothing else to do: not once for all tiles into memory, whose bytes would then be many more. A tall tile asks least
+// of them. Groups of 64 columns leave 16 in 19 of a core's fastest dots, as the products by scales and minimums, three
+// of them after 16 dots, take their units.
 #if defined(FLEX_AVX512)
 constexpr int DOT_ROWS = 12, DOT_VECS = 2;
 #else
