@@ -388,23 +388,22 @@ void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t
 }
 
 template <int BITS> void product_int8(const Product& a) {
+    constexpr int64_t ALONE = 1 << 18;  // numbers of x that one thread rounds
     const Rounded x(a);
     const Tiles tiles(a.rows);
     const Blocks blocks(a, DOT_VECS);
-#pragma omp parallel num_threads(a.threads)
-    {
-#pragma omp for
-        for (int64_t i = 0; i < tiles.count * a.groups; i++) {
-            const int64_t t = i / a.groups;
-            round_tile(a, x, tiles.first(t), tiles.height(t), i % a.groups);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
-            const int64_t c = b % blocks.across * blocks.width, i = b / blocks.across;
-            const int64_t t = i * tiles.count / blocks.down, end = (i + 1) * tiles.count / blocks.down;
-            if (DOT_VECS > 1 && blocks.width > W && a.n - c > W) dot_strip<BITS, DOT_VECS>(a, x, tiles, t, end, c);
-            else dot_strip<BITS, 1>(a, x, tiles, t, end, c);
-        }
+    // Little is rounded sooner than threads are woken and have met again.
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.k > ALONE)
+    for (int64_t i = 0; i < tiles.count * a.groups; i++) {
+        const int64_t t = i / a.groups;
+        round_tile(a, x, tiles.first(t), tiles.height(t), i % a.groups);
+    }
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
+    for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
+        const int64_t c = b % blocks.across * blocks.width, i = b / blocks.across;
+        const int64_t t = i * tiles.count / blocks.down, end = (i + 1) * tiles.count / blocks.down;
+        if (DOT_VECS > 1 && blocks.width > W && a.n - c > W) dot_strip<BITS, DOT_VECS>(a, x, tiles, t, end, c);
+        else dot_strip<BITS, 1>(a, x, tiles, t, end, c);
     }
 }
 
