@@ -376,9 +376,10 @@ void dot_rows(const Product& a, const Rounded& x, int64_t m, int64_t rows, int64
 
 // Tiles t to end of rows, at N * W columns from c on. Of few rows one tile has dots for less time than its weights take
 // to arrive, so the first SHARE tiles ask for as much each of what this thread is likely to read next.
+constexpr int64_t SHARE = 4;
+
 template <int BITS, int N>
 void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c) {
-    constexpr int64_t SHARE = 4;
     const Strip<BITS> later(a, c + N * W * a.threads, N);
     const int64_t share = end - t < SHARE ? end - t : SHARE, group = N * W * later.bytes / LANES;
     const int64_t ahead = (group + share * 64 - 1) / (share * 64) * 64;
@@ -387,11 +388,25 @@ void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t
         dot_rows<BITS, DOT_ROWS, N>(a, x, tiles.first(t), tiles.height(t), c, next, t < asking ? ahead : 0);
 }
 
+// The same at columns c to stop. Many tiles pass all these columns one by one, for the codes of all rows would not stay
+// in L2 until the next strip; few pass every strip together.
+template <int BITS>
+void dot_block(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c,
+               int64_t stop) {
+    const int64_t together = end - t > SHARE ? 1 : end - t, width = DOT_VECS * W;
+    for (; t < end; t += together) {
+        for (int64_t at = c; at < stop; at += width) {
+            if (DOT_VECS > 1 && stop - at > W) dot_strip<BITS, DOT_VECS>(a, x, tiles, t, t + together, at);
+            else dot_strip<BITS, 1>(a, x, tiles, t, t + together, at);
+        }
+    }
+}
+
 template <int BITS> void product_int8(const Product& a) {
     constexpr int64_t ALONE = 1 << 18;  // numbers of x that one thread rounds
     const Rounded x(a);
     const Tiles tiles(a.rows);
-    const Blocks blocks(a, DOT_VECS);
+    const Blocks blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS);
     // Little is rounded sooner than threads are woken and have met again.
 #pragma omp parallel for num_threads(a.threads) if (a.rows * a.k > ALONE)
     for (int64_t i = 0; i < tiles.count * a.groups; i++) {
@@ -400,10 +415,9 @@ template <int BITS> void product_int8(const Product& a) {
     }
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic)
     for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
-        const int64_t c = b % blocks.across * blocks.width, i = b / blocks.across;
-        const int64_t t = i * tiles.count / blocks.down, end = (i + 1) * tiles.count / blocks.down;
-        if (DOT_VECS > 1 && blocks.width > W && a.n - c > W) dot_strip<BITS, DOT_VECS>(a, x, tiles, t, end, c);
-        else dot_strip<BITS, 1>(a, x, tiles, t, end, c);
+        const int64_t c = b % blocks.across * blocks.width, stop = a.n - c < blocks.width ? a.n : c + blocks.width;
+        const int64_t i = b / blocks.across;
+        dot_block<BITS>(a, x, tiles, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
     }
 }
 
