@@ -3,7 +3,8 @@
 python -m bench.kernels [--runs 5] [--only products prompts passes model] [--out FILE]
 
 products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, 8 and 4 bits, with products in fp32 and
-    of integers; torch's fp32 linear and its own int4 product beside them.
+    of integers; torch's fp32 linear and its own int4 product beside them. And the bound, the least time by the cores'
+    fastest products of that kind and by reading the weights, as a share of the time measured.
 prompts: causal attention of prompts, GFLOP/s, against torch's scaled_dot_product_attention.
 passes: norms, rotary positions and gates in one pass each, and as transformers writes them: GB/s of operands read once
     and results written once (a gate's operand is filled anew besides). Of few tokens they stay in a CPU's cache.
@@ -17,12 +18,12 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
 from typing import Any
 
-from bench import harness
+from bench import harness, peak
 from bench.harness import Record
 
 Call = Callable[[], Any]
@@ -50,6 +51,8 @@ CASES = {
     case.name: case
     for case in (
         KernelCase("all"),
+        KernelCase("opt-1.3b", ((2048, 2048), (8192, 2048), (2048, 8192)), (16, 32, 512, 1024)),
+        KernelCase("opt-1.3b head", ((50272, 2048),), (16, 32)),
         KernelCase("smoke", ((48, 64),), (1, 20), ((2, 9, 4, 2, 32),), ((3, 64, 2, 32),), 1 << 12, (2, 4, 2)),
     )
 }
@@ -85,7 +88,8 @@ def _pass(function: Any, operands: tuple[Any, ...]) -> None:
     function(*operands)
 
 
-def _products(n: int, k: int, m: int, held: int) -> dict[str, Call]:
+def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[str, float]]:
+    """A product of each kind, and the least seconds it can take."""
     import torch
 
     from flexengine import kernels
@@ -94,10 +98,15 @@ def _products(n: int, k: int, m: int, held: int) -> dict[str, Call]:
 
     kernel, x = kernels.load(), torch.randn(m, k)
     calls: dict[str, Call] = {}
+    least: dict[str, float] = {}
 
-    def with_weights(name: str, make: Callable[[], torch.Tensor], product: Callable[[torch.Tensor], Any]) -> None:
-        weights = _rotating(make, make().nbytes, held)
+    def with_weights(
+        name: str, make: Callable[[], torch.Tensor], product: Callable[[torch.Tensor], Any], int8: bool = False
+    ) -> None:
+        nbytes = make().nbytes
+        weights = _rotating(make, nbytes, held)
         calls[name] = lambda: product(next(weights))
+        least[name] = peak.measure().seconds(2.0 * m * n * k, nbytes, int8)
 
     with_weights("torch fp32", lambda: torch.randn(n, k), lambda w: torch.nn.functional.linear(x, w))
     with_weights("fp16 weights", lambda: torch.randn(n, k).half(), lambda w: kernel.linear(x, w))
@@ -105,23 +114,27 @@ def _products(n: int, k: int, m: int, held: int) -> dict[str, Call]:
         form = Packed(WEIGHTS[f"int{bits}"], n, k)
         data = form.encode(torch.randn(n, k))
         with_weights(f"{bits} bits{', int8 compute' if int8 else ''}", data.clone,
-                     partial(_encoded, kernel, x, form, int8))
+                     partial(_encoded, kernel, x, form, int8), int8)  # fmt: skip
     narrow = x.bfloat16()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 2)
     scales = torch.rand(k // 64, n, 2).bfloat16()
     with_weights("torch int4, bf16 x", packed.clone,
                  lambda w: torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, w, 64, scales))  # fmt: skip
-    return calls
+    return calls, least
 
 
 def products(case: KernelCase, runs: int) -> Record:
-    """GFLOP/s by shape, rows and kind."""
-    found: Record = {}
+    """GFLOP/s by shape, rows and kind, and the share that the least time is of the measured one."""
+    found: Record = {"peak": asdict(peak.measure())}
+    _show("peak", {name: rate * 1e-9 for name, rate in found["peak"].items()}, "GFLOP/s, GB/s")
     for n, k in case.shapes:
         for m in case.rows:
-            seconds = in_turns(_products(n, k, m, case.held), runs)
-            found[f"{n} x {k}, {m} rows"] = {name: 2e-9 * m * n * k / s for name, s in seconds.items()}
-            _show(f"{n} x {k}, {m} rows", found[f"{n} x {k}, {m} rows"], "GFLOP/s")
+            calls, least = _products(n, k, m, case.held)
+            seconds, what = in_turns(calls, runs), f"{n} x {k}, {m} rows"
+            found[what] = {name: 2e-9 * m * n * k / s for name, s in seconds.items()}
+            found[f"{what}, share of the bound"] = shares = {name: least[name] / s for name, s in seconds.items()}
+            _show(what, found[what], "GFLOP/s")
+            _show("  share of the bound", shares, "")
     return found
 
 

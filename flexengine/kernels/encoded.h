@@ -10,6 +10,7 @@ namespace {
 // is what WIDE is for fewer bits, true where they need no way of their own. The instruction made for this is written by
 // hand: through its intrinsic GCC 12 copies each sum before and after, and half of the speed is gone.
 constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, of which planes of any width take whole registers
+constexpr int LONGEST = 4 * OCTET;  // columns of a group
 
 #if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))
 #define FLEX_VNNI 1
@@ -29,6 +30,8 @@ inline vp qright(vp a, int by) { return _mm512_srli_epi32(a, unsigned(by)); }
 inline vp qand(vp a, uint32_t m) { return _mm512_and_si512(a, _mm512_set1_epi32(int(m))); }
 inline vp qor(vp a, vp b) { return _mm512_or_si512(a, b); }
 inline vf qfloat(vp a) { return _mm512_cvtepi32_ps(a); }
+inline vp qtop(vp a, vp b) { return _mm512_max_epi32(a, b); }
+inline int32_t qtop(vp a) { return _mm512_reduce_max_epi32(a); }
 inline void qbytes(int8_t* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
 template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
 #if defined(FLEX_VNNI)
@@ -51,6 +54,12 @@ inline vp qright(vp a, int by) { return _mm256_srli_epi32(a, by); }
 inline vp qand(vp a, uint32_t m) { return _mm256_and_si256(a, _mm256_set1_epi32(int(m))); }
 inline vp qor(vp a, vp b) { return _mm256_or_si256(a, b); }
 inline vf qfloat(vp a) { return _mm256_cvtepi32_ps(a); }
+inline vp qtop(vp a, vp b) { return _mm256_max_epi32(a, b); }
+inline int32_t qtop(vp a) {
+    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
+}
 inline void qbytes(int8_t* p, vf a) {
     const __m256i whole = _mm256_cvtps_epi32(a);
     const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
@@ -77,6 +86,12 @@ inline vp qright(vp a, int by) { return a >> by; }
 inline vp qand(vp a, uint32_t m) { return a & m; }
 inline vp qor(vp a, vp b) { return a | b; }
 inline vf qfloat(vp a) { return __builtin_convertvector((vi)a, vf); }
+inline vp qtop(vp a, vp b) { return (vp)vpick((vi)a > (vi)b, (vf)a, (vf)b); }
+inline int32_t qtop(vp a) {
+    int32_t top = int32_t(a[0]);
+    for (int e = 1; e < W; e++) top = int32_t(a[e]) > top ? int32_t(a[e]) : top;
+    return top;
+}
 inline void qbytes(int8_t* p, vf a) { for (int e = 0; e < W; e++) p[e] = int8_t(a[e]); }
 template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
     for (int e = 0; e < 4; e++) sum += (u >> (8 * e) & 255) * (vp)((vi)(x << (24 - 8 * e)) >> 24);
@@ -91,15 +106,28 @@ struct Product {
     int32_t bits, group, int8, threads;
 };
 
+// How out is cut into tasks, in the order of `linear`: `down` runs of rows, in each `across` strips of `width` columns.
+struct Blocks {
+    int64_t down, width, across;
+
+    Blocks(const Product& a, int64_t vecs) : down((a.rows + GROUP - 1) / GROUP), width(vecs * W) {
+        while (width > W && strips(a.n) * down < 3 * a.threads) width /= 2;
+        across = strips(a.n);
+    }
+    int64_t strips(int64_t n) const { return (n + width - 1) / width; }
+};
+
 // W rows of w from row c on, as a thread reads them that takes N * W of them, and later the next N * W that are left.
 template <int BITS> struct Strip {
     static constexpr int LOW = BITS == 3 ? 2 : BITS;  // bits of the first plane
     static constexpr uint32_t MASK = 0x01010101u * ((1u << LOW) - 1);
-    static constexpr int64_t AHEAD = 4096;  // bytes
+    static constexpr int TOGETHER = BITS == 3 ? 8 : 8 / BITS;  // quads that share registers
+    static constexpr int64_t AHEAD = 4096;                     // bytes
     const uint8_t *at, *end;
     int64_t lane, group, bytes, next;  // lane: the first row's place in its block; bytes: of a block
     int shift;  // group is 2^shift
 
+    Strip() = default;
     Strip(const Product& a, int64_t c, int N)
         : lane(c % LANES), group(a.group), bytes(4 * LANES + LANES * a.group * BITS / 8) {
         const int64_t length = a.groups * bytes;
@@ -116,7 +144,7 @@ template <int BITS> struct Strip {
     vf scale(int64_t g) const { return vload((const fp16*)(at + g * bytes) + lane); }
     vf minimum(int64_t g) const { return vload((const fp16*)(at + g * bytes) + LANES + lane); }
 
-    // Quad i (a constant) of the octet from column d of group g on.
+    // Quad i (a constant) of the TOGETHER, or of the octet, from column d of group g on.
     INLINE vp quad(int64_t g, int64_t d, int i) const {
         const uint8_t* low = at + g * bytes + 4 * LANES + d * LANES * LOW / 8 + lane * 4;
         vp codes = qright(qload(low + i * LOW / 8 * 4 * LANES), i * LOW % 8);
@@ -129,15 +157,9 @@ template <int BITS> struct Strip {
     }
 };
 
-// What becomes of W rows of w from row c on, by the number of bits; N: as in Strip.
-struct Decoder {
-    // Columns d to d + span, decoded: tile [span, W], `width` floats from one column to the next. d: a multiple of
-    // OCTET; the tile is written up to one.
-    void (*decode)(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile);
-    // Group g's scales and minimums in fp32, and its codes: quads [group / 4, W], `width` bytes from one to the next.
-    void (*unpack)(const Product& a, int64_t c, int N, int64_t g, int64_t width, uint8_t* quads, float* scale,
-                   float* minimum);
-};
+// Columns d to d + span of W rows of w from row c on, decoded: tile [span, W], `width` floats from one column to the
+// next. d: a multiple of OCTET; the tile is written up to one. N: as in Strip.
+typedef void (*Decode)(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile);
 
 template <int BITS>
 void decode_strip(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile) {
@@ -154,216 +176,266 @@ void decode_strip(const Product& a, int64_t c, int N, int64_t d, int64_t span, i
     }
 }
 
-template <int BITS>
-void unpack_strip(const Product& a, int64_t c, int N, int64_t g, int64_t width, uint8_t* quads, float* scale,
-                  float* minimum) {
-    const Strip<BITS> w(a, c, N);
-    vstore(scale, w.scale(g));
-    vstore(minimum, w.minimum(g));
-    for (int64_t d = 0; d < a.group; d += OCTET) {
-        w.ask(g, d);
-        UNROLL for (int i = 0; i < 8; i++, quads += width) qstore(quads, w.quad(g, d, i));
-    }
-}
-
-Decoder decoder(int32_t bits) {
-    if (bits == 2) return {decode_strip<2>, unpack_strip<2>};
-    if (bits == 3) return {decode_strip<3>, unpack_strip<3>};
-    if (bits == 4) return {decode_strip<4>, unpack_strip<4>};
-    return {decode_strip<8>, unpack_strip<8>};
+Decode decoder(int32_t bits) {
+    return bits == 2 ? decode_strip<2> : bits == 3 ? decode_strip<3> : bits == 4 ? decode_strip<4> : decode_strip<8>;
 }
 
 // ---------------------------------------------------------------- fp32
 
-constexpr int FEW_SPAN = 64;
+// So few rows that the sums of all of them, FEW_SPAN decoded columns and those of x stay in L1 together: more write and
+// read a tile of SPAN columns in L2.
+constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
 
-// M <= ROWS rows of out from m on, at N * W columns from c on: FEW_SPAN columns at a time are decoded into L1.
+// Adds columns d to d + span of M rows from m on to `sums`, [M, N * W], begun anew with every SPAN columns and added to
+// out at their end.
 template <int M, int N>
-void product_few(const Product& p, const Linear& a, const Decoder& w, int64_t m, int64_t rows, int64_t c) {
+void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span,
+                       float* sums) {
     if constexpr (M > 1)
-        if (rows < M) return product_few<M - 1, N>(p, a, w, m, rows, c);
-    for (int64_t low = 0; low < a.k; low += SPAN) {
-        const int64_t high = a.k - low < SPAN ? a.k : low + SPAN;
-        vf sum[M][N];
-        clear(sum);
-        for (int64_t d = low; d < high; d += FEW_SPAN) {
-            alignas(64) float tile[FEW_SPAN * N * W];
-            const int64_t span = high - d < FEW_SPAN ? high - d : FEW_SPAN;
-            for (int n = 0; n < N; n++) w.decode(p, c + n * W, N, d, span, N * W, tile + n * W);
-            multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+        if (rows < M) return multiply_few_rows<M - 1, N>(a, tile, m, rows, c, d, span, sums);
+    vf sum[M][N];
+    clear(sum);
+    if (d % SPAN) {
+        UNROLL for (int i = 0; i < M; i++)
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
+    }
+    multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+    if (d + span == a.k || (d + span) % SPAN == 0) return add(a, sum, m, c, d < SPAN);
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int n = 0; n < N; n++) vstore(sums + (i * N + n) * W, sum[i][n]);
+}
+
+// Rows m to end of out, FEW_ROWS at most, at N * W columns from c on.
+template <int N> void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
+    alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
+    const int64_t rows = end - m, tiles = (rows + ROWS - 1) / ROWS;
+    for (int64_t d = 0; d < a.k; d += FEW_SPAN) {
+        const int64_t span = a.k - d < FEW_SPAN ? a.k - d : FEW_SPAN;
+        for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
+        for (int64_t t = 0; t < tiles; t++) {
+            const int64_t low = t * rows / tiles, high = (t + 1) * rows / tiles;
+            multiply_few_rows<ROWS, N>(a, tile, m + low, high - low, c, d, span, sums + low * N * W);
         }
-        add(a, sum, m, c, low == 0);
     }
 }
 
 // Rows m to end of out at N * W columns from c on, as `linear` computes them.
-template <int N> void product_fp32(const Product& p, const Decoder& w, int64_t m, int64_t end, int64_t c) {
+template <int N> void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
     const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, p.threads};
-    if (end - m <= ROWS) return product_few<ROWS, N>(p, a, w, m, end - m, c);
+    if (end - m <= FEW_ROWS) return product_few<N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
-        for (int n = 0; n < N; n++) w.decode(p, c + n * W, N, d, span, N * W, tile + n * W);
+        for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
         multiply_group<N>(a, tile, m, end, c, d, span);
+    }
+}
+
+void product_fp32(const Product& a) {
+    const Decode decode = decoder(a.bits);
+    const Blocks blocks(a, VECS);
+    const int64_t height = (a.rows + blocks.down - 1) / blocks.down;
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
+    for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
+        const int64_t c = b % blocks.across * blocks.width, m = b / blocks.across * height;
+        const int64_t end = a.rows - m < height ? a.rows : m + height;
+        const int64_t vecs = ((a.n - c < blocks.width ? a.n - c : blocks.width) + W - 1) / W;
+        if (vecs == 1) product_tile<1>(a, decode, m, end, c);
+        if (vecs == 2) product_tile<2>(a, decode, m, end, c);
+        if (VECS > 2 && vecs == 3) product_tile<VECS - 1>(a, decode, m, end, c);
+        if (VECS > 2 && vecs == 4) product_tile<VECS>(a, decode, m, end, c);
     }
 }
 
 // ---------------------------------------------------------------- int8
 
-// x rounded to int8 per group, the groups of all rows side by side: codes [groups, rows, group]; what a code of that
-// group is worth and the sum of its codes, [groups, rows].
+// DOT_ROWS x DOT_VECS registers of sums. Codes are unpacked in registers, again for every tile, on units that have
+// nothing else to do: not once for all tiles into memory, whose bytes would then be many more. A tall tile asks least
+// of them. Groups of 64 columns leave 16 in 19 of a core's fastest dots, as the products by scales and minimums, three
+// of them after 16 dots, take their units.
+#if defined(FLEX_AVX512)
+constexpr int DOT_ROWS = 12, DOT_VECS = 2;
+#else
+constexpr int DOT_ROWS = ROWS, DOT_VECS = VECS;
+#endif
+
+// Rows of x in tiles of nearly equal height.
+struct Tiles {
+    int64_t rows, count;
+
+    explicit Tiles(int64_t rows) : rows(rows), count((rows + DOT_ROWS - 1) / DOT_ROWS) {}
+    int64_t first(int64_t t) const { return t * rows / count; }
+    int64_t height(int64_t t) const { return first(t + 1) - first(t); }
+};
+
+// x rounded to int8 per group, in the order in which it is read: the tiles of rows, in each its groups. A tile of M
+// rows from row m on has for each group quads of codes [group / 4, M], and [2, M]: what a code is worth, their sum.
 struct Rounded {
-    int64_t rows, group;
-    float *scale, *sum;
-    int8_t* codes;
+    int64_t groups, group;
+    float* worths;
+    int8_t* quads;
 
     explicit Rounded(const Product& a)
-        : rows(a.rows), group(a.group), scale(a.scratch), sum(scale + a.groups * rows),
-          codes((int8_t*)(sum + a.groups * rows)) {}
+        : groups(a.groups), group(a.group), worths(a.scratch), quads((int8_t*)(worths + 2 * groups * a.rows)) {}
+    int8_t* codes(int64_t m, int64_t M, int64_t g) const { return quads + (m * groups + g * M) * group; }
+    float* worth(int64_t m, int64_t M, int64_t g) const { return worths + 2 * (m * groups + g * M); }
 };
 
-// Rounds group g of row m. Where a number is not finite the scale is NaN, and so is the whole row of out.
-void round_group(const Product& a, const Rounded& to, int64_t m, int64_t g) {
-    const int64_t first = g * a.group, there = a.k - first < a.group ? a.k - first : a.group;
-    const float* x = a.x + m * a.x_row + first;
-    float part[4 * OCTET] = {};
-    if (there < a.group) x = (const float*)memcpy(part, x, size_t(there) * 4);
-    vf top = vset(0.f), bad = vset(0.f);
-    for (int i = 0; i < a.group; i += W) {
-        top = vmax(vand(vload(x + i), 0x7fffffff), top);
-        bad = vfma(vload(x + i), vset(0.f), bad);
-    }
-    const int64_t at = g * a.rows + m;
-    int8_t* codes = to.codes + at * a.group;
-    const float scale = vtop(top) / 127.f;
-    const bool finite = vsum(bad) == 0.f;
-    const vf magic = vset(12582912.f), most = vset(127.f), least = vset(-127.f), step = vset(scale);  // magic: see vexp
+// Rounds a group of a row: codes as quads, M of them apart. Stores what a code is worth; returns sums of codes, whose
+// sum is that of all. Where a number is not finite a code is worth NaN, and so is the whole row of out. A group below
+// 1.5e-36 counts as zeros: else its scale would not be exact, and its codes not at most 127.
+vf round_row(const float* x, int64_t group, int64_t M, float* worth, int8_t* codes) {
+    vp top = qset(0);  // of sizes, as integers, so that what is not finite is found as well
+    for (int i = 0; i < group; i += W) top = qtop(top, qand(qload(x + i), 0x7fffffff));
+    const float scale = float_of(uint32_t(qtop(top))) / 127.f;
+    const bool some = scale >= FLT_MIN && scale < INFINITY;
+    *worth = scale < INFINITY ? scale : NAN;
+    const vf magic = vset(12582912.f), step = vset(scale);  // magic: see vexp
     vf total = vset(0.f);
-    for (int i = 0; i < a.group; i += W) {
-        vf code = vset(0.f);
-        if (finite && scale > 0.f) {
-            code = vsub(vadd(vdiv(vload(x + i), step), magic), magic);
-            code = vbelow(code, least, least, vbelow(most, code, most, code));  // where a tiny scale is not exact
-        }
-        qbytes(codes + i, code);
+    for (int i = 0; i < group; i += W) {
+        int8_t part[W];
+        const vf code = some ? vsub(vadd(vdiv(vload(x + i), step), magic), magic) : vset(0.f);
         total = vadd(total, code);
+        qbytes(part, code);
+        for (int e = 0; e < W; e += 4, codes += 4 * M) memcpy(codes, part + e, 4);
     }
-    to.scale[at] = finite ? scale : NAN;
-    to.sum[at] = vsum(total);
+    return total;
 }
 
-// One group of N * W rows: codes as quads [group / 4, N * W], scales and minimums.
-template <int N> struct Unpacked {
-    alignas(64) uint8_t quads[4 * OCTET * N * W];
-    alignas(64) float scale[N * W], minimum[N * W];
-};
+// Rounds group g of M rows of x from row m on.
+void round_tile(const Product& a, const Rounded& to, int64_t m, int64_t M, int64_t g) {
+    const int64_t first = g * a.group, there = a.k - first < a.group ? a.k - first : a.group;
+    float part[LONGEST] = {}, *worth = to.worth(m, M, g), sums[W];
+    vf totals[W] = {};
+    for (int64_t i = 0; i < M; i++) {
+        const float* x = a.x + (m + i) * a.x_row + first;
+        if (there < a.group) x = (const float*)memcpy(part, x, size_t(there) * 4);
+        totals[i] = round_row(x, a.group, M, worth + i, to.codes(m, M, g) + 4 * i);
+    }
+    vstore(sums, vsums(totals));
+    memcpy(worth + M, sums, size_t(M) * 4);
+}
 
-// Adds one group of M rows of x from row m on to sums [M, N * W]. Not inlined: else the compiler would keep sums in
-// registers from group to group, and spill them.
-template <bool WIDE, int M, int N>
-__attribute__((noinline)) void dot_tile(const Unpacked<N>& w, const Rounded& x, int64_t g, int64_t m, float* sums) {
-    const int64_t group = x.group, at = g * x.rows + m;
-    const float *scale = x.scale + at, *total = x.sum + at;
-    const uint8_t* quad = w.quads;
-    vp whole[M][N];
+// The dots of group g: codes of M rows, of N * W rows of w.
+template <int BITS, int M, int N>
+INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g, vp (&sum)[M][N]) {
+    constexpr int TOGETHER = Strip<BITS>::TOGETHER;
     UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int n = 0; n < N; n++) whole[i][n] = qset(0);
-    const int8_t* codes = x.codes + at * group;
-    for (const int8_t* end = codes + group; codes < end; codes += 4, quad += N * W * 4) {
-        vp u[N];
-        UNROLL for (int n = 0; n < N; n++) u[n] = qload(quad + n * W * 4);
-        UNROLL for (int i = 0; i < M; i++) {
-            int32_t four;
-            memcpy(&four, codes + i * group, 4);
-            const vp v = qset(four);
-            UNROLL for (int n = 0; n < N; n++) whole[i][n] = dot<WIDE>(whole[i][n], u[n], v);
-        }
-    }
-    UNROLL for (int n = 0; n < N; n++) {
-        const vf step = vload(w.scale + n * W), minimum = vload(w.minimum + n * W);
-        UNROLL for (int i = 0; i < M; i++) {
-            float* to = sums + (i * N + n) * W;
-            const vf value = vfma(step, qfloat(whole[i][n]), vmul(minimum, vset(total[i])));
-            vstore(to, vfma(vset(scale[i]), value, vload(to)));
+        UNROLL for (int n = 0; n < N; n++) sum[i][n] = qset(0);
+    for (int64_t d = 0; d < w[0].group; d += 4 * TOGETHER) {
+        UNROLL for (int q = 0; q < TOGETHER; q++, codes += 4 * M) {
+            vp u[N];
+            UNROLL for (int n = 0; n < N; n++) u[n] = w[n].quad(g, d, q);
+            UNROLL for (int i = 0; i < M; i++) {
+                int32_t four;
+                memcpy(&four, codes + 4 * i, 4);
+                const vp v = qset(four);
+                UNROLL for (int n = 0; n < N; n++) sum[i][n] = dot<(BITS > 4 || NARROW)>(sum[i][n], u[n], v);
+            }
         }
     }
 }
 
-template <bool WIDE, int M, int N>
-void dot_rows(const Unpacked<N>& w, const Rounded& x, int64_t g, int64_t m, int64_t rows, float* sums) {
-    if constexpr (M > 1)
-        if (rows < M) return dot_rows<WIDE, M - 1, N>(w, x, g, m, rows, sums);
-    dot_tile<WIDE, M, N>(w, x, g, m, sums);
-}
-
-// Rows m to end, in tiles of nearly equal height.
-template <bool WIDE, int N>
-void dot_group(const Unpacked<N>& w, const Rounded& x, int64_t g, int64_t m, int64_t end, float* sums) {
-    for (int64_t tiles = (end - m + ROWS - 1) / ROWS; tiles; tiles--) {
-        const int64_t rows = (end - m + tiles - 1) / tiles;
-        dot_rows<WIDE, ROWS, N>(w, x, g, m, rows, sums);
-        m += rows, sums += rows * N * W;
+// A tile of M rows of out from m on, at N * W columns from c on. An output is the bias and one group after the other,
+// whatever the tiles are. ahead, next: bytes asked for per group, the first of them; they are read after this tile.
+template <int BITS, int M, int N>
+__attribute__((noinline)) void dot_tile(const Product& a, const Rounded& x, int64_t m, int64_t c, uintptr_t next,
+                                        int64_t ahead) {
+    Strip<BITS> w[N];
+    UNROLL for (int n = 0; n < N; n++) w[n] = Strip<BITS>(a, c + n * W, N);
+    const size_t columns = size_t(a.n - c < N * W ? a.n - c : N * W) * 4;
+    alignas(64) float sums[M][N * W] = {};
+    for (int i = 0; i < M; i++) {
+        if (a.bias) memcpy(sums[i], a.bias + c, columns);
+        for (int n = 0; n < N; n++) __builtin_prefetch(a.out + (m + i) * a.out_row + c + n * W, 1, 3);
     }
-}
-
-// Rows m to end of out at N * W columns from c on. An output is the bias and one group after the other, whatever the
-// tiles are.
-template <int N> void product_int8(const Product& a, const Decoder& decoder, int64_t m, int64_t end, int64_t c) {
-    const Rounded x(a);
-    Unpacked<N> w;
-    alignas(64) float sums[GROUP * N * W], first[N * W] = {};
-    const int64_t columns = a.n - c < N * W ? a.n - c : N * W;
-    if (a.bias) memcpy(first, a.bias + c, size_t(columns) * 4);
-    for (int64_t i = 0; i < end - m; i++) memcpy(sums + i * N * W, first, sizeof first);
     for (int64_t g = 0; g < a.groups; g++) {
-        for (int n = 0; n < N; n++)
-            decoder.unpack(a, c + n * W, N, g, N * W * 4, w.quads + n * W * 4, w.scale + n * W, w.minimum + n * W);
-        if (a.bits > 4) dot_group<true>(w, x, g, m, end, sums);
-        else dot_group<NARROW>(w, x, g, m, end, sums);
+        for (const uintptr_t end = next + ahead; next < end; next += 64) __builtin_prefetch((const void*)next, 0, 3);
+        vp sum[M][N];
+        dot_group(w, x.codes(m, M, g), g, sum);
+        const float* worth = x.worth(m, M, g);
+        vf scale[N], minimum[N];
+        UNROLL for (int n = 0; n < N; n++) scale[n] = w[n].scale(g), minimum[n] = w[n].minimum(g);
+        UNROLL for (int i = 0; i < M; i++) {
+            const vf step = vset(worth[i]), total = vset(worth[M + i]);
+            UNROLL for (int n = 0; n < N; n++) {
+                const vf value = vfma(scale[n], qfloat(sum[i][n]), vmul(minimum[n], total));
+                vstore(sums[i] + n * W, vfma(step, value, vload(sums[i] + n * W)));
+            }
+        }
     }
-    for (int64_t i = m; i < end; i++)
-        memcpy(a.out + i * a.out_row + c, sums + (i - m) * N * W, size_t(columns) * 4);
+    for (int i = 0; i < M; i++) memcpy(a.out + (m + i) * a.out_row + c, sums[i], columns);
+}
+
+template <int BITS, int M, int N>
+void dot_rows(const Product& a, const Rounded& x, int64_t m, int64_t rows, int64_t c, uintptr_t next, int64_t ahead) {
+    if constexpr (M > 1)
+        if (rows < M) return dot_rows<BITS, M - 1, N>(a, x, m, rows, c, next, ahead);
+    dot_tile<BITS, M, N>(a, x, m, c, next, ahead);
+}
+
+// Tiles t to end of rows, at N * W columns from c on. Of few rows one tile has dots for less time than its weights take
+// to arrive, so the first SHARE tiles ask for as much each of what this thread is likely to read next.
+constexpr int64_t SHARE = 4;
+
+template <int BITS, int N>
+void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c) {
+    const Strip<BITS> later(a, c + N * W * a.threads, N);
+    const int64_t share = end - t < SHARE ? end - t : SHARE, group = N * W * later.bytes / LANES;
+    const int64_t ahead = (group + share * 64 - 1) / (share * 64) * 64;
+    uintptr_t next = uintptr_t(later.at);
+    for (const int64_t asking = t + share; t < end; t++, next += uintptr_t(ahead * a.groups))
+        dot_rows<BITS, DOT_ROWS, N>(a, x, tiles.first(t), tiles.height(t), c, next, t < asking ? ahead : 0);
+}
+
+// The same at columns c to stop. Many tiles pass all these columns one by one, for the codes of all rows would not stay
+// in L2 until the next strip; few pass every strip together.
+template <int BITS>
+void dot_block(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c,
+               int64_t stop) {
+    const int64_t together = end - t > SHARE ? 1 : end - t, width = DOT_VECS * W;
+    for (; t < end; t += together) {
+        for (int64_t at = c; at < stop; at += width) {
+            if (DOT_VECS > 1 && stop - at > W) dot_strip<BITS, DOT_VECS>(a, x, tiles, t, t + together, at);
+            else dot_strip<BITS, 1>(a, x, tiles, t, t + together, at);
+        }
+    }
+}
+
+template <int BITS> void product_int8(const Product& a) {
+    constexpr int64_t ALONE = 1 << 18;  // numbers of x that one thread rounds
+    const Rounded x(a);
+    const Tiles tiles(a.rows);
+    const Blocks blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS);
+    // Little is rounded sooner than threads are woken and have met again.
+#pragma omp parallel for num_threads(a.threads) if (a.rows * a.k > ALONE)
+    for (int64_t i = 0; i < tiles.count * a.groups; i++) {
+        const int64_t t = i / a.groups;
+        round_tile(a, x, tiles.first(t), tiles.height(t), i % a.groups);
+    }
+#pragma omp parallel for num_threads(a.threads) schedule(dynamic)
+    for (int64_t b = 0; b < blocks.across * blocks.down; b++) {
+        const int64_t c = b % blocks.across * blocks.width, stop = a.n - c < blocks.width ? a.n : c + blocks.width;
+        const int64_t i = b / blocks.across;
+        dot_block<BITS>(a, x, tiles, i * tiles.count / blocks.down, (i + 1) * tiles.count / blocks.down, c, stop);
+    }
 }
 
 // ---------------------------------------------------------------- both
 
-template <int N> void product_tile(const Product& a, const Decoder& w, int64_t m, int64_t end, int64_t c) {
-    if (a.int8) product_int8<N>(a, w, m, end, c);
-    else product_fp32<N>(a, w, m, end, c);
-}
-
-// Tiles and their order are those of `linear`.
 void product(const Product& a) {
-    const Decoder w = decoder(a.bits);
-    const int64_t groups = (a.rows + GROUP - 1) / GROUP, height = (a.rows + groups - 1) / groups;
-    int64_t width = VECS * W;
-    while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
-    const int64_t blocks = (a.n + width - 1) / width;
-#pragma omp parallel num_threads(a.threads)
-    {
-        if (a.int8) {
-            const Rounded to(a);
-#pragma omp for
-            for (int64_t i = 0; i < a.rows * a.groups; i++) round_group(a, to, i / a.groups, i % a.groups);
-        }
-#pragma omp for schedule(dynamic)
-        for (int64_t b = 0; b < blocks * groups; b++) {
-            const int64_t c = b % blocks * width, columns = a.n - c < width ? a.n - c : width;
-            const int64_t m = b / blocks * height, end = a.rows - m < height ? a.rows : m + height;
-            const int64_t vecs = (columns + W - 1) / W;
-            if (vecs == 1) product_tile<1>(a, w, m, end, c);
-            if (vecs == 2) product_tile<2>(a, w, m, end, c);
-            if (VECS > 2 && vecs == 3) product_tile<VECS - 1>(a, w, m, end, c);
-            if (VECS > 2 && vecs == 4) product_tile<VECS>(a, w, m, end, c);
-        }
-    }
+    if (!a.int8) return product_fp32(a);
+    if (a.bits == 2) return product_int8<2>(a);
+    if (a.bits == 3) return product_int8<3>(a);
+    if (a.bits == 4) return product_int8<4>(a);
+    product_int8<8>(a);
 }
 
 }  // namespace
 
 extern "C" {
 
-// out[m, :] = x[m, :] @ w.T + bias; k at least 1. scratch, for int8: as many bytes as `Rounded` takes, 64-aligned.
+// out[m, :] = x[m, :] @ w.T + bias; k at least 1. scratch, for int8: as many bytes as `Rounded` takes.
 void flex_product(const Product* args) {
     if (args->rows) product(*args);
 }

@@ -1,0 +1,69 @@
+"""What this machine can do at most, and so how long a product takes at least."""
+
+import ctypes
+import os
+import shlex
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+HELD = 1 << 28  # bytes read: more than a CPU's caches hold
+ROUNDS = 1_000_000
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Of all threads together. fp32, int8: products and additions per second; read: bytes per second."""
+
+    fp32: float
+    int8: float
+    read: float
+
+    def seconds(self, operations: float, nbytes: float, int8: bool) -> float:
+        """The least time for that many operations on weights of that many bytes, read once meanwhile."""
+        return max(operations / (self.int8 if int8 else self.fp32), nbytes / self.read)
+
+
+def _library() -> ctypes.CDLL:
+    from flexengine.kernels import cpu
+
+    source = Path(__file__).with_name("peak.cpp")
+    with tempfile.TemporaryDirectory() as folder:
+        to = f"{folder}/peak.so"
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        subprocess.run([*compiler, *cpu.FLAGS, "-fopenmp", "-shared", str(source), "-o", to], check=True)
+        library = ctypes.CDLL(to)
+    library.peak_fp32.argtypes = [ctypes.c_int64, ctypes.c_float]
+    library.peak_int8.argtypes = [ctypes.c_int64, ctypes.c_int32]
+    library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+    library.peak_products.restype = ctypes.c_int64
+    return library
+
+
+def _least(call: Callable[[], object]) -> float:
+    """Seconds."""
+    found = float("inf")
+    for _ in range(10):
+        start = time.perf_counter()
+        call()
+        found = min(found, time.perf_counter() - start)
+    return found
+
+
+@cache
+def measure() -> Peak:
+    """Dots and fused products of one core, times the threads torch has; reads by all of them."""
+    import torch
+
+    library, threads = _library(), torch.get_num_threads()
+    operations = 2.0 * library.peak_products() * ROUNDS * threads
+    buffer = torch.ones(HELD, dtype=torch.uint8)
+    return Peak(
+        fp32=operations / _least(lambda: library.peak_fp32(ROUNDS, 1.0)),
+        int8=4 * operations / _least(lambda: library.peak_int8(ROUNDS, 0x01010101)),
+        read=HELD / _least(lambda: library.peak_read(buffer.data_ptr(), HELD, threads)),
+    )
