@@ -24,6 +24,7 @@ from flexengine.errors import InvalidInput
 
 BITS = (8, 4, 2)
 GROUPS = (64, 32, 16, 8)
+WIDEST = {8: 64, 4: 32, 2: 64}  # group, by bits: what kernels/coded.h multiplies as codes
 
 
 class Part(NamedTuple):
@@ -61,7 +62,7 @@ class CacheForm:
     @property
     def group(self) -> int:
         """Elements that share a scale and a minimum."""
-        return next(group for group in GROUPS if self.dim % group == 0)
+        return next(group for group in GROUPS if group <= WIDEST[self.bits] and self.dim % group == 0)
 
     @property
     def groups(self) -> int:
@@ -85,6 +86,11 @@ class CacheForm:
         return Part(self.row_bytes, (0,)), Part(2, tuple(range(codes, self.panel_bytes, 2 * self.page_tokens)))
 
     @property
+    def pieces(self) -> int:
+        """Places in a panel where parts of a token's K, or V, lie: its codes, each scale, each minimum."""
+        return sum(len(part.starts) for part in self.parts)
+
+    @property
     def token_bytes(self) -> int:
         """K and V of one token, all heads, scales and minima included."""
         return 2 * self.kv_heads * self.panel_bytes // self.page_tokens
@@ -95,7 +101,7 @@ class CacheForm:
 
     @cached_property
     def codec(self) -> Groupwise:
-        """What encodes a group: of fewer than 8 bits with the range that costs least."""
+        """What encodes a group: of fewer than 8 bits with the range or line that costs least."""
         return Groupwise(f"cache{self.bits}", self.bits, self.group, fitted=self.bits < 8, alike=True)
 
     def panels(self, pool: Tensor) -> Panels:
