@@ -65,8 +65,8 @@ class Opened:
         self.facts = replace(self.facts, topk=lossy.topk)
         if bits := lossy.cache_bits:
             shape = skeleton.cache
-            each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes
-            self.facts = replace(self.facts, kv_encoded=each, centred=bits < 8)
+            form = CacheForm(bits, shape.kv_heads, 1, shape.head_dim)
+            self.facts = replace(self.facts, kv_encoded=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
         self.__dict__.pop("origins", None)
 
     @cached_property
