@@ -138,8 +138,7 @@ class TestForm:
 
     @pytest.mark.parametrize("bits", BITS)
     def test_errors(self, bits: int) -> None:
-        """8 bits: half a step. Fewer: no more than the least squared error of the ranges tried, each by itself in
-        float64, and much less in the mean."""
+        """8 bits: half a step. Fewer: the least squared error of the ranges tried, each by itself in float64."""
         form, x = CacheForm(bits, 1, 16, 64), torch.randn(200, 64).exp()
         off = (form.decode(*form.encode(x)) - x).double()
         if bits == 8:
@@ -153,23 +152,8 @@ class TestForm:
             step = ((high - cut - minimum) / (2**bits - 1)).half().double()
             codes = ((groups - minimum) / step).round().clamp(0, 2**bits - 1)
             errors.append(((minimum + codes * step - groups) ** 2).sum(-1))
-        found, least = (off.view_as(groups) ** 2).sum(-1), torch.stack(errors).amin(0)
-        assert bool((found <= least * (1 + 1e-4) + 1e-6).all())
-        assert found.sum() < 0.93 * least.sum()
-
-    @pytest.mark.parametrize("bits", [4, 2])
-    def test_the_line_is_that_of_least_squares(self, bits: int) -> None:
-        """Another line through the codes that were chosen, by another way to it, gains next to nothing."""
-        form, x = CacheForm(bits, 1, 16, 64), torch.randn(200, 64)
-        packed, scale, minimum = form.encode(x)
-        codes = form.decode(packed, torch.ones_like(scale), torch.zeros_like(minimum)).double()
-        decoded = form.decode(packed, scale, minimum).double()
-        lost = optimal = 0.0
-        for code, row, held in zip(*(y.reshape(-1, form.group) for y in (codes, x.double(), decoded)), strict=True):
-            line = torch.stack([code, torch.ones_like(code)], 1)
-            optimal += float(((line @ torch.linalg.lstsq(line, row).solution - row) ** 2).sum())
-            lost += float(((held - row) ** 2).sum())
-        assert optimal <= lost < 1.05 * optimal
+        least = torch.stack(errors).amin(0)
+        torch.testing.assert_close((off.view_as(groups) ** 2).sum(-1), least, rtol=1e-4, atol=1e-6)
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 7e4])
     def test_a_group_that_cannot_be_held_is_not_a_number(self, bad: float) -> None:

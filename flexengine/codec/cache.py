@@ -59,6 +59,9 @@ class CacheForm:
                 f" {self.page_tokens} tokens: bits must be one of {BITS}, heads a multiple of 8 wide"
             )
 
+    def __str__(self) -> str:
+        return f"{self.bits} bits in groups of {self.group}"
+
     @property
     def group(self) -> int:
         """Elements that share a scale and a minimum."""
@@ -101,7 +104,7 @@ class CacheForm:
 
     @cached_property
     def codec(self) -> Groupwise:
-        """What encodes a group: of fewer than 8 bits with the range or line that costs least."""
+        """What encodes a group: of fewer than 8 bits with the range that costs least."""
         return Groupwise(f"cache{self.bits}", self.bits, self.group, fitted=self.bits < 8, alike=True)
 
     def panels(self, pool: Tensor) -> Panels:

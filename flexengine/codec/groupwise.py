@@ -16,15 +16,14 @@ from flexengine.errors import InvalidInput
 GROUPS = (8, 16, 32, 64, 128)
 HALF = torch.finfo(torch.float16)
 START, ROUNDS = 0.95, 3  # of a fit: share of the range it begins with; how often codes and range are improved in turn
-ALIKE, LINES = (1.0, 0.85), 2  # where there is less time: shares of the range, cut alike from both ends, then lines
+ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of a range, cut alike from both ends, tried where there is no time to fit
 
 
 @dataclass(frozen=True)
 class Groupwise(Codec):
     """bits: of a code. group: elements that share a scale. across: groups run down the columns (along the output
     channel of a weight, the tokens of a KV cache) instead of along the rows. fitted: scale and minimum are those of
-    least squared error for the codes they give, rather than all of the range; alike: the best of ALIKE and of LINES
-    lines from there, in sums whose order a kernel can repeat, so that it finds the same bits."""
+    least squared error for the codes they give, rather than all of the range; alike: the best of ALIKE instead."""
 
     name: str
     bits: int
@@ -64,8 +63,8 @@ class Groupwise(Codec):
         low, high = groups.amin(-1), groups.amax(-1)
         scale, minimum = self._kept(low, high)
         if self.fitted:
-            found = self._best(groups, low, high) if self.alike else self._fitted(groups, matters, low, high)
-            scale, minimum = found
+            find = self._best if self.alike else self._fitted
+            scale, minimum = find(groups, matters, low, high)
         return self._codes(groups, scale, minimum), scale, minimum
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
@@ -126,47 +125,24 @@ class Groupwise(Codec):
             minimum = (mean - scale.float() * centre).clamp(HALF.min, HALF.max).half()
         return scale, minimum
 
-    def _best(self, groups: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale and minimum with the least squared error over the group, of the ranges and lines tried."""
-        cuts = [(1 - share) / 2 * (high - low) for share in ALIKE]
-        scale, minimum = self._kept(low + cuts[0], high - cuts[0])
-        best = self._error(groups, scale, minimum)
-        for number in range(1, len(ALIKE) + LINES):
-            if number < len(ALIKE):
-                tried = self._kept(low + cuts[number], high - cuts[number])
-            else:
-                tried = self._line(groups, scale, minimum)
-            error = self._error(groups, *tried)
+    def _best(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The scale and minimum with the least squared error over the group, of the ranges tried."""
+        best_scale, best_minimum = self._kept(low, high)
+        best = self._error(groups, matters, best_scale, best_minimum)
+        for share in ALIKE[1:]:
+            cut = (1 - share) / 2 * (high - low)
+            scale, minimum = self._kept(low + cut, high - cut)
+            error = self._error(groups, matters, scale, minimum)
             better = error < best
             best = torch.where(better, error, best)
-            scale, minimum = torch.where(better, tried[0], scale), torch.where(better, tried[1], minimum)
-        return scale, minimum
+            best_scale = torch.where(better, scale, best_scale)
+            best_minimum = torch.where(better, minimum, best_minimum)
+        return best_scale, best_minimum
 
-    def _line(self, groups: Tensor, scale: Tensor, minimum: Tensor) -> tuple[Tensor, Tensor]:
-        """The line of least squares through (code, number), for the codes that scale and minimum give."""
-        codes, low = self._codes(groups, scale, minimum).float(), minimum.float()
-        above = groups - low[..., None]
-        code, total, size = _sum(codes), _sum(above), self.group
-        spread = size * _sum(codes * codes) - code * code
-        slope = (size * _sum(codes * above) - code * total) / torch.where(spread > 0, spread, 1.0)
-        scale = torch.where(spread > 0, slope.clamp(max=HALF.max).half(), scale)
-        start = low + (total - scale.float() * code) / size
-        return scale, start.clamp(HALF.min, HALF.max).half()
-
-    def _error(self, groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
-        return _sum((_values(self._codes(groups, scale, minimum), scale, minimum) - groups) ** 2)
+    def _error(self, groups: Tensor, matters: Tensor | None, scale: Tensor, minimum: Tensor) -> Tensor:
+        squares = (_values(self._codes(groups, scale, minimum), scale, minimum) - groups) ** 2
+        return (squares if matters is None else squares * matters).sum(-1)
 
 
 def _values(codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
     return minimum.float()[..., None] + codes.float() * scale.float()[..., None]
-
-
-def _sum(x: Tensor) -> Tensor:
-    """Over the last dimension, a multiple of 8, in eight sums side by side; the order is that of kernels/codes.h."""
-    eight = x.reshape(*x.shape[:-1], -1, 8)
-    total: Tensor = eight[..., 0, :]
-    for more in eight.unbind(-2)[1:]:
-        total = total + more
-    for half in (4, 2, 1):
-        total = total[..., :half] + total[..., half:]
-    return total.squeeze(-1)

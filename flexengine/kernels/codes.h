@@ -131,34 +131,15 @@ template <int BITS, int N> inline float code_group(const v8* x, float scale, flo
     return total(error);
 }
 
-// scale and minimum, with which a group has got the codes at[], become those of the least squared error for them.
-template <int N> inline void draw_line(const v8* x, const v8* at, fp16& scale, fp16& minimum) {
-    const float low = widen(minimum), size = 8 * N;
-    v8 codes = {}, squares = {}, above = {}, products = {};
-    for (int i = 0; i < N; i++) {
-        const v8 y = x[i] - low;
-        codes += at[i], squares += at[i] * at[i];
-        above += y, products += at[i] * y;
-    }
-    const float code = total(codes), y = total(above), spread = size * total(squares) - code * code;
-    if (spread > 0) {
-        const float slope = (size * total(products) - code * y) / spread;
-        scale = to_half(slope < 65504.f ? slope : 65504.f);
-    }
-    const float start = low + (y - widen(scale) * code) / size;
-    minimum = to_half(start < -65504.f ? -65504.f : start > 65504.f ? 65504.f : start);
-}
-
-// x [groups * G] to codes, scales and minima; the latter two `apart` from group to group. Of shares of a group's range,
-// and then of lines through the best codes so far, it keeps what has the least squared error. What is not finite or
-// beyond fp16 turns its group into NaN.
+// x [groups * G] to codes, scales and minima; the latter two `apart` from group to group. Of the shares of a group's
+// range it keeps the one with the least squared error. What is not finite or beyond fp16 turns its group into NaN.
 template <int BITS, int G>
 __attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_t* codes, fp16* scales, fp16* minima,
                                           int64_t apart) {
-    constexpr int N = G / 8, stride = G * BITS / 8, shares = BITS < 8 ? 2 : 1, tries = BITS < 8 ? 4 : 1;
-    constexpr float cut[2] = {0.f, float((1 - 0.85) / 2)};
+    constexpr int N = G / 8, stride = G * BITS / 8, shares = BITS < 8 ? 4 : 1;
+    constexpr float cut[4] = {0.f, float((1 - 0.925) / 2), float((1 - 0.85) / 2), float((1 - 0.775) / 2)};
     for (int64_t r = 0; r < groups; r++, x += G, codes += stride) {
-        v8 group[N], at[tries][N] = {};
+        v8 group[N], at[shares][N] = {};
         memcpy(group, x, sizeof group);
         v8 low = group[0], high = group[0];
         v8i bad = low != low;
@@ -170,15 +151,12 @@ __attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_
         const bool good = total((v8)(bad & 0x3f800000)) == 0;
         float best = 0;
         fp16 scale = {0x7e00}, minimum = {0x7e00};
-        int kept = 0;  // of the tries; picked without branches, which would often be guessed wrongly
-        for (int c = 0; good && c < tries; c++) {
-            fp16 step = scale, base = minimum;
-            if (c < shares) {
-                const float width = top - bottom, start = bottom + cut[c] * width, end = top - cut[c] * width;
-                base = to_half(start);
-                const float above = end - widen(base);
-                step = to_half((above > 0 ? above : 0.f) / float((1 << BITS) - 1));
-            } else draw_line<N>(group, at[kept], step, base);
+        int kept = 0;  // of the shares; picked without branches, which would often be guessed wrongly
+        for (int c = 0; good && c < shares; c++) {
+            const float width = top - bottom, start = bottom + cut[c] * width, end = top - cut[c] * width;
+            const fp16 base = to_half(start);
+            const float above = end - widen(base);
+            const fp16 step = to_half((above > 0 ? above : 0.f) / float((1 << BITS) - 1));
             const float error = code_group<BITS, N>(group, widen(step), widen(base), at[c]);
             const bool better = !c | (error < best);
             best = better ? error : best, kept = better ? c : kept;
