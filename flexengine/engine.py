@@ -307,7 +307,10 @@ class Engine:
         import transformers
 
         cuda, policy = self.machine.kind == "cuda", self.policy
+        bits = dict.fromkeys(lossy.cache_bits for lossy in (self.lossy, *self._choices) if lossy.cache)
+        forms = ", ".join(str(self._opened.cache_form(each)) for each in bits)
         return {
+            **({"cache": forms} if forms else {}),  # if it is encoded, or may be
             "dtype": str(self.dtype).removeprefix("torch."),
             # Products there round differently in batches of another shape.
             "policy": policy.to_json() if policy and cuda else None,

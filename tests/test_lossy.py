@@ -10,6 +10,7 @@ import torch
 from conftest import NEW, make_checkpoint, reference
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
+from flexengine.codec import cache
 from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
@@ -262,3 +263,21 @@ class TestSwitches:
         assert main([*base, "--output", str(out), "--weights", "int4"]) == REFUSED
         assert "lossy: was" in capsys.readouterr().err
         assert main([*base, "--output", str(out), "--weights", "int4", "--cache", "int8"]) == DONE
+
+    @pytest.mark.parametrize("switch", [("--cache", "int4"), ("--allow", "int4-cache")])
+    def test_a_job_does_not_go_on_in_other_groups(
+        self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, switch: tuple[str, str]
+    ) -> None:
+        from flexengine.run import DONE, REFUSED, main
+
+        known = families("opt")
+        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+        source.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 2)
+        base = [str(source), "--model", str(known.directory), "--max-tokens", "2", "--output", str(out), *switch]
+        assert main([*base, "--limit", "1"]) == DONE
+        with monkeypatch.context() as changed:
+            changed.setattr(cache, "WIDEST", {4: 8})
+            capsys.readouterr()
+            assert main(base) == REFUSED
+            assert 'cache: was "4 bits in groups of 16", now "4 bits in groups of 8"' in capsys.readouterr().err
+        assert main(base) == DONE

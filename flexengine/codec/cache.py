@@ -24,6 +24,7 @@ from flexengine.errors import InvalidInput
 
 BITS = (8, 4, 2)
 GROUPS = (64, 32, 16, 8)
+WIDEST = {8: 64, 4: 32, 2: 64}  # group, by bits: what kernels/coded.h multiplies as codes
 
 
 class Part(NamedTuple):
@@ -58,10 +59,13 @@ class CacheForm:
                 f" {self.page_tokens} tokens: bits must be one of {BITS}, heads a multiple of 8 wide"
             )
 
+    def __str__(self) -> str:
+        return f"{self.bits} bits in groups of {self.group}"
+
     @property
     def group(self) -> int:
         """Elements that share a scale and a minimum."""
-        return next(group for group in GROUPS if self.dim % group == 0)
+        return next(group for group in GROUPS if group <= WIDEST[self.bits] and self.dim % group == 0)
 
     @property
     def groups(self) -> int:
@@ -83,6 +87,11 @@ class CacheForm:
         """Codes, and scales with minima."""
         codes = self.page_tokens * self.row_bytes
         return Part(self.row_bytes, (0,)), Part(2, tuple(range(codes, self.panel_bytes, 2 * self.page_tokens)))
+
+    @property
+    def pieces(self) -> int:
+        """Places in a panel where parts of a token's K, or V, lie: its codes, each scale, each minimum."""
+        return sum(len(part.starts) for part in self.parts)
 
     @property
     def token_bytes(self) -> int:

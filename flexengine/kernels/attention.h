@@ -62,10 +62,11 @@ template <class F> void with_rows(const Decode& a, F f) {
     if (a.pool_dtype == BF16) plain(bf16());
     if (a.pool_dtype == FP16) plain(fp16());
     with_form(a.pool_dtype, a.group, [&](auto bits, auto size) {
-        if constexpr (size != WIDE) return f((DecodedRows<bits, size>*)nullptr);
+        constexpr int wide = WIDE<bits>;
+        if constexpr (size != wide) return f((DecodedRows<bits, size>*)nullptr);
         else {
-            if (a.dim == WIDE) return f((CodedRows<bits, 1>*)nullptr);
-            if (a.dim == 2 * WIDE) return f((CodedRows<bits, 2>*)nullptr);
+            if (a.dim == 64) return f((CodedRows<bits, 64 / wide>*)nullptr);
+            if (a.dim == 128) return f((CodedRows<bits, 128 / wide>*)nullptr);
             return f((CodedRows<bits, 0>*)nullptr);
         }
     });

@@ -27,12 +27,12 @@ template <class From, class To> void append_plain(const Append& a, int64_t t, in
 // x: dim floats, of K or of V.
 typedef void Encode(const Append& a, int64_t t, int64_t j, bool value, const float* x);
 
-template <int BITS> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const float* x) {
-    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, a.group);
+template <int BITS, int G> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const float* x) {
+    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, G);
     const int64_t o = a.offsets[t], panel = (int64_t(a.pages[t]) * 2 + value) * a.kv_heads + j;
     uint8_t* to = (uint8_t*)a.pool + panel * panels.panel;
-    encode_row<BITS>(x, a.group, a.dim / a.group, to + o * panels.row, (fp16*)(to + panels.scales) + o,
-                     (fp16*)(to + panels.minima) + o, a.page_tokens);
+    encode_row<BITS, G>(x, a.dim / G, to + o * panels.row, (fp16*)(to + panels.scales) + o,
+                        (fp16*)(to + panels.minima) + o, a.page_tokens);
 }
 
 template <class From> void append_heads(const Append& a, int64_t t, Encode* encode, float* x) {
@@ -85,9 +85,7 @@ int64_t flex_append(const Append* args) {
         return 0;
     }
     Encode* encode = nullptr;
-    if (a.pool_dtype == CODES8) encode = append_codes<8>;
-    if (a.pool_dtype == CODES4) encode = append_codes<4>;
-    if (a.pool_dtype == CODES2) encode = append_codes<2>;
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) { encode = append_codes<bits, group>; });
 #pragma omp parallel num_threads(a.threads) if (a.tokens * a.kv_heads * a.dim > 8192)
     {
         float* x = (float*)malloc(size_t(a.dim) * 4);

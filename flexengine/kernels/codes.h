@@ -14,7 +14,8 @@ enum Codes : int32_t { CODES8 = 128, CODES4 = 64, CODES2 = 32 };  // beside Dtyp
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 
-// Eight bytes as numbers, and numbers below 256 as bytes. The compiler's own conversions go through memory.
+// Eight bytes as numbers, numbers below 256 as bytes; sum and least of eight; a half. What the compiler makes of these
+// goes through memory.
 #if defined(FLEX_AVX512) || defined(FLEX_AVX2)
 inline v8i load_bytes(const uint8_t* p) { return (v8i)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline v8 to_float(v8i x) { return (v8)_mm256_cvtepi32_ps((__m256i)x); }
@@ -23,38 +24,64 @@ inline void store_bytes(uint8_t* p, v8i x) {
     __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128((__m256i)x), _mm256_extracti128_si256((__m256i)x, 1));
     _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(halves, halves));
 }
+inline float total(v8 x) {  // ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7))
+    __m128 four = _mm_add_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+inline float least(v8 x) {
+    __m128 four = _mm_min_ps(_mm256_castps256_ps128((__m256)x), _mm256_extractf128_ps((__m256)x, 1));
+    four = _mm_min_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_min_ss(four, _mm_shuffle_ps(four, four, 1)));
+}
+inline fp16 to_half(float x) { return {uint16_t(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT))}; }
 #else
 inline v8i load_bytes(const uint8_t* p) { return v8i{p[0], p[1], p[2], p[3], p[4], p[5], p[6], p[7]}; }
 inline v8 to_float(v8i x) { return __builtin_convertvector(x, v8); }
 inline v8i to_int(v8 x) { return __builtin_convertvector(x, v8i); }
 inline void store_bytes(uint8_t* p, v8i x) { for (int l = 0; l < 8; l++) p[l] = uint8_t(x[l]); }
+inline float total(v8 x) { return ((x[0] + x[4]) + (x[2] + x[6])) + ((x[1] + x[5]) + (x[3] + x[7])); }
+inline float least(v8 x) {
+    float least = x[0];
+    for (int l = 1; l < 8; l++) least = x[l] < least ? x[l] : least;
+    return least;
+}
+inline fp16 to_half(float x) { return narrow<fp16>(x); }
 #endif
 
 // ---------------------------------------------------------------- widening
 
-// W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float.
+// W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float. Where LOOKUP, codes are looked
+// up in a table that multiples<BITS>(step) makes, and come times that step.
 #if defined(FLEX_AVX512)
 typedef __m512i vcodes;
+template <int BITS> constexpr bool LOOKUP = BITS < 8;  // by the lowest four bits: that masks and converts at once
 inline vcodes load_codes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-template <int BITS, int e> inline vf code(vcodes x) {
+template <int BITS> inline vf multiples(float step) {
+    constexpr int m = BITS == 2 ? 3 : 15;
+    return vmul(_mm512_setr_ps(0, 1, 2, 3, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m, 12 & m, 13 & m,
+                               14 & m, 15 & m), vset(step));
+}
+template <int BITS, int e> inline vf code(vcodes x, vf table) {
     if (BITS == 8) return _mm512_cvtepi32_ps(x);
-    constexpr int m = BITS == 2 ? 3 : 15;  // looked up by the lowest four bits: that masks and converts at once
-    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m, 12 & m,
-                                    13 & m, 14 & m, 15 & m);
     return _mm512_permutexvar_ps(e ? _mm512_srli_epi32(x, e * BITS) : x, table);
 }
 #elif defined(FLEX_AVX2)
 typedef __m256i vcodes;
+template <int BITS> constexpr bool LOOKUP = false;
+template <int BITS> inline vf multiples(float) { return vset(0.f); }
 inline vcodes load_codes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-template <int BITS, int e> inline vf code(vcodes x) {
+template <int BITS, int e> inline vf code(vcodes x, vf) {
     if (e) x = _mm256_srli_epi32(x, e * BITS);
     if (e + 1 < 8 / BITS) x = _mm256_and_si256(x, _mm256_set1_epi32((1 << BITS) - 1));
     return _mm256_cvtepi32_ps(x);
 }
 #else
 typedef vi vcodes;
+template <int BITS> constexpr bool LOOKUP = false;
+template <int BITS> inline vf multiples(float) { return vset(0.f); }
 inline vcodes load_codes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
-template <int BITS, int e> inline vf code(vcodes x) {
+template <int BITS, int e> inline vf code(vcodes x, vf) {
     constexpr int32_t mask = (1 << BITS) - 1;
     x = x >> (e * BITS) & vi{mask, mask, mask, mask};
     return vf{float(x[0]), float(x[1]), float(x[2]), float(x[3])};
@@ -88,12 +115,12 @@ __attribute__((noinline)) void decode_row(const uint8_t* codes, const float* sca
     }
 }
 
-// Codes of a group of 8 * n numbers into at[], as floats; returns the squared error.
-template <int BITS> inline float code_group(const v8* x, int n, float scale, float minimum, v8* at) {
+// Codes of a group of 8 * N numbers into at[], as floats; returns the squared error.
+template <int BITS, int N> inline float code_group(const v8* x, float scale, float minimum, v8* at) {
     const v8 zero = {}, most = zero + float((1 << BITS) - 1), magic = zero + 12582912.f;  // adding it rounds to even
     const float step = scale > 0 ? scale : INFINITY;  // equal numbers: all codes are 0
     v8 error = zero;
-    for (int i = 0; i < n; i++) {
+    for (int i = 0; i < N; i++) {
         v8 y = (x[i] - minimum) / step;
         y = y > zero ? y : zero;
         y = y < most ? y : most;
@@ -101,52 +128,49 @@ template <int BITS> inline float code_group(const v8* x, int n, float scale, flo
         v8 off = at[i] * scale + minimum - x[i];
         error += off * off;
     }
-    return ((error[0] + error[4]) + (error[2] + error[6])) + ((error[1] + error[5]) + (error[3] + error[7]));
+    return total(error);
 }
 
-// x [groups * size] to codes, scales and minima; the latter two `apart` from group to group. Of the shares of a group's
+// x [groups * G] to codes, scales and minima; the latter two `apart` from group to group. Of the shares of a group's
 // range it keeps the one with the least squared error. What is not finite or beyond fp16 turns its group into NaN.
-template <int BITS>
-__attribute__((noinline)) void encode_row(const float* x, int64_t size, int64_t groups, uint8_t* codes, fp16* scales,
-                                          fp16* minima, int64_t apart) {
-    constexpr int shares = BITS < 8 ? 4 : 1;
+template <int BITS, int G>
+__attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_t* codes, fp16* scales, fp16* minima,
+                                          int64_t apart) {
+    constexpr int N = G / 8, stride = G * BITS / 8, shares = BITS < 8 ? 4 : 1;
     constexpr float cut[4] = {0.f, float((1 - 0.925) / 2), float((1 - 0.85) / 2), float((1 - 0.775) / 2)};
-    const int n = int(size / 8), stride = int(size) * BITS / 8;
-    for (int64_t r = 0; r < groups; r++, x += size, codes += stride) {
-        v8 group[8], tried[8], kept[8] = {};
-        memcpy(group, x, size_t(size) * 4);
+    for (int64_t r = 0; r < groups; r++, x += G, codes += stride) {
+        v8 group[N], at[shares][N] = {};
+        memcpy(group, x, sizeof group);
         v8 low = group[0], high = group[0];
-        v8i fits = low == low;
-        for (int i = 0; i < n; i++) {
+        v8i bad = low != low;
+        for (int i = 0; i < N; i++) {
             low = group[i] < low ? group[i] : low, high = group[i] > high ? group[i] : high;
-            fits &= (group[i] <= 65504.f) & (group[i] >= -65504.f);
+            bad |= ~((group[i] <= 65504.f) & (group[i] >= -65504.f));
         }
-        float bottom = low[0], top = high[0], best = 0;
-        int32_t good = fits[0];
-        for (int l = 1; l < 8; l++) {
-            bottom = low[l] < bottom ? low[l] : bottom, top = high[l] > top ? high[l] : top;
-            good &= fits[l];
-        }
+        const float bottom = least(low), top = -least(-high);
+        const bool good = total((v8)(bad & 0x3f800000)) == 0;
+        float best = 0;
         fp16 scale = {0x7e00}, minimum = {0x7e00};
+        int kept = 0;  // of the shares; picked without branches, which would often be guessed wrongly
         for (int c = 0; good && c < shares; c++) {
             const float width = top - bottom, start = bottom + cut[c] * width, end = top - cut[c] * width;
-            const fp16 base = narrow<fp16>(start);
+            const fp16 base = to_half(start);
             const float above = end - widen(base);
-            const fp16 step = narrow<fp16>((above > 0 ? above : 0.f) / float((1 << BITS) - 1));
-            const float error = code_group<BITS>(group, n, widen(step), widen(base), tried);
-            if (c && !(error < best)) continue;
-            best = error, scale = step, minimum = base;
-            memcpy(kept, tried, sizeof kept);
+            const fp16 step = to_half((above > 0 ? above : 0.f) / float((1 << BITS) - 1));
+            const float error = code_group<BITS, N>(group, widen(step), widen(base), at[c]);
+            const bool better = !c | (error < best);
+            best = better ? error : best, kept = better ? c : kept;
+            scale.bits = better ? step.bits : scale.bits, minimum.bits = better ? base.bits : minimum.bits;
         }
         scales[r * apart] = scale, minima[r * apart] = minimum;
         for (int i = 0; i + 8 <= stride; i += 8) {
             v8i whole = {};
-            for_codes<BITS>([&](auto e) { whole |= to_int(kept[(e * stride + i) / 8]) << (e * BITS); });
+            for_codes<BITS>([&](auto e) { whole |= to_int(at[kept][(e * stride + i) / 8]) << (e * BITS); });
             store_bytes(codes + i, whole);
         }
         if (stride % 8 == 0) continue;
-        float one[64];
-        memcpy(one, kept, sizeof one);
+        float one[G];
+        memcpy(one, at[kept], sizeof one);
         for (int i = stride / 8 * 8; i < stride; i++) {
             int32_t byte = 0;
             for_codes<BITS>([&](auto e) { byte |= int32_t(one[e * stride + i]) << (e * BITS); });

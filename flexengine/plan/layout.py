@@ -65,7 +65,8 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
-    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; centred: whether mean keys are apart;
+    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; kv_pieces: places in a page where parts
+    of its K of one head lie; centred: whether mean keys are apart;
     topk: share of the past values that attention reads, None for all.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
@@ -86,6 +87,7 @@ class ModelFacts:
     active: int = 0
     windows: tuple[int | None, ...] = ()
     kv_encoded: int = 0
+    kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
 

@@ -53,5 +53,4 @@ def waiting(
     if home == "host" or not hardware.shared:
         transfer = min(float(CHOSEN), max(1.0, at_once * wanted(model) * half))
         lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)
-    pieces = 1 + 2 * -(-model.head_dim // 64) if model.kv_encoded else 1  # codes, scales and minima lie apart
-    return lanes, chosen * model.kv_heads * pieces * PICK
+    return lanes, chosen * model.kv_heads * model.kv_pieces * PICK

@@ -64,10 +64,13 @@ class Opened:
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
         self.facts = replace(self.facts, topk=lossy.topk)
         if bits := lossy.cache_bits:
-            shape = skeleton.cache
-            each = CacheForm(bits, shape.kv_heads, 1, shape.head_dim).token_bytes
-            self.facts = replace(self.facts, kv_encoded=each, centred=bits < 8)
+            form = self.cache_form(bits)
+            self.facts = replace(self.facts, kv_encoded=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
         self.__dict__.pop("origins", None)
+
+    def cache_form(self, bits: int) -> CacheForm:
+        """How a layer's keys and values lie in that many bits, in pages of one token."""
+        return CacheForm(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
