@@ -15,7 +15,7 @@ def test_the_cases_have_the_sizes_they_are_known_by() -> None:
         assert (case.sequences, case.tokens, case.heads, case.kv_heads, case.dim) == (16, 544, 32, kv_heads, 128)
         assert case.token_bytes("bf16") == 2 * kv_heads * 128 * 2
         assert case.token_bytes("fp32") == 2 * case.token_bytes("bf16")
-        assert case.token_bytes("4-bit") == 2 * kv_heads * (128 // 2 + 2 * (2 + 2))  # two groups: scale and minimum
+        assert case.token_bytes("4-bit") == 2 * kv_heads * (128 // 2 + 4 * (2 + 2))  # four groups: scale and minimum
 
 
 def test_ragged_lengths_and_their_pages() -> None:
