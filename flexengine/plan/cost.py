@@ -287,10 +287,13 @@ class Cost:
     def _loading(self, layout: Layout, touched: float, policy: Policy, first: Mapping[str, float]) -> float:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
-        resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
-        read = resident / at(self.hardware.checkpoint_read, LOADED)
-        both = {**first, "disk_read": first.get("disk_read", 0.0) + read}
+        both = {**first, "disk_read": first.get("disk_read", 0.0) + self.reading(layout)}
         return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
+
+    def reading(self, layout: Layout) -> float:
+        """Seconds of reading what stays in memory, alone."""
+        resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
+        return resident / at(self.hardware.checkpoint_read, LOADED)
 
     def _touched(self, layout: Layout) -> tuple[float, float]:
         """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""

@@ -236,7 +236,7 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
 def totals(prediction: Prediction) -> list[str]:
     return [
         f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
-        f" after loading for {clock(prediction.load_seconds)}",
+        f" and {clock(prediction.load_seconds)} for loading beside the first sweep",
         f"            {prediction.rows:,} rows, {prediction.alive:,.0f} alive in a mean sweep;"
         f" from entry to end a row takes {clock(prediction.latency)}",
     ]

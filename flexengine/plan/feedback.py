@@ -48,6 +48,13 @@ class Watch:
         self.slowed: dict[str, float] = {}  # the same with what the other lanes add to it
         self._made: list[_Sweep] = []
 
+    def expect_loading(self) -> None:
+        """Tells that weights that stay will be read in the first sweep, which is longer for it."""
+        reading = self.cost.reading(self.layout)
+        self.predicted += self.cost.predict(self.layout).load_seconds
+        for lane, others in self.cost.slowing(self.layout.policy).items():
+            self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * reading
+
     def note(self, batches: Sequence[Batch], seconds: float, busy: Mapping[str, float]) -> None:
         """Tells of a sweep: its gpu_batches, the seconds it took, and each lane's seconds of work so far in the job."""
         self._made.append(self._summed(batches))

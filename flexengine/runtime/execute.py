@@ -9,6 +9,8 @@ from flexengine.runtime.trace import Trace
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Op, Task
 
+LOADING = "loading"
+
 
 class Cancelled(Exception):
     """A task that was not begun because its job had ended."""
@@ -18,7 +20,8 @@ class Executor:
     """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it, and what they
     have not begun by then (after an error or an interrupt) is not done any more.
 
-    perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far.
+    perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far; what brings weights
+    home, once, is no work of the lane's but LOADING.
     """
 
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, trace: Trace | None = None) -> None:
@@ -71,6 +74,7 @@ class Executor:
             error.add_note(f"in task: {task.op.value}, {task.cell}, lane {task.lane}")
             raise
         end = time.perf_counter()
-        self.busy[task.lane] = self.busy.get(task.lane, 0.0) + end - began
+        work = LOADING if task.op is Op.SETTLE else task.lane
+        self.busy[work] = self.busy.get(work, 0.0) + end - began
         if self.trace is not None:
             self.trace.add(task, began, end)
