@@ -52,6 +52,38 @@ def test_expected_work_is_that_of_the_tasks(weights: Any, cache: Any) -> None:
         assert watch.expected[lane] == pytest.approx(seconds, rel=0.15 if lane == "device" else 0.08), lane
 
 
+def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> None:
+    """The job is predicted to take longer by what they add; lanes are expected to be slowed by their reading."""
+    talk = {"device": {"disk_read": 0.5}, "h2d": {"device": 0.25}}
+    hardware = replace(machine_of(random.Random(5), "sim"), crosstalk=talk)
+    cost = Cost(opt(4, 512, 8, 5000), hardware, Workload({(60, 5): 12}))
+    layout = lay_out(cost.model, Policy(4, 3, weights=HOST), cost.workload, hardware.capacity)
+    watch = Watch(cost, layout)
+    watch.expect_loading()
+    reading, told = cost.reading(layout), cost.predict(layout)
+    assert watch.report()["predicted_seconds"] == told.load_seconds > 0
+    assert watch.slowed["device"] == 0.5 * reading > 0
+    assert watch.slowed["h2d"] == 0.0
+    assert not watch.expected
+    assert watch.factors() == {}
+
+
+def test_a_job_tells_loading_apart(tmp_path: Path) -> None:
+    """Of its first job an engine brings the weights home; of the second nothing is left to bring."""
+    from conftest import make_checkpoint
+
+    make_checkpoint("llama", tmp_path / "m")
+    rows, params = [{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(max_tokens=4, ignore_eos=True)
+    with Engine(tmp_path / "m", Policy(2, 2, weights=(0.5, 0, 0.5))) as engine:
+        first = [r.token_ids for r in engine.generate(rows, params)]
+        one = engine.summary
+        assert [r.token_ids for r in engine.generate(rows, params)] == first
+        two = engine.summary
+    assert one["busy"]["loading"] > 0
+    assert "loading" not in two["busy"]
+    assert one["bytes"]["disk_read"] == two["bytes"]["disk_read"] > 0
+
+
 def test_factors_name_the_lanes_that_are_persistently_off() -> None:
     rng = random.Random(3)
     rows = [(100, 12)] * 12
