@@ -114,13 +114,13 @@ def judged(line: Record, case: Case) -> Record:
     if line["generated_tokens"] != case.output_tokens:
         return {**line, "error": f"{line['generated_tokens']} tokens generated, not {case.output_tokens}"}
     summary = line["summary"]
-    seconds = summary["total_seconds"]
+    seconds, predicted = summary["total_seconds"], line["predicted"]  # weights that stay are read in the first sweep
     return {
         **line,
         "total_seconds": seconds,
         "tok_s": line["generated_tokens"] / (seconds + summary["load_seconds"]),
         "sweeps_tok_s": line["generated_tokens"] / seconds,
-        "prediction_error": line["predicted"]["seconds"] / seconds - 1,
+        "prediction_error": (predicted["seconds"] + predicted["load_seconds"]) / seconds - 1,
     }
 
 

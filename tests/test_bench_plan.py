@@ -118,12 +118,12 @@ def test_question_survives_its_json() -> None:
     assert Asked.from_json(again.to_json()) == again
 
 
-def test_rate_counts_loading_and_error_does_not() -> None:
+def test_rate_counts_what_comes_before_the_sweeps_and_error_what_is_read_in_them() -> None:
     requests = tuple(FOUR.requests(50))
     line = judged(Pretended({0: 5.0})(Asked(Job("m", requests)), Limits()), FOUR)
     assert line["tok_s"] == 8 / 5
     assert line["sweeps_tok_s"] == 8 / 4
-    assert line["prediction_error"] == 1.5 / 4 - 1
+    assert line["prediction_error"] == (1.5 + 0.5) / 4 - 1
     short = judged(Pretended({0: 5.0})(Asked(Job("m", requests[1:])), Limits()), FOUR)
     assert short["error"] == "6 tokens generated, not 8"
     assert "tok_s" not in short
@@ -188,7 +188,8 @@ def test_error_of_a_tiny_model(tiny: Path) -> None:
     assert not any(rates["hardware"]["measured"] for rates in record["rates"])
     for case, run in zip(ERROR_QUICK, record["runs"], strict=True):
         assert run["generated_tokens"] == case.case.output_tokens
-        assert run["prediction_error"] == pytest.approx(run["predicted_seconds"] / run["total_seconds"] - 1)
+        predicted = run["predicted_seconds"] + run["load_seconds"][0]
+        assert run["prediction_error"] == pytest.approx(predicted / run["total_seconds"] - 1)
         assert run["policy"] == Policy(**case.shape.policy).to_json()
         assert run["sweeps"][0] == pytest.approx(run["sweeps"][1], rel=0.5)
         assert set(run["lanes"]) >= {"device"}

@@ -64,7 +64,8 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     assert watch.report()["predicted_seconds"] == told.load_seconds > 0
     assert watch.slowed["device"] == 0.5 * reading > 0
     assert watch.slowed["h2d"] == 0.0
-    assert not watch.expected
+    assert watch.expected == {"loading": reading}
+    watch.seconds, watch.sweeps, watch.busy = 2 * LEAST_SECONDS, 99, {"loading": 9 * LEAST_SECONDS}
     assert watch.factors() == {}
 
 

@@ -277,7 +277,8 @@ class Cost:
         loading = self._loading(layout, rest, policy, {lane: float(x[first]) for lane, x in lanes.items()})
         return Prediction(
             policy, layout, total, loading,
-            float((seconds * sweeps.times * sweeps.live).sum() / max(1, sweeps.rows)), sweeps.rows, self.tokens,
+            float(((seconds * sweeps.times * sweeps.live).sum() + loading * sweeps.live[first]) / max(1, sweeps.rows)),
+            sweeps.rows, self.tokens,
             float((sweeps.live * sweeps.times).sum() / sweeps.times.sum()), counts,
             {kind: mean(seconds, kind) for kind in kinds},
             {kind: {lane: mean(x, kind) for lane, x in lanes.items()} for kind in kinds},

@@ -11,6 +11,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.profile import Array, Profile
 from flexengine.policy import TIERS
 from flexengine.schedule.order import Batch, pages_for
+from flexengine.schedule.program import LOADING
 
 TOLERATED = 0.25  # relative error that is let pass
 LEAST_SECONDS, LEAST_SWEEPS = 10.0, 8  # of a job, for its error to be called persistent
@@ -52,6 +53,7 @@ class Watch:
         """Tells that weights that stay will be read in the first sweep, which is longer for it."""
         reading = self.cost.reading(self.layout)
         self.predicted += self.cost.predict(self.layout).load_seconds
+        self.expected[LOADING] = reading
         for lane, others in self.cost.slowing(self.layout.policy).items():
             self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * reading
 
@@ -149,6 +151,8 @@ class Watch:
             return {}  # chosen values cross links within the device's tasks, so the links' lanes tell too little
         found = {}
         for lane, least in self.expected.items():
+            if lane == LOADING:
+                continue
             real = self.busy.get(lane, 0.0)
             nearest = min(max(real, least), self.slowed[lane])
             matters = nearest > 0 and real > 0 and max(real, least) > LEAST_SHARE * self.seconds

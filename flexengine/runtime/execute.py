@@ -7,9 +7,7 @@ from types import TracebackType
 from flexengine.runtime.lane import Done, Lane, new_lane
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.program import Op, Task
-
-LOADING = "loading"
+from flexengine.schedule.program import LOADING, Op, Task
 
 
 class Cancelled(Exception):

@@ -26,6 +26,8 @@ from typing import NamedTuple
 
 from flexengine.schedule.order import Batch, Cell
 
+LOADING = "loading"  # what SETTLE counts as, beside the lanes: it happens once
+
 
 class Op(enum.Enum):
     SETTLE = "bring weights home"

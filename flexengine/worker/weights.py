@@ -37,6 +37,7 @@ class Weights:
             self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
+            self._arriving.clear()
             raise
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
@@ -228,7 +229,7 @@ class Weights:
             for slot in group.values():
                 slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
         self._regions.free()
-        for held in (self._homes, self._resident, self._views, self._slots, self._stages):
+        for held in (self._homes, self._resident, self._views, self._slots, self._stages, self._arriving):
             held.clear()
 
 
