@@ -339,7 +339,7 @@ class Engine:
         for tier in ("device", "host", "disk"):
             self.machine.tier(tier).ledger.restart_peak()
         room = {what: layout.account["device"].get(what, 0) for what in ("workspace", "paused forwards")}
-        with contextlib.ExitStack() as undo:  # the spill files first: they may fail, and gigabytes of weights take time
+        with contextlib.ExitStack() as undo:  # the spill files first, as they may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)

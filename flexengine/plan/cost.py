@@ -243,14 +243,15 @@ class Cost:
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
         """When the last lane ends, by what each of them has to do: seconds, or arrays of them."""
-        if policy.slots == 1:
-            return sum(used.values())
-        crosstalk = self.slowing(policy)
-        ends = [
-            seconds + sum(crosstalk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
+        return sum(used.values()) if policy.slots == 1 else np.max(list(self.slowed(used, policy).values()), axis=0)
+
+    def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
+        """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
+        talk = self.slowing(policy)
+        return {
+            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
             for lane, seconds in used.items()
-        ]
-        return np.max(ends, axis=0)
+        }
 
     # A policy that was laid out.
 
@@ -274,7 +275,7 @@ class Cost:
         cache, rest = self._touched(layout)
         total += cache
         first = int(np.argmax(entering))
-        loading = self._loading(layout, rest, policy, {lane: float(x[first]) for lane, x in lanes.items()})
+        loading = self._loading(layout, rest, {lane: float(x[first]) for lane, x in lanes.items()})
         return Prediction(
             policy, layout, total, loading,
             float(((seconds * sweeps.times * sweeps.live).sum() + loading * sweeps.live[first]) / max(1, sweeps.rows)),
@@ -285,11 +286,11 @@ class Cost:
             {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
         )  # fmt: skip
 
-    def _loading(self, layout: Layout, touched: float, policy: Policy, first: Mapping[str, float]) -> float:
+    def _loading(self, layout: Layout, touched: float, first: Mapping[str, float]) -> float:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
         both = {**first, "disk_read": first.get("disk_read", 0.0) + self.reading(layout)}
-        return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
+        return float(max(self._ends(both, layout.policy), touched) - self._ends(first, layout.policy))
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""

@@ -121,11 +121,9 @@ class Watch:
             fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
         seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
         self.predicted += float(seconds.sum())
-        crosstalk = self.cost.slowing(policy)
-        for lane, work in lanes.items():
-            others = sum(crosstalk.get(lane, {}).get(other, 0.0) * lanes[other] for other in lanes if other != lane)
-            self.expected[lane] = self.expected.get(lane, 0.0) + float(work.sum())
-            self.slowed[lane] = self.slowed.get(lane, 0.0) + float((work + others).sum())
+        for lane, slowed in self.cost.slowed(lanes, policy).items():
+            self.expected[lane] = self.expected.get(lane, 0.0) + float(lanes[lane].sum())
+            self.slowed[lane] = self.slowed.get(lane, 0.0) + float(slowed.sum())
 
     def report(self) -> dict[str, Any]:
         """For the summary: seconds of all sweeps and of each lane's work, as predicted and as measured."""
