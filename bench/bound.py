@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.models import shard_files
 
 MICRO_BATCH = 2048  # tokens of a prefill GEMM at most
-HALF = "16-bit weights"
+HALF, BF16 = "16-bit weights", "bf16"
 CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
 
 
@@ -125,7 +126,14 @@ def kernels() -> dict[str, Callable[[Any, Any], Any]]:
     return found
 
 
-def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, int8: bool, repeats: int = 3) -> float:
+def bf16_kernels() -> dict[str, Callable[[Any, Any], Any]]:
+    """Products of bf16."""
+    import flexengine.kernels
+
+    return {BF16: partial(flexengine.kernels.load().linear, compute="bf16")}
+
+
+def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, compute: Any, repeats: int = 3) -> float:
     """The same with encoded weights."""
     import torch
 
@@ -140,7 +148,7 @@ def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, int8:
         inputs = {k: torch.randn(m, k) for _, k in shapes}
         start = time.perf_counter()
         for form, w in zip(forms, weights, strict=True):
-            kernel.product(inputs[form.columns], w, form, None, int8)
+            kernel.product(inputs[form.columns], w, form, None, compute)
         if attempt:
             best = min(best, time.perf_counter() - start)
     return best
@@ -155,14 +163,16 @@ def gemm_seconds(
     """
     import torch
 
-    switches = lossy or {}
-    if codec := switches.get("weights", switches.get("compute")):
-        int8 = switches.get("compute") == "int8"
-        return {"encoded": encoded_seconds(m, shapes, "int8" if head else codec, int8, repeats)}
+    from flexengine.lossy import Lossy
+
+    coded, compute = Lossy(**(lossy or {})).coded, (lossy or {}).get("compute")
+    if coded:
+        return {"encoded": encoded_seconds(m, shapes, "int8" if head else coded, compute, repeats)}
     inputs = {k: torch.randn(m, k) for _, k in shapes}
     best: dict[str, float] = {}
-    for name, kernel in kernels().items():
-        weights = [torch.randn(n, k).to(torch.float16 if name == HALF else torch.float32) for n, k in shapes]
+    dtypes = {HALF: torch.float16, BF16: torch.bfloat16}
+    for name, kernel in (kernels() if compute is None else bf16_kernels()).items():
+        weights = [torch.randn(n, k).to(dtypes.get(name, torch.float32)) for n, k in shapes]
         for attempt in range(repeats + 1):
             start = time.perf_counter()
             for w in weights:

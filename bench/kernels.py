@@ -2,9 +2,9 @@
 
 python -m bench.kernels [--runs 5] [--only products prompts passes model] [--out FILE]
 
-products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, 8 and 4 bits, with products in fp32 and
-    of integers; torch's fp32 linear and its own int4 product beside them. And the bound, the least time by the cores'
-    fastest products of that kind and by reading the weights, as a share of the time measured.
+products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, bf16, 8 and 4 bits, multiplied in
+    fp32, bf16 and integers; torch's fp32 linear and its own int4 product beside them. And the bound, the least time by
+    the cores' fastest products of that kind and by reading the weights, as a share of the time measured.
 prompts: causal attention of prompts, GFLOP/s, against torch's scaled_dot_product_attention.
 passes: norms, rotary positions and gates in one pass each, and as transformers writes them: GB/s of operands read once
     and results written once (a gate's operand is filled anew besides). Of few tokens they stay in a CPU's cache.
@@ -78,8 +78,8 @@ def _rotating(make: Callable[[], Any], nbytes: int, held: int) -> Iterator[Any]:
     return cycle([make() for _ in range(max(2, min(64, -(-held // nbytes))))])
 
 
-def _encoded(kernel: Any, x: Any, form: Any, int8: bool, w: Any) -> None:
-    kernel.product(x, w, form, None, int8)
+def _encoded(kernel: Any, x: Any, form: Any, compute: Any, w: Any) -> None:
+    kernel.product(x, w, form, None, compute)
 
 
 def _pass(function: Any, operands: tuple[Any, ...]) -> None:
@@ -101,20 +101,22 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
     least: dict[str, float] = {}
 
     def with_weights(
-        name: str, make: Callable[[], torch.Tensor], product: Callable[[torch.Tensor], Any], int8: bool = False
+        name: str, make: Callable[[], torch.Tensor], product: Callable[[torch.Tensor], Any], compute: Any = None
     ) -> None:
         nbytes = make().nbytes
         weights = _rotating(make, nbytes, held)
         calls[name] = lambda: product(next(weights))
-        least[name] = peak.measure().seconds(2.0 * m * n * k, nbytes, int8)
+        least[name] = peak.measure().seconds(2.0 * m * n * k, nbytes, compute or "fp32")
 
     with_weights("torch fp32", lambda: torch.randn(n, k), lambda w: torch.nn.functional.linear(x, w))
     with_weights("fp16 weights", lambda: torch.randn(n, k).half(), lambda w: kernel.linear(x, w))
-    for bits, int8 in ((8, False), (8, True), (4, False), (4, True)):
+    with_weights("bf16 weights, bf16 compute", lambda: torch.randn(n, k).bfloat16(),
+                 lambda w: kernel.linear(x, w, None, "bf16"), "bf16")  # fmt: skip
+    for bits, compute in ((bits, compute) for bits in (8, 4) for compute in (None, "bf16", "int8")):
         form = Packed(WEIGHTS[f"int{bits}"], n, k)
         data = form.encode(torch.randn(n, k))
-        with_weights(f"{bits} bits{', int8 compute' if int8 else ''}", data.clone,
-                     partial(_encoded, kernel, x, form, int8), int8)  # fmt: skip
+        with_weights(f"{bits} bits{f', {compute} compute' if compute else ''}", data.clone,
+                     partial(_encoded, kernel, x, form, compute), compute)  # fmt: skip
     narrow = x.bfloat16()
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 2)
     scales = torch.rand(k // 64, n, 2).bfloat16()

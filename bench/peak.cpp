@@ -18,6 +18,22 @@ double peak_fp32(int64_t rounds, float x) {
     return vsum(sum[0]);
 }
 
+// The same of pairs of bf16, where they are multiplied at once. Returns how many times as many there are.
+int64_t peak_bf16(int64_t rounds, float x) {
+#if defined(FLEX_BF16)
+    typedef pair U;
+#else
+    typedef float U;
+#endif
+    vf sum[CHAINS];
+    const vf u = vset(x), v = vset(x * .5f);
+    UNROLL for (int j = 0; j < CHAINS; j++) sum[j] = vset(x * float(j));
+    for (int64_t i = 0; i < rounds; i++)
+        UNROLL for (int j = 0; j < CHAINS; j++) sum[j] = vmadd(u, v, sum[j], U());
+    UNROLL for (int j = 1; j < CHAINS; j++) sum[0] = vadd(sum[0], sum[j]);
+    return vsum(sum[0]) == 1.f ? 0 : COLUMNS<U>;
+}
+
 double peak_int8(int64_t rounds, int32_t x) {
     vp sum[CHAINS], u = qset(x), v = qset(x);
     UNROLL for (int j = 0; j < CHAINS; j++) sum[j] = qset(x + j);

@@ -17,15 +17,16 @@ ROUNDS = 1_000_000
 
 @dataclass(frozen=True)
 class Peak:
-    """Of all threads together. fp32, int8: products and additions per second; read: bytes per second."""
+    """Of all threads together. fp32, bf16, int8: products and additions per second; read: bytes per second."""
 
     fp32: float
+    bf16: float
     int8: float
     read: float
 
-    def seconds(self, operations: float, nbytes: float, int8: bool) -> float:
+    def seconds(self, operations: float, nbytes: float, compute: str) -> float:
         """The least time for that many operations on weights of that many bytes, read once meanwhile."""
-        return max(operations / (self.int8 if int8 else self.fp32), nbytes / self.read)
+        return max(operations / {"fp32": self.fp32, "bf16": self.bf16, "int8": self.int8}[compute], nbytes / self.read)
 
 
 def _library() -> ctypes.CDLL:
@@ -38,6 +39,8 @@ def _library() -> ctypes.CDLL:
         subprocess.run([*compiler, *cpu.FLAGS, "-fopenmp", "-shared", str(source), "-o", to], check=True)
         library = ctypes.CDLL(to)
     library.peak_fp32.argtypes = [ctypes.c_int64, ctypes.c_float]
+    library.peak_bf16.argtypes = [ctypes.c_int64, ctypes.c_float]
+    library.peak_bf16.restype = ctypes.c_int64
     library.peak_int8.argtypes = [ctypes.c_int64, ctypes.c_int32]
     library.peak_read.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
     library.peak_products.restype = ctypes.c_int64
@@ -64,6 +67,7 @@ def measure() -> Peak:
     buffer = torch.ones(HELD, dtype=torch.uint8)
     return Peak(
         fp32=operations / _least(lambda: library.peak_fp32(ROUNDS, 1.0)),
+        bf16=library.peak_bf16(1, 1.0) * operations / _least(lambda: library.peak_bf16(ROUNDS, 1.0)),
         int8=4 * operations / _least(lambda: library.peak_int8(ROUNDS, 0x01010101)),
         read=HELD / _least(lambda: library.peak_read(buffer.data_ptr(), HELD, threads)),
     )

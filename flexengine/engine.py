@@ -93,7 +93,7 @@ class Engine:
         self.lossy = lossy
         if allow and (lossy or policy is not None):
             raise InvalidInput("allow is for a planner that chooses; it goes with neither lossy switches nor a policy")
-        self._choices = choices(allow) if allow else ()
+        self._choices = tuple(filter(opened.takes, choices(allow))) if allow else ()
         self.source, self.dtype, self.skeleton = opened.source, opened.dtype, opened.skeleton
         self._opened, directory = opened, opened.source.directory
         self.tokenizer = load_tokenizer(directory, trust_remote_code)

@@ -10,7 +10,7 @@ from flexengine.errors import InvalidInput
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # those whose scales are fitted, so that it matters to what
 CACHE = {"int8": 8, "int4": 4, "int2": 2}  # bits
-COMPUTE = ("int8",)
+COMPUTE = ("bf16", "int8")
 BUNDLED = "bundled"  # text to calibrate with that needs no file
 
 
@@ -52,8 +52,8 @@ class Lossy:
 
     @property
     def coded(self) -> str | None:
-        """How the layers' matrices are kept: products in integers need integers."""
-        return self.weights or self.compute
+        """How the layers' matrices are encoded, if they are: products of integers need integers."""
+        return self.weights or ("int8" if self.compute == "int8" else None)
 
     @property
     def cache_bits(self) -> int:
@@ -75,8 +75,8 @@ ALLOW: dict[str, tuple[str, str | float]] = {
 }
 QUALITY = {
     "exact": (),
-    "near": ("int8-weights", "int8-compute", "int8-cache"),
-    "small": ("int8-weights", "int4-weights", "int8-compute", "int8-cache", "int4-cache"),
+    "near": ("int8-weights", "bf16-compute", "int8-compute", "int8-cache"),
+    "small": ("int8-weights", "int4-weights", "bf16-compute", "int8-compute", "int8-cache", "int4-cache"),
 }
 
 

@@ -12,10 +12,12 @@ from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
+from flexengine.kernels.base import Compute
 from flexengine.kernels.cuda import CudaKernels
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
+COMPUTES: tuple[Compute | None, ...] = (None, "bf16", "int8")
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
 
 
@@ -156,12 +158,28 @@ class TestProduct:
             expected, size = integers(x, weight, form)
             if count % 2:
                 expected += bias
-            found = kernel.product(x, data, form, bias if count % 2 else None, int8=True)
+            found = kernel.product(x, data, form, bias if count % 2 else None, compute="int8")
             # Native kernels round a few times per group; plain torch multiplies in fp32, once per column.
             terms = 4 * form.blocks[1] + 4 if kernel.name == "native" else shape[1] + 4
             bound = (size + bias.abs() + expected.abs()) * terms * 2.0**-24
             assert ((found - expected).abs() <= bound).all(), count
-        assert kernel.product(torch.zeros(0, shape[1]), data, form, bias, int8=True).shape == (0, shape[0])
+        assert kernel.product(torch.zeros(0, shape[1]), data, form, bias, compute="int8").shape == (0, shape[0])
+
+    @pytest.mark.parametrize("bits", BITS)
+    @pytest.mark.parametrize("shape", [*SHAPES, (70, 2), (130, 1030)])
+    def test_bf16(self, kernel: Kernels, bits: int, shape: tuple[int, int]) -> None:
+        """x is rounded to bf16, and the weight as well or not at all; what is summed is right to fp32's last bits."""
+        form, data = encoded(bits, 64, *shape)
+        decoded, bias = form.decode(data), torch.randn(shape[0])
+        rounds = getattr(kernel, "bf16", False)
+        weight = (decoded.bfloat16() if rounds else decoded).double()
+        for count in (*COUNTS, 130):
+            x = torch.randn(count, shape[1])
+            found = kernel.product(x, data, form, bias if count % 2 else None, "bf16")
+            expected = x.bfloat16().double() @ weight.T + (bias.double() if count % 2 else 0)
+            bound = (x.abs().double() @ weight.abs().T * 1.01 + bias.abs()) * (shape[1] + 1) * 2.0**-24
+            assert found.dtype == torch.float32
+            assert ((found - expected).abs() <= bound).all(), count
 
     @pytest.mark.parametrize("bits", BITS)
     def test_the_largest_codes(self, kernel: Kernels, bits: int) -> None:
@@ -173,20 +191,20 @@ class TestProduct:
         signs = torch.tensor([1.0, -1.0, 1.0])[:, None] * torch.ones(3, 256)
         signs[2, 1::2] = -1
         expected = 127 * signs.double() @ weight.double().T
-        found = kernel.product(127 * signs, form.encode(weight), form, int8=True)
+        found = kernel.product(127 * signs, form.encode(weight), form, compute="int8")
         torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)
 
-    @pytest.mark.parametrize("int8", [False, True])
+    @pytest.mark.parametrize("compute", COMPUTES)
     @pytest.mark.parametrize(("bits", "group", "shape"), [
         (2, 64, (1, 33)), (3, 32, (53, 800)), (4, 64, (200, 1030)), (4, 32, (64, 512)), (8, 128, (75, 1030)),
     ])  # fmt: skip
     def test_of_a_row_does_not_depend_on_the_rest(
-        self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int], int8: bool
+        self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int], compute: Compute | None
     ) -> None:
         form, data = encoded(bits, group, *shape)
         x, bias = torch.randn(530, shape[1]), torch.randn(shape[0])
         torch.set_num_threads(1)
-        whole = kernel.product(x, data, form, bias, int8)
+        whole = kernel.product(x, data, form, bias, compute)
         plans = [(1, (1, 2, 3, 5, 6, 7, 16, 33, 100, 513, 530)), (2, (1, 9, 530))]
         if kernel.name == "reference":
             plans = [(1, (1, 5, 100))]  # all the rest is linear_fp32's, which tests of its own cover
@@ -194,44 +212,44 @@ class TestProduct:
             torch.set_num_threads(threads)
             for rows in counts:
                 low = int(torch.randint(531 - rows, ()))
-                found = kernel.product(x[low : low + rows], data, form, bias, int8)
+                found = kernel.product(x[low : low + rows], data, form, bias, compute)
                 assert torch.equal(found, whole[low : low + rows]), (threads, rows, low)
         torch.set_num_threads(1)
         order, loud = torch.randperm(530), x.clone()
         loud[1:] *= 1e30
-        assert torch.equal(kernel.product(x[order], data, form, bias, int8), whole[order])
-        assert torch.equal(kernel.product(loud, data, form, bias, int8)[0], whole[0])
+        assert torch.equal(kernel.product(x[order], data, form, bias, compute), whole[order])
+        assert torch.equal(kernel.product(loud, data, form, bias, compute)[0], whole[0])
 
-    @pytest.mark.parametrize("int8", [False, True])
-    def test_shapes_and_strides(self, kernel: Kernels, int8: bool) -> None:
+    @pytest.mark.parametrize("compute", COMPUTES)
+    def test_shapes_and_strides(self, kernel: Kernels, compute: Compute | None) -> None:
         form, data = encoded(4, 32, 37, 70)
         for shape in ((70,), (1, 70), (2, 3, 70), (2, 1, 4, 70), (0, 70), (2, 0, 70)):
             x = torch.randn(shape)
-            one = kernel.product(x.reshape(-1, 70), data, form, None, int8)
-            found = kernel.product(x, data, form, None, int8)
+            one = kernel.product(x.reshape(-1, 70), data, form, None, compute)
+            found = kernel.product(x, data, form, None, compute)
             assert found.shape == (*shape[:-1], 37)
             assert torch.equal(found.reshape(-1, 37), one)
         wide = torch.randn(9, 100)
         for x in (wide[:, 3:73], wide[::2, :70], torch.randn(70, 9).T, torch.randn(4, 3, 70).transpose(0, 1)):
             assert torch.equal(
-                kernel.product(x, data, form, None, int8), kernel.product(x.contiguous(), data, form, None, int8)
+                kernel.product(x, data, form, None, compute), kernel.product(x.contiguous(), data, form, None, compute)
             )
 
-    @pytest.mark.parametrize("int8", [False, True])
+    @pytest.mark.parametrize("compute", COMPUTES)
     @pytest.mark.parametrize("bits", BITS)
-    def test_data_may_begin_anywhere(self, kernel: Kernels, bits: int, int8: bool) -> None:
+    def test_data_may_begin_anywhere(self, kernel: Kernels, bits: int, compute: Compute | None) -> None:
         form, data = encoded(bits, 64, 50, 130)
         x = torch.randn(20, 130)
         moved = torch.zeros(form.nbytes + 6, dtype=torch.uint8)[6:]
         moved.copy_(data)
-        assert torch.equal(kernel.product(x, moved, form, None, int8), kernel.product(x, data, form, None, int8))
+        assert torch.equal(kernel.product(x, moved, form, None, compute), kernel.product(x, data, form, None, compute))
 
     def test_zeros(self, kernel: Kernels) -> None:
         form, data = encoded(3, 32, 20, 100)
         x, bias = torch.randn(5, 100), torch.randn(20)
         x[2], x[3, 32:64] = 0, 0
-        for int8 in (False, True):
-            found = kernel.product(x, data, form, bias, int8)
+        for compute in COMPUTES:
+            found = kernel.product(x, data, form, bias, compute)
             assert torch.equal(found[2], bias)
             assert found.isfinite().all()
 
@@ -244,38 +262,40 @@ class TestProduct:
         lost = 130 * 2.0**-126  # where numbers have fewer than 24 bits, or are taken for zero
         assert ((kernel.product(x, data, form) - exact).abs() <= slack * 1e-5 + lost).all()
         integer, around = integers(x, weight, form)
-        found = kernel.product(x, data, form, int8=True).double()
+        found = kernel.product(x, data, form, compute="int8").double()
         assert ((found - integer).abs() <= around * 2e-5 + lost).all()
 
-    @pytest.mark.parametrize("int8", [False, True])
-    def test_nothing_overflows_before_the_result_does(self, kernel: Kernels, int8: bool) -> None:
+    @pytest.mark.parametrize("compute", COMPUTES)
+    def test_nothing_overflows_before_the_result_does(self, kernel: Kernels, compute: Compute | None) -> None:
         form = packed(4, 128, 20, 100)
         data = form.encode(torch.full((20, 100), 2.0**-10))
-        found = kernel.product(torch.full((3, 100), 3e38), data, form, int8=int8)
-        torch.testing.assert_close(found, torch.full((3, 20), 3e38 / 1024 * 100))
+        size = 1.75 * 2.0**127  # in bf16, too
+        found = kernel.product(torch.full((3, 100), size), data, form, compute=compute)
+        torch.testing.assert_close(found, torch.full((3, 20), size / 1024 * 100))
 
     @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
     @pytest.mark.parametrize("rows", [1, 5, 40])
     def test_what_is_not_finite_stays_in_its_row(self, kernel: Kernels, value: float, rows: int) -> None:
         form, data = encoded(4, 64, 40, 200)
         x, bias = torch.randn(rows, 200), torch.randn(40)
-        for int8 in (False, True):
-            expected = kernel.product(x, data, form, bias, int8)
+        for compute in COMPUTES:
+            expected = kernel.product(x, data, form, bias, compute)
             for row, column in ((0, 0), (rows // 2, 77), (rows - 1, 199)):
                 bad = x.clone()
                 bad[row, column] = value
-                found = kernel.product(bad, data, form, bias, int8)
+                found = kernel.product(bad, data, form, bias, compute)
                 assert not found[row].isfinite().any()
-                assert found[row].isnan().all() or not int8
+                assert found[row].isnan().all() or compute != "int8"
                 others = torch.arange(rows) != row
                 assert torch.equal(found[others], expected[others])
 
     def test_another_set_inherits_the_plain_one(self, kernel: Kernels) -> None:
         form, data = encoded(4, 32, 37, 70)
         x = torch.randn(5, 70)
-        for int8 in (False, True):
-            torch.testing.assert_close(CudaKernels().product(x, data, form, None, int8),
-                                       kernel.product(x, data, form, None, int8), atol=1e-4, rtol=1e-4)  # fmt: skip
+        for compute in COMPUTES:
+            more = 0.1 if compute == "bf16" else 1e-4  # where weights are rounded, too
+            torch.testing.assert_close(CudaKernels().product(x, data, form, None, compute),
+                                       kernel.product(x, data, form, None, compute), atol=more, rtol=1e-4)  # fmt: skip
 
     def test_in_runs_of_outputs(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         form, data = encoded(4, 32, 70, 20)

@@ -55,6 +55,31 @@ def test_a_row_does_not_depend_on_the_rest(product: Product, n: int, k: int, dty
             assert torch.equal(product(x[part], weight), plain[part]), (threads, rows, low)
 
 
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, (70, 2), (130, 66)])
+def test_products_of_bf16(product: Product, n: int, k: int) -> None:
+    """Of rounded activations, right to fp32's last bits; and by row whatever rows there are besides."""
+    x, weight, bias = operands(n, k, torch.bfloat16)
+    product.compute = "bf16"
+    whole, near = product(x, weight, bias), x.bfloat16().double()
+    bound = (near.abs() @ weight.abs().double().T + bias.abs().double()) * (k + 1) * 2.0**-24
+    assert ((whole.double() - near @ weight.double().T - bias.double()).abs() <= bound).all()
+    for threads, counts in ((1, ROWS), (2, (1, 17))):
+        torch.set_num_threads(threads)
+        for rows in counts:
+            part = slice(max(ROWS) - rows, max(ROWS))
+            assert torch.equal(product(x[part], weight, bias), whole[part]), (threads, rows)
+    strided = torch.randn(k, 7).T
+    assert torch.equal(product(strided, weight), product(strided.contiguous(), weight))
+
+
+def test_only_weights_in_bf16_are_multiplied_in_it(product: Product) -> None:
+    x = torch.randn(5, 40)
+    for dtype in (torch.float32, torch.float16):
+        weight, product.compute = torch.randn(30, 40).to(dtype), None
+        exact, product.compute = product(x, weight), "bf16"
+        assert torch.equal(product(x, weight), exact)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_among_other_rows_in_another_order(product: Product, dtype: torch.dtype) -> None:
     x, weight, bias = operands(100, 300, dtype)

@@ -83,9 +83,13 @@ def test_encoded_weights(families: Any, family: str, codec: str) -> None:
         assert answers(known.directory, known.rows, Lossy(weights=codec), policy) == expected
 
 
-@pytest.mark.parametrize("family", ["llama-tied", "mixtral"])
-@pytest.mark.parametrize("lossy", [Lossy(compute="int8"), Lossy(weights="int4", compute="int8")])
-def test_products_of_integers(families: Any, family: str, lossy: Lossy) -> None:
+@pytest.mark.parametrize(("family", "lossy"), [
+    *((family, Lossy(weights=weights, compute=compute))
+      for family in ("llama-tied", "mixtral") for weights, compute in ((None, "int8"), ("int4", "int8"))),
+    *((family, Lossy(compute="bf16")) for family in ("opt", "gpt2", "llama-tied", "mixtral", "gpt-oss")),
+    ("llama-tied", Lossy(weights="int4", compute="bf16")),
+])  # fmt: skip
+def test_rounded_products(families: Any, family: str, lossy: Lossy) -> None:
     """Placement and batches change nothing, and the logits stay near those of the rounded weights."""
     known = families(family)
     found = answers(known.directory, known.rows, lossy)
@@ -93,6 +97,21 @@ def test_products_of_integers(families: Any, family: str, lossy: Lossy) -> None:
         assert answers(known.directory, known.rows, lossy, policy) == found
     exact = scores(known, Lossy(weights=lossy.coded))
     assert abs(scores(known, lossy) - exact) < 0.02 * abs(exact)
+
+
+def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path) -> None:
+    """Half of what fp32 takes, but for vectors; and it is not for what computes in another dtype."""
+    known = families("llama-tied")
+    sizes = []
+    for lossy in (Lossy(), Lossy(compute="bf16")):
+        with Engine(known.directory, WHOLE, device="sim", lossy=lossy) as engine:
+            sizes.append(sum(t.held_bytes for layer in engine.facts.layers for t in layer if t.matrix))
+    assert sizes[1] * 2 == sizes[0]
+    with pytest.raises(InvalidInput, match="CPUs that compute in fp32"):
+        Engine(known.directory, device="sim", dtype="bfloat16", lossy=Lossy(compute="bf16"))
+    with Engine(known.directory, device="sim", dtype="bfloat16", allow=["bf16-compute", "int8-weights"]) as engine:
+        engine.generate(known.rows[:2], GREEDY)
+        assert engine.lossy.compute is None
 
 
 def scores(known: Any, lossy: Lossy) -> float:

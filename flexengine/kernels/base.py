@@ -19,6 +19,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 
 ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
+Compute = Literal["bf16", "int8"]  # what a product rounds to before it multiplies; None: nothing
 
 
 class Kernels(ABC):
@@ -139,28 +140,32 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
+    ) -> Tensor:
         """x @ weight.T + bias for a weight stored in fewer bits; it is widened on the way, exactly.
 
         x: fp32 [..., k], any strides; weight: bf16 or fp16 [n, k], contiguous; bias: fp32 [n]. Returns fp32 [..., n].
+        compute: "bf16" first rounds x to bf16; numbers below 1.2e-38 may then count as zeros.
         On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
         Beside its result it holds at most about 16 MiB of widened weights.
         """
 
     @abstractmethod
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: Compute | None = None
     ) -> Tensor:
         """x @ weight.T + bias for a weight encoded as `form` says.
 
         x: fp32 [..., form.columns], any strides; weight: uint8 [form.nbytes], contiguous; bias: fp32 [form.rows].
         Returns fp32 [..., form.rows]. A row with numbers that are not finite has none that are in its result.
-        int8: False multiplies with what form.decode gives. True first rounds x to 8 bits, by row and by group of
+        compute: None multiplies with what form.decode gives. "bf16" first rounds x to bf16, and what is decoded too
+            where the CPU multiplies pairs of bf16. "int8" rounds x to 8 bits, by row and by group of
             form.codec.group columns: code q = round(x / s), to nearest even, with s = max |x| / 127. Then, over the
             groups g of columns, with a weight's code, scale and minimum (native kernels sum the codes as integers),
                 out[m, c] = bias[c] + sum_g s[m, g] * (scale[c, g] * sum q * code + minimum[c, g] * sum q).
         On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
-        Beside its result it holds at most about 16 MiB of decoded weights, and for int8 a copy of x.
+        Beside its result it holds at most about 16 MiB of decoded weights, and unless compute is None a copy of x.
         """
 
     @abstractmethod

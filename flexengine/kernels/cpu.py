@@ -13,10 +13,10 @@ import tempfile
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
@@ -30,6 +30,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptio
          "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
 STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 
 
 class BuildFailed(Exception):
@@ -76,7 +77,7 @@ class _Linear(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "w", "bias", "out")),
         *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
-        *((name, c_int32) for name in ("w_dtype", "threads")),
+        *((name, c_int32) for name in ("w_dtype", "pairs", "threads")),
     ]
 
 
@@ -86,7 +87,7 @@ class _Product(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "w", "bias", "out", "scratch")),
         *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row", "groups")),
-        *((name, c_int32) for name in ("bits", "group", "int8", "threads")),
+        *((name, c_int32) for name in ("bits", "group", "compute", "threads")),
     ]
 
 
@@ -132,7 +133,8 @@ class _Gate(ctypes.Structure):
 class NativeKernels(ReferenceKernels):
     """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
 
-    simd: vector width in bits the library was compiled for; 0 is the portable code.
+    simd: vector width in bits the library was compiled for; 0 is the portable code. bf16: whether it multiplies pairs
+    of bf16; where it does not, what is to be rounded to bf16 is, and then multiplied in fp32.
     """
 
     name = "native"
@@ -149,7 +151,7 @@ class NativeKernels(ReferenceKernels):
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
         self._convert = bound("convert", takes=(c_void_p, c_void_p, *numbers))
-        self.simd = int(library.flex_simd())
+        self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
@@ -279,36 +281,46 @@ class NativeKernels(ReferenceKernels):
             raise MemoryError("no memory for a thread's block of queries, keys and values")
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
+    ) -> Tensor:
         if not _native(x, weight) or x.shape[-1:] == (0,):
-            return super().linear(x, weight, bias)
+            return super().linear(x, weight, bias, compute)
         base.check_linear(x, weight, bias)
-        rows = _rows(x.reshape(-1, x.shape[-1]))
+        rows, pairs = x.reshape(-1, x.shape[-1]), 0
+        if compute == "bf16":
+            pairs = int(self.bf16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
+            rows = _pairs(rows) if pairs else rows.bfloat16().float()
+        rows = _rows(rows)
         out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.float32, device="cpu")
         bias = None if bias is None else bias.contiguous()
         call = _Linear(
             *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(rows.shape[0], *weight.shape, rows.stride(0), out.stride(0)),
-            *(CODES[weight.dtype], torch.get_num_threads()),
+            *(rows.shape[0], weight.shape[0], rows.shape[1], rows.stride(0), out.stride(0)),
+            *(CODES[weight.dtype], pairs, torch.get_num_threads()),
         )
         self._linear(ctypes.addressof(call))
         return out.view(*x.shape[:-1], weight.shape[0])
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         if not _native(x, weight) or form.columns == 0:
-            return super().product(x, weight, form, bias, int8)
+            return super().product(x, weight, form, bias, compute)
         base.check_product(x, weight, form, bias)
-        rows = _rows(x.reshape(-1, form.columns))
+        rows = x.reshape(-1, form.columns)
+        if compute == "bf16":
+            rows = _pairs(rows) if self.bf16 else rows.bfloat16().float()
+        rows = _rows(rows)
         out = torch.empty((rows.shape[0], form.rows), dtype=torch.float32, device="cpu")
         bias = None if bias is None else bias.contiguous()
         groups, group = form.blocks[1], form.codec.group
-        scratch = torch.empty(rows.shape[0] * groups * (group + 2 * 4) if int8 else 0, dtype=torch.uint8, device="cpu")
+        rounded = rows.shape[0] * groups * (group + 2 * 4) if compute == "int8" else 0
+        scratch = torch.empty(rounded, dtype=torch.uint8, device="cpu")
         call = _Product(
             *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(scratch.data_ptr(), rows.shape[0], form.rows, form.columns, rows.stride(0), out.stride(0)),
-            *(groups, form.codec.bits, group, int8, torch.get_num_threads()),
+            *(scratch.data_ptr(), rows.shape[0], form.rows, rows.shape[1], rows.stride(0), out.stride(0)),
+            *(groups, form.codec.bits, group, COMPUTES[compute], torch.get_num_threads()),
         )
         self._product(ctypes.addressof(call))
         return out.view(*x.shape[:-1], form.rows)
@@ -405,6 +417,12 @@ def _fp32(*tensors: Tensor) -> bool:
 def _stored(pool: Tensor, form: CacheForm | None) -> int:
     """enum Dtype of simd.h: floats, or the bits of a code."""
     return CODES[pool.dtype] if form is None else form.bits * 16
+
+
+def _pairs(rows: Tensor) -> Tensor:
+    """The rows [n, k] in bf16, two numbers in the place of one: fp32 [n, (k + 1) // 2]."""
+    rows = nn.functional.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows
+    return rows.bfloat16().contiguous().view(torch.float32)
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -99,11 +99,13 @@ template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
 }
 #endif
 
-// x: [rows, k]; w: [n, k], encoded; scratch: for int8, see `Rounded`.
+// x: [rows, k], fp32 or, to be multiplied as bf16, pairs; then k and x_row count pairs, as in Linear. w: [n, k], encoded;
+// scratch: for int8, see `Rounded`.
+enum Compute : int32_t { AS_FP32 = 0, AS_BF16 = 1, AS_INT8 = 2 };
 struct Product {
     const float* x; const uint8_t* w; const float* bias; float *out, *scratch;
     int64_t rows, n, k, x_row, out_row, groups;
-    int32_t bits, group, int8, threads;
+    int32_t bits, group, compute, threads;
 };
 
 // How out is cut into tasks, in the order of `linear`: `down` runs of rows, in each `across` strips of `width` columns.
@@ -157,56 +159,67 @@ template <int BITS> struct Strip {
     }
 };
 
-// Columns d to d + span of W rows of w from row c on, decoded: tile [span, W], `width` floats from one column to the
-// next. d: a multiple of OCTET; the tile is written up to one. N: as in Strip.
+// Units d to d + span of W rows of w from row c on, decoded: tile [span, W], `width` floats from one unit to the next. d
+// begins an OCTET; the tile is written to the end of one. N: as in Strip.
 typedef void (*Decode)(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile);
 
-template <int BITS>
+INLINE void store_four(float*& tile, int64_t width, const vf* x, float) {
+    UNROLL for (int e = 0; e < 4; e++, tile += width) vstore(tile, x[e]);
+}
+#if defined(FLEX_BF16)
+INLINE void store_four(float*& tile, int64_t width, const vf* x, pair) {
+    UNROLL for (int e = 0; e < 4; e += 2, tile += width) vstore(tile, vpair(x[e], x[e + 1]));
+}
+#endif
+
+template <int BITS, class U>
 void decode_strip(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile) {
     const Strip<BITS> w(a, c, N);
-    for (const int64_t end = d + span; d < end; d += OCTET) {
-        const int64_t g = d >> w.shift, inside = d - (g << w.shift);
+    const int64_t stop = (d + span) * COLUMNS<U>;
+    for (int64_t column = d * COLUMNS<U>; column < stop; column += OCTET) {
+        const int64_t g = column >> w.shift, inside = column - (g << w.shift);
         const vf scale = w.scale(g), minimum = w.minimum(g);
         w.ask(g, inside);
         UNROLL for (int i = 0; i < 8; i++) {
             const vp codes = w.quad(g, inside, i);
-            UNROLL for (int e = 0; e < 4; e++, tile += width)
-                vstore(tile, vfma(qfloat(qand(qright(codes, 8 * e), 255)), scale, minimum));
+            vf x[4];
+            UNROLL for (int e = 0; e < 4; e++) x[e] = vfma(qfloat(qand(qright(codes, 8 * e), 255)), scale, minimum);
+            store_four(tile, width, x, U());
         }
     }
 }
 
-Decode decoder(int32_t bits) {
-    return bits == 2 ? decode_strip<2> : bits == 3 ? decode_strip<3> : bits == 4 ? decode_strip<4> : decode_strip<8>;
+template <class U> Decode decoder(int32_t bits) {
+    if (bits == 2) return decode_strip<2, U>;
+    if (bits == 3) return decode_strip<3, U>;
+    return bits == 4 ? decode_strip<4, U> : decode_strip<8, U>;
 }
 
-// ---------------------------------------------------------------- fp32
+// ---------------------------------------------------------------- fp32, bf16
 
-// So few rows that the sums of all of them, FEW_SPAN decoded columns and those of x stay in L1 together: more write and
-// read a tile of SPAN columns in L2.
+// So few rows that the sums of all of them, FEW_SPAN decoded units and those of x stay in L1 together: more write and
+// read a tile of SPAN units in L2.
 constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
 
-// Adds columns d to d + span of M rows from m on to `sums`, [M, N * W], begun anew with every SPAN columns and added to
-// out at their end.
-template <int M, int N>
+// Adds units d to d + span of M rows from m on to `sums`, [M, N * W], begun anew with every SPAN units and added to out
+// at their end.
+template <class U, int M, int N>
 void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span,
                        float* sums) {
     if constexpr (M > 1)
-        if (rows < M) return multiply_few_rows<M - 1, N>(a, tile, m, rows, c, d, span, sums);
+        if (rows < M) return multiply_few_rows<U, M - 1, N>(a, tile, m, rows, c, d, span, sums);
+    if (d % SPAN == 0) memset(sums, 0, sizeof(float) * M * N * W);
     vf sum[M][N];
-    clear(sum);
-    if (d % SPAN) {
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
-    }
-    multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
-    if (d + span == a.k || (d + span) % SPAN == 0) return add(a, sum, m, c, d < SPAN);
     UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int n = 0; n < N; n++) vstore(sums + (i * N + n) * W, sum[i][n]);
+        UNROLL for (int n = 0; n < N; n++) sum[i][n] = vload(sums + (i * N + n) * W);
+    multiply<U>(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+    keep(sum, sums);
+    if (d + span == a.k || (d + span) % SPAN == 0) add<M, N>(a, sums, m, c, d < SPAN);
 }
 
 // Rows m to end of out, FEW_ROWS at most, at N * W columns from c on.
-template <int N> void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
+template <class U, int N>
+void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
     alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
     const int64_t rows = end - m, tiles = (rows + ROWS - 1) / ROWS;
     for (int64_t d = 0; d < a.k; d += FEW_SPAN) {
@@ -214,25 +227,26 @@ template <int N> void product_few(const Product& p, const Linear& a, Decode deco
         for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
         for (int64_t t = 0; t < tiles; t++) {
             const int64_t low = t * rows / tiles, high = (t + 1) * rows / tiles;
-            multiply_few_rows<ROWS, N>(a, tile, m + low, high - low, c, d, span, sums + low * N * W);
+            multiply_few_rows<U, ROWS, N>(a, tile, m + low, high - low, c, d, span, sums + low * N * W);
         }
     }
 }
 
 // Rows m to end of out at N * W columns from c on, as `linear` computes them.
-template <int N> void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
-    const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, p.threads};
-    if (end - m <= FEW_ROWS) return product_few<N>(p, a, decode, m, end, c);
+template <class U, int N>
+void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
+    const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, 0, p.threads};
+    if (end - m <= FEW_ROWS) return product_few<U, N>(p, a, decode, m, end, c);
     alignas(64) float tile[SPAN * N * W];
     for (int64_t d = 0; d < a.k; d += SPAN) {
         const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
         for (int n = 0; n < N; n++) decode(p, c + n * W, N, d, span, N * W, tile + n * W);
-        multiply_group<N>(a, tile, m, end, c, d, span);
+        multiply_group<U, N>(a, tile, m, end, c, d, span);
     }
 }
 
-void product_fp32(const Product& a) {
-    const Decode decode = decoder(a.bits);
+template <class U> void product_decoded(const Product& a) {
+    const Decode decode = decoder<U>(a.bits);
     const Blocks blocks(a, VECS);
     const int64_t height = (a.rows + blocks.down - 1) / blocks.down;
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic)
@@ -240,10 +254,10 @@ void product_fp32(const Product& a) {
         const int64_t c = b % blocks.across * blocks.width, m = b / blocks.across * height;
         const int64_t end = a.rows - m < height ? a.rows : m + height;
         const int64_t vecs = ((a.n - c < blocks.width ? a.n - c : blocks.width) + W - 1) / W;
-        if (vecs == 1) product_tile<1>(a, decode, m, end, c);
-        if (vecs == 2) product_tile<2>(a, decode, m, end, c);
-        if (VECS > 2 && vecs == 3) product_tile<VECS - 1>(a, decode, m, end, c);
-        if (VECS > 2 && vecs == 4) product_tile<VECS>(a, decode, m, end, c);
+        if (vecs == 1) product_tile<U, 1>(a, decode, m, end, c);
+        if (vecs == 2) product_tile<U, 2>(a, decode, m, end, c);
+        if (VECS > 2 && vecs == 3) product_tile<U, VECS - 1>(a, decode, m, end, c);
+        if (VECS > 2 && vecs == 4) product_tile<U, VECS>(a, decode, m, end, c);
     }
 }
 
@@ -421,10 +435,13 @@ template <int BITS> void product_int8(const Product& a) {
     }
 }
 
-// ---------------------------------------------------------------- both
+// ---------------------------------------------------------------- all
 
 void product(const Product& a) {
-    if (!a.int8) return product_fp32(a);
+#if defined(FLEX_BF16)
+    if (a.compute == AS_BF16) return product_decoded<pair>(a);
+#endif
+    if (a.compute != AS_INT8) return product_decoded<float>(a);
     if (a.bits == 2) return product_int8<2>(a);
     if (a.bits == 3) return product_int8<3>(a);
     if (a.bits == 4) return product_int8<4>(a);

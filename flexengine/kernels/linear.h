@@ -1,4 +1,4 @@
-// Matrix products with weights of 16 bits.
+// Matrix products with weights of 16 bits, in fp32 or, where the CPU can, in pairs of bf16.
 #pragma once
 #include "tile.h"
 
@@ -14,7 +14,7 @@ namespace {
 // weights widened before: 15, 62, 136, 197, 213. Dot products, with W-lane partial sums in 5 x 5 registers, came to 23,
 // 77, 140, 169, 177; they move W times as many sums.
 
-// W rows of w at 2 W columns take W registers: first one per row, then, `transpose`d as 32-bit units, one per pair of
+// W rows of w at 2 W columns of 16 bits take W registers: first one per row, then, `transpose`d as 32-bit units, one per pair of
 // columns with a row in each lane. `even` and `odd` widen the two columns of a pair. `lo32` to `hi64` mix two registers
 // as the x86 instructions unpack do, within each 128 bits.
 #if defined(FLEX_AVX512)
@@ -99,20 +99,24 @@ INLINE void transpose(vp* a) {
     }
     spread(b, a);
 }
-constexpr int FEW = 8, SPAN = 512;
+constexpr int FEW = 8, SPAN = 512;  // SPAN: in units, as `k` and `d` are everywhere below
 constexpr int GROUP = 512;  // rows of x that pass every tile before the next do: they are to stay in L3
 
+// x: fp32, or pairs of bf16 in the place of numbers; then k and x_row count pairs.
 struct Linear {
     const float *x; const void* w; const float* bias; float* out;
     int64_t rows, n, k, x_row, out_row;
-    int32_t w_dtype, threads;
+    int32_t w_dtype, pairs, threads;
 };
 
+// Of weights T: the unit they are multiplied in, how many a lane of a loaded register holds, and the e-th of those.
+template <class T> struct Units { typedef float type; static constexpr int EACH = 2; };
+template <> struct Units<pair> { typedef pair type; static constexpr int EACH = 1; };
+template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : even(a, T()); }
+INLINE vf unit(vp a, int, pair) { return (vf)a; }
+
 // Adds one span's sums, [M, N * W], to out at row m and column c; the first span's to the bias.
-template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, bool first) {
-    alignas(64) float sums[M * N * W];
-    UNROLL for (int i = 0; i < M; i++)
-        UNROLL for (int n = 0; n < N; n++) vstore(sums + (i * N + n) * W, sum[i][n]);
+template <int M, int N> inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, bool first) {
     for (int i = 0; i < M * N; i++) {
         const int64_t at = c + i % N * W, count = a.n - at;
         if (count <= 0) continue;
@@ -125,6 +129,12 @@ template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], 
     }
 }
 
+template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], int64_t m, int64_t c, bool first) {
+    alignas(64) float sums[M * N * W];
+    keep(sum, sums);
+    add<M, N>(a, sums, m, c, first);
+}
+
 // W rows of w from one on; the last one again where there are fewer.
 template <class T> struct Rows {
     const T* w;
@@ -134,31 +144,32 @@ template <class T> struct Rows {
     Rows(const Linear& a, int64_t c, int64_t next)
         : w((const T*)a.w + c * a.k), k(a.k), last(a.n - 1 - c), next((next - c - 1) * a.k) {}
 
-    // `count` columns from d on, transposed; meanwhile asks for what is to be read SPAN columns later.
+    // `count` units from d on, transposed; meanwhile asks for what is to be read SPAN units later.
     INLINE void load(int64_t d, int count, vp* block) const {
         uintptr_t ahead = uintptr_t(w) + (d + SPAN < k ? d + SPAN : d + SPAN + next) * sizeof(T);
         UNROLL for (int i = 0; i < W; i++, ahead += k * sizeof(T)) __builtin_prefetch((const void*)ahead, 0, 2);
         const T* row = w + d;
-        UNROLL for (int i = 0; i < W; i++, row += i <= last ? k : 0) block[i] = vload_pairs(row, count);
+        UNROLL for (int i = 0; i < W; i++, row += i <= last ? k : 0) block[i] = vload_pairs(row, count * int(sizeof(T) / 2));
         transpose(block);
     }
 };
 
-// Columns d to d + span of W rows of w, widened: tile [span, W], `width` floats from one column to the next. It is
-// written up to a multiple of 2 W columns.
+// Units d to d + span of W rows of w: tile [span, W], `width` floats from one unit to the next. It is written up to a
+// multiple of HELD units, those of a register.
 template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, int64_t width, float* tile) {
-    for (const int64_t end = d + span; d < end; d += 2 * W) {
+    constexpr int EACH = Units<T>::EACH, HELD = EACH * W;
+    for (const int64_t end = d + span; d < end; d += HELD) {
         vp block[W];
-        w.load(d, end - d < 2 * W ? int(end - d) : 2 * W, block);
-        UNROLL for (int j = 0; j < W; j++, tile += 2 * width) {
-            vstore(tile, even(block[j], T()));
-            vstore(tile + width, odd(block[j], T()));
-        }
+        w.load(d, end - d < HELD ? int(end - d) : HELD, block);
+        UNROLL for (int j = 0; j < W; j++)
+            UNROLL for (int e = 0; e < EACH; e++, tile += width) vstore(tile, unit(block[j], e, T()));
     }
 }
 
 // M rows of out from m on, at N * W columns from c on; w is widened in registers.
 template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, int64_t c) {
+    typedef typename Units<T>::type U;
+    constexpr int EACH = Units<T>::EACH, HELD = EACH * W;
     const Rows<T> w(a, c, c + N * W), more(a, c + (N - 1) * W, c + (2 * N - 1) * W);
     for (int64_t low = 0; low < a.k; low += SPAN) {
         const int64_t high = a.k - low < SPAN ? a.k : low + SPAN;
@@ -166,25 +177,25 @@ template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, i
         vf sum[M][N];
         clear(sum);
         int64_t d = low;
-        for (; d + 2 * W <= high; d += 2 * W, x += 2 * W) {
+        for (; d + HELD <= high; d += HELD, x += HELD) {
             vp block[N][W];
-            w.load(d, 2 * W, block[0]);
-            if (N > 1) more.load(d, 2 * W, block[N - 1]);
+            w.load(d, HELD, block[0]);
+            if (N > 1) more.load(d, HELD, block[N - 1]);
             _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) {  // unrolled further, AVX-512 spills sums
                 UNROLL for (int n = 0; n < N; n++) {
-                    const vf u = even(block[n][j], T()), v = odd(block[n][j], T());
-                    UNROLL for (int i = 0; i < M; i++) {
-                        sum[i][n] = vfma(vset(x[i * a.x_row + 2 * j]), u, sum[i][n]);
-                        sum[i][n] = vfma(vset(x[i * a.x_row + 2 * j + 1]), v, sum[i][n]);
-                    }
+                    vf u[EACH];
+                    UNROLL for (int e = 0; e < EACH; e++) u[e] = unit(block[n][j], e, T());
+                    UNROLL for (int i = 0; i < M; i++)
+                        UNROLL for (int e = 0; e < EACH; e++)
+                            sum[i][n] = vmadd(vset(x[i * a.x_row + EACH * j + e]), u[e], sum[i][n], U());
                 }
             }
         }
         if (d < high) {
-            float tail[2 * W * N * W];
+            float tail[HELD * N * W];
             widen_rows(w, d, high - d, N * W, tail);
             if (N > 1) widen_rows(more, d, high - d, N * W, tail + (N - 1) * W);
-            multiply(x, a.x_row, tail, high - d, sum);
+            multiply<U>(x, a.x_row, tail, high - d, sum);
         }
         add(a, sum, m, c, low == 0);
     }
@@ -200,32 +211,33 @@ template <class T, int M> void multiply_columns(const Linear& a, int64_t m, int6
 }
 
 // Adds M rows of x times a tile [span, N * W] to out.
-template <int M, int N>
+template <class U, int M, int N>
 void multiply_tile(const Linear& a, const float* tile, int64_t m, int64_t c, int64_t d, int64_t span) {
     vf sum[M][N];
     clear(sum);
-    multiply(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
+    multiply<U>(a.x + m * a.x_row + d, a.x_row, tile, span, sum);
     add(a, sum, m, c, d == 0);
 }
 
-template <int M, int N>
+template <class U, int M, int N>
 void multiply_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span) {
     if constexpr (M > 1)
-        if (rows < M) return multiply_rows<M - 1, N>(a, tile, m, rows, c, d, span);
-    multiply_tile<M, N>(a, tile, m, c, d, span);
+        if (rows < M) return multiply_rows<U, M - 1, N>(a, tile, m, rows, c, d, span);
+    multiply_tile<U, M, N>(a, tile, m, c, d, span);
 }
 
 // Rows m to end in tiles of nearly equal height.
-template <int N>
+template <class U, int N>
 void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, int64_t c, int64_t d, int64_t span) {
     for (int64_t tiles = (end - m + ROWS - 1) / ROWS; tiles; tiles--) {
         const int64_t rows = (end - m + tiles - 1) / tiles;
-        multiply_rows<ROWS, N>(a, tile, m, rows, c, d, span);
+        multiply_rows<U, ROWS, N>(a, tile, m, rows, c, d, span);
         m += rows;
     }
 }
 
 template <class T> void linear(const Linear& a) {
+    typedef typename Units<T>::type U;
     const int64_t groups = (a.rows + GROUP - 1) / GROUP, height = (a.rows + groups - 1) / groups;
     int64_t width = VECS * W;  // columns of out per task: fewer where threads would wait
     while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
@@ -243,10 +255,10 @@ template <class T> void linear(const Linear& a) {
             const int64_t span = a.k - d < SPAN ? a.k - d : SPAN;
             for (int64_t n = 0; n < vecs * W; n += W)
                 widen_rows(Rows<T>(a, c + n, c + n + width * a.threads), d, span, vecs * W, tile + n);
-            if (vecs == 1) multiply_group<1>(a, tile, m, end, c, d, span);
-            if (vecs == 2) multiply_group<2>(a, tile, m, end, c, d, span);
-            if (VECS > 2 && vecs == 3) multiply_group<VECS - 1>(a, tile, m, end, c, d, span);
-            if (VECS > 2 && vecs == 4) multiply_group<VECS>(a, tile, m, end, c, d, span);
+            if (vecs == 1) multiply_group<U, 1>(a, tile, m, end, c, d, span);
+            if (vecs == 2) multiply_group<U, 2>(a, tile, m, end, c, d, span);
+            if (VECS > 2 && vecs == 3) multiply_group<U, VECS - 1>(a, tile, m, end, c, d, span);
+            if (VECS > 2 && vecs == 4) multiply_group<U, VECS>(a, tile, m, end, c, d, span);
         }
     }
 }
@@ -255,9 +267,21 @@ template <class T> void linear(const Linear& a) {
 
 extern "C" {
 
-// out[m, :] = x[m, :] @ w.T + bias. w: [n, k], bf16 or fp16, contiguous; k at least 1.
+// Whether there are products of pairs of bf16.
+int32_t flex_bf16() {
+#if defined(FLEX_BF16)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+// out[m, :] = x[m, :] @ w.T + bias. w: [n, k], bf16 or fp16, contiguous, of pairs bf16; k at least 1.
 void flex_linear(const Linear* args) {
     if (args->rows == 0) return;
+#if defined(FLEX_BF16)
+    if (args->pairs) return linear<pair>(*args);
+#endif
     if (args->w_dtype == BF16) linear<bf16>(*args);
     if (args->w_dtype == FP16) linear<fp16>(*args);
 }

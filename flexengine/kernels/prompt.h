@@ -105,7 +105,7 @@ template <int M> void meet(const Prompt& a, int64_t r, int64_t s, int64_t positi
     for (int64_t p = 0; p < KEYS; p += PANEL) {
         vf sum[M][VECS];
         clear(sum);
-        multiply(my.q + r * a.dim, a.dim, my.k + p * a.dim, a.dim, sum);
+        multiply<float>(my.q + r * a.dim, a.dim, my.k + p * a.dim, a.dim, sum);
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int v = 0; v < VECS; v++) vstore(my.scores + i * KEYS + p + v * W, sum[i][v]);
     }
@@ -122,7 +122,7 @@ template <int M> void meet(const Prompt& a, int64_t r, int64_t s, int64_t positi
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int v = 0; v < VECS; v++)
                 sum[i][v] = vmul(vload(my.acc + (r + i) * my.wide + d + v * W), vset(keep[i]));
-        multiply(my.scores, KEYS, my.v + d * KEYS, last, sum);
+        multiply<float>(my.scores, KEYS, my.v + d * KEYS, last, sum);
         UNROLL for (int i = 0; i < M; i++)
             UNROLL for (int v = 0; v < VECS; v++) vstore(my.acc + (r + i) * my.wide + d + v * W, sum[i][v]);
     }

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -125,8 +125,11 @@ class ReferenceKernels(base.Kernels):
             out[:, begin:end] = result.transpose(1, 2)
         return out
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
+    ) -> Tensor:
         base.check_linear(x, weight, bias)
+        x = x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
         step = max(1, WIDENED // max(1, weight.shape[1] * 4))
         for low in range(0, weight.shape[0], step):
@@ -135,10 +138,10 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def product(
-        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         base.check_product(x, weight, form, bias)
-        x = _rounded(x, form.codec.group) if int8 else x
+        x = _rounded(x, form.codec.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], form.rows))
         blocks = weight.view(form.blocks[0], -1)
         step = max(1, WIDENED // max(1, form.columns * 4 * ROWS))

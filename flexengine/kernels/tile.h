@@ -16,17 +16,42 @@ constexpr int ROWS = 6, VECS = 2;
 constexpr int ROWS = 4, VECS = 2;
 #endif
 
-// sum += x [M, span] times tile [span, N * W]
-template <int M, int N>
+// What products count columns in, 32 bits each: numbers, or pairs of neighbouring bf16, where the CPU multiplies both at
+// once. vmadd: sum + x w, in fp32.
+struct pair { bf16 first, second; };
+template <class U> constexpr int COLUMNS = 1;
+template <> constexpr int COLUMNS<pair> = 2;
+INLINE vf vmadd(vf x, vf w, vf sum, float) { return vfma(x, w, sum); }
+#if defined(FLEX_AVX512) && defined(__AVX512BF16__)
+#define FLEX_BF16 1
+INLINE vf vmadd(vf x, vf w, vf sum, pair) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // by its intrinsic GCC 12 copies the sum
+    return sum;
+}
+INLINE vf vpair(vf first, vf second) {  // rounded
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(order, halves));
+}
+#endif
+
+// sum += x [M, span] times tile [span, N * W], both of units U
+template <class U, int M, int N>
 INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N]) {
     for (int64_t d = 0; d < span; d++, tile += N * W) {
         vf u[N];
         UNROLL for (int n = 0; n < N; n++) u[n] = vload(tile + n * W);
         UNROLL for (int i = 0; i < M; i++) {
             const vf v = vset(x[i * x_row + d]);
-            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vfma(v, u[n], sum[i][n]);
+            UNROLL for (int n = 0; n < N; n++) sum[i][n] = vmadd(v, u[n], sum[i][n], U());
         }
     }
+}
+
+template <int M, int N> INLINE void keep(const vf (&sum)[M][N], float* sums) {
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int n = 0; n < N; n++) vstore(sums + (i * N + n) * W, sum[i][n]);
 }
 
 template <int M, int N> INLINE void clear(vf (&sum)[M][N]) {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.codec.packed import Packed
+from flexengine.kernels.base import Compute
 from flexengine.kernels.cpu import NativeKernels, version
 from flexengine.kernels.reference import has_onednn, linear_fp32
 
@@ -32,12 +33,12 @@ def numerics() -> str:
 class Product:
     """x @ weight.T + bias for one model, whatever dtype its weights are held in.
 
-    dtype: that of activations. 16-bit weights may also meet fp32 activations. int8: round activations to 8 bits where
-    they meet encoded weights, and multiply integers.
+    dtype: that of activations. 16-bit weights may also meet fp32 activations. compute: what fp32 activations are
+    rounded to where they meet encoded weights or, for bf16, those kept in bf16.
     """
 
-    def __init__(self, dtype: torch.dtype, int8: bool = False) -> None:
-        self.dtype, self.int8 = dtype, int8
+    def __init__(self, dtype: torch.dtype, compute: Compute | None = None) -> None:
+        self.dtype, self.compute = dtype, compute
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None) -> Tensor:
         """form: how the weight lies in its bytes, if it is encoded."""
@@ -46,12 +47,13 @@ class Product:
         with unwatched():
             if form is not None:
                 bias = None if bias is None else bias.float()
-                return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
+                return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or weight.dtype == x.dtype != torch.float32:
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
             if weight.dtype == x.dtype:
                 return linear_fp32(x, weight, bias)
-            return kernels.load().linear(x, weight, bias)
+            rounds = weight.dtype == torch.bfloat16 and self.compute == "bf16"
+            return kernels.load().linear(x, weight, bias, "bf16" if rounds else None)
 
 
 class FastLinear(nn.Linear):

@@ -4,10 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 import torch
 
 from flexengine.codec.cache import CacheForm
+from flexengine.errors import InvalidInput
+from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
@@ -56,17 +59,28 @@ class Opened:
         return sorted(path for path in paths if path != Path())
 
     def use(self, lossy: Lossy) -> None:
-        """From now on keeps and multiplies what `lossy` says. Weights must not be loaded."""
+        """From now on keeps and multiplies what `lossy` says. Weights must not be loaded.
+
+        Raises InvalidInput for what does not go with the device or the dtype."""
+        if not self.takes(lossy):
+            raise InvalidInput(f"compute is 'bf16', but this is the {'CPU' if self.cpu else 'GPU'} computing in"
+                               f" {self.dtype}: it is for CPUs that compute in fp32; a dtype of bfloat16 computes all"
+                               " in bf16")  # fmt: skip
         skeleton = self.skeleton
         use_forms(skeleton, forms(skeleton, lossy.coded))
-        skeleton.product.int8 = lossy.compute == "int8"
-        self.held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu) | dict.fromkeys(self.forms, torch.uint8)
+        skeleton.product.compute = cast(Compute | None, lossy.compute)
+        held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
+        self.held = held | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
         self.facts = replace(self.facts, topk=lossy.topk)
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_encoded=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
         self.__dict__.pop("origins", None)
+
+    def takes(self, lossy: Lossy) -> bool:
+        """Whether `use` does: products of bf16 are chosen by the dtype where not a CPU computes in fp32."""
+        return lossy.compute != "bf16" or (self.cpu and self.dtype == torch.float32)
 
     def cache_form(self, bits: int) -> CacheForm:
         """How a layer's keys and values lie in that many bits, in pages of one token."""
@@ -128,8 +142,11 @@ def _imagined(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
 
 
 def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:
-    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored."""
+    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored, or all
+    are kept in bf16 if that is what they are multiplied in."""
     keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
+    if skeleton.product.compute == "bf16":
+        return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
 
@@ -138,7 +155,7 @@ def model_facts(
     skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
 ) -> ModelFacts:
     """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
-    by = " by int8" if skeleton.product.int8 else ""
+    by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
 
     def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
         found = []
@@ -148,6 +165,8 @@ def model_facts(
             fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
             if (form := skeleton.forms.get(name)) is not None:
                 fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
+            elif by and fact.matrix and fact.held == 2:
+                fact = replace(fact, form="bfloat16" + by)
             found.append(fact)
         return tuple(found)
 

@@ -197,8 +197,9 @@ class Weights:
         unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
         if form is None:
             width = self.skeleton.embedding[1][1]
-            rows = torch.empty(len(unique), width, dtype=self.dtype)
+            rows = torch.empty(len(unique), width, dtype=self._held[self._embedding])
             self._gather(unique.tolist(), width * self._homes[self._embedding][0].dtype.itemsize, rows)
+            rows = rows.to(self.dtype)
         else:
             rows = torch.cat([self._decoded(form.packed, ids) for ids in torch.split(unique, TOGETHER)]).to(self.dtype)
         return rows.to(ids.device), inverse.to(ids.device)
