@@ -307,7 +307,7 @@ class Engine:
         import transformers
 
         cuda, policy = self.machine.kind == "cuda", self.policy
-        bits = dict.fromkeys(lossy.cache_bits for lossy in (self.lossy, *self._choices) if lossy.cache)
+        bits = dict.fromkeys(lossy.cache_bits for lossy in (self.lossy, *self._choices) if lossy.cache_bits)
         forms = ", ".join(str(self._opened.cache_form(each)) for each in bits)
         return {
             **({"cache": forms} if forms else {}),  # if it is encoded, or may be

@@ -9,7 +9,7 @@ from flexengine.errors import InvalidInput
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # those whose scales are fitted, so that it matters to what
-CACHE = {"int8": 8, "int4": 4, "int2": 2}  # bits
+CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: numbers
 COMPUTE = ("bf16", "int8")
 BUNDLED = "bundled"  # text to calibrate with that needs no file
 
@@ -57,7 +57,7 @@ class Lossy:
 
     @property
     def cache_bits(self) -> int:
-        """Bits of an element of keys and values; 0: as they are computed."""
+        """Bits of an element of keys and values that are encoded; 0: they are not."""
         return CACHE[self.cache] if self.cache else 0
 
     def __str__(self) -> str:

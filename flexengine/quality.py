@@ -48,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
     choices = p.add_argument_group("choices", "as for run; each may have several values")
     choices.add_argument("--weights", nargs="+", choices=WEIGHTS, help="keep matrices in so many bits")
     choices.add_argument("--compute", nargs="+", choices=COMPUTE, help="round what products multiply")
-    choices.add_argument("--cache", nargs="+", choices=CACHE, help="keep keys and values in so many bits")
+    choices.add_argument("--cache", nargs="+", choices=CACHE, help="keep keys and values in fewer bits")
     choices.add_argument("--topk", nargs="+", type=float, metavar="SHARE", help="read only the values of this share")
     choices.add_argument("--calibrate", nargs="?", const=BUNDLED, metavar="FILE",
                          help="measure choices of few-bit weights calibrated, too, on a UTF-8 text (default:"

@@ -112,7 +112,7 @@ def _add_lossy(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--weights", choices=WEIGHTS, help="keep matrices in so many bits")
     group.add_argument("--compute", choices=COMPUTE,
                        help="round what is multiplied; int8 keeps weights in int8 unless --weights says")  # fmt: skip
-    group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in so many bits")
+    group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in fewer bits")
     group.add_argument("--topk", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
     group.add_argument("--calibrate", nargs="?", const=BUNDLED, type=_named, metavar="FILE",

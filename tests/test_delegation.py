@@ -53,7 +53,7 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
     assert not list(tmp_path.iterdir())
 
 
-LOSSY = (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3), Lossy("int8", cache="int4"))
+LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3), Lossy("int8", cache="int4"))
 
 
 @pytest.mark.parametrize("lossy", LOSSY, ids=str)
@@ -193,7 +193,7 @@ def test_every_literal_follows_the_model() -> None:
         model = model_of(rng)
         rule = rule_of(model, 0.1, up=1e9, down=2e9, host=3e9)
         size, dim = model.itemsize, model.head_dim
-        assert rule.kv == (model.kv_encoded or 2 * model.kv_heads * dim * size)
+        assert rule.kv == (model.kv_kept or 2 * model.kv_heads * dim * size)
         assert rule.sent == (model.heads + 2 * model.kv_heads) * dim * size
         assert rule.fetched == model.heads * dim * size
         some = 1 - 0.9 ** (model.heads // model.kv_heads)  # that one head of the group wants a value

@@ -124,19 +124,31 @@ def scores(known: Any, lossy: Lossy) -> float:
 
 
 CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss")),
-          *(("llama", lossy) for lossy in (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.5)))]  # fmt: skip
+          *(("llama", lossy) for lossy in (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.5))),
+          *((family, Lossy(cache="bf16")) for family in ("opt", "llama", "gemma2")),
+          ("llama", Lossy(cache="bf16", topk=0.5, compute="bf16"))]  # fmt: skip
 
 
 @pytest.mark.parametrize(("family", "lossy"), CACHED)
 def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
-    """Home, pages and batches of the cache change nothing; 8 bits come near the exact model."""
+    """Home, pages and batches of the cache change nothing; 8 bits and bf16 come near the exact model."""
     known = families(family)
     found = answers(known.directory, known.rows, lossy)
     for policy in (SPREAD, Policy(gpu_batch_size=3, num_gpu_batches=3, cache=(0, 0.5, 0.5), prefill_tokens=64)):
         assert answers(known.directory, known.rows, lossy, policy) == found
-    if lossy == Lossy(cache="int8"):
+    if lossy in (Lossy(cache="int8"), Lossy(cache="bf16")):
         exact = scores(known, Lossy())
         assert abs(scores(known, lossy) - exact) < 0.02 * abs(exact)
+
+
+def test_a_cache_in_bf16_takes_half(families: Any) -> None:
+    known = families("llama")
+    with Engine(known.directory, WHOLE, device="sim") as exact, \
+            Engine(known.directory, WHOLE, device="sim", lossy=Lossy(cache="bf16")) as half:
+        for engine in (exact, half):
+            engine.generate(known.rows, GREEDY)
+        sizes = [engine.layout.account["device"]["KV cache"] for engine in (exact, half) if engine.layout]
+        assert sizes[0] == 2 * sizes[1]
 
 
 def test_scores_are_those_of_transformers(families: Any) -> None:

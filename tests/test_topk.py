@@ -98,7 +98,7 @@ def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, los
         assert found == expected, home
 
 
-@pytest.mark.parametrize("cache", [None, "int8", "int4", "int2"])
+@pytest.mark.parametrize("cache", [None, "bf16", "int8", "int4", "int2"])
 def test_long_prompts(long: Path, cache: str | None) -> None:
     """Several pages of encoded keys and values; what was not chosen is not there to be read by mistake."""
     rows, lossy = rows_of(LONG), Lossy(cache=cache, topk=0.1)

@@ -27,7 +27,7 @@ def test_the_clock_agrees(slots: int) -> None:
         policy = Policy(batch, batches, rng.choice([DEVICE, HALF]), rng.choice([HOST, HALF, DISK]), DEVICE, slots,
                         "zigzag")  # fmt: skip
         model = replace(opt(6, 4096, 32), topk=rng.choice([0.05, 0.1, 0.4]), kv_heads=rng.choice([32, 8]),
-                        windows=rng.choice([(), (100,) * 6]), kv_encoded=rng.choice([0, 4608]))  # fmt: skip
+                        windows=rng.choice([(), (100,) * 6]), kv_kept=rng.choice([0, 4608]))  # fmt: skip
         work = Workload({(rng.choice([128, 512]), rng.choice([4, 12])): batch * batches})
         told, walked = both(model, machine_of(rng, rng.choice(["sim", "cpu"])), work, policy)
         errors.append(abs(told.seconds / walked.seconds - 1))

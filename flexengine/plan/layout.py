@@ -65,9 +65,9 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
-    kv_encoded: bytes one token adds to one layer's KV cache, if it is encoded; kv_pieces: places in a page where parts
-    of its K of one head lie; centred: whether mean keys are apart;
-    topk: share of the past values that attention reads, None for all.
+    kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
+    page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
+    past values that attention reads, None for all.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
     """
@@ -86,7 +86,7 @@ class ModelFacts:
     kind: str = ""
     active: int = 0
     windows: tuple[int | None, ...] = ()
-    kv_encoded: int = 0
+    kv_kept: int = 0
     kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
@@ -94,7 +94,7 @@ class ModelFacts:
     @property
     def kv_token(self) -> int:
         """Bytes one token adds to one layer's KV cache."""
-        return self.kv_encoded or 2 * self.kv_heads * self.head_dim * self.itemsize
+        return self.kv_kept or 2 * self.kv_heads * self.head_dim * self.itemsize
 
     @property
     def sent(self) -> int:

@@ -80,6 +80,7 @@ class Cache:
     ) -> None:  # fmt: skip
         self.model, self.layout, self.machine, self.kernels = model, layout, machine, kernels
         self.bits, self.topk = lossy.cache_bits, lossy.topk
+        dtype = torch.bfloat16 if lossy.cache == "bf16" else dtype
         self.dtype = dtype = torch.uint8 if self.bits else dtype  # of what lies in pools
         self.layers = len(model.layers)
         self.pages = {tier: Pages(tier, pool.pages) for tier, pool in layout.pools.items()}
@@ -244,7 +245,8 @@ class Cache:
         form, (n, model) = self._form(home), (view.decode, self.model)
         chosen = self.kernels.choose(q[:n], pool, view.tables, view.lengths, event.scale, self.topk, event.window,
                                      event.softcap, form)  # fmt: skip
-        panels = Panels.of(form, model.kv_heads, self.layout.pools[home].page_tokens, model.head_dim * model.itemsize)
+        tokens, row = self.layout.pools[home].page_tokens, model.head_dim * self.dtype.itemsize
+        panels = Panels.of(form, model.kv_heads, tokens, row)
         self._values.bring(chosen, view.closed, home, self._layer(event.layer, home), self._room(home, buffer), panels)
 
     def _attend(

@@ -73,9 +73,12 @@ class Opened:
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
         self.facts = replace(self.facts, topk=lossy.topk)
+        if lossy.cache == "bf16":
+            kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
+            self.facts = replace(self.facts, kv_kept=kv)
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
-            self.facts = replace(self.facts, kv_encoded=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+            self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
         self.__dict__.pop("origins", None)
 
     def takes(self, lossy: Lossy) -> bool:
