@@ -258,7 +258,7 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
     return Scored(
         tuple(tuple(p["logprob"] for p in row) for row in places),
         tuple(tuple(p["top_logprobs"][0]["token_id"] for p in row) for row in places),
-        sum(t.stored_bytes for t in engine.facts.tensors), engine.facts.kv_token * len(engine.facts.layers), seconds,
+        sum(t.held_bytes for t in engine.facts.tensors), engine.facts.kv_token * len(engine.facts.layers), seconds,
     )  # fmt: skip
 
 
