@@ -355,7 +355,7 @@ class Engine:
             undo.pop_all()
         streamed, arriving = weights.streamed, weights.arriving
         if arriving:
-            watch.expect_loading()
+            watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
         executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)

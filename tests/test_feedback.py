@@ -17,6 +17,7 @@ from flexengine.plan.layout import Workload, lay_out
 from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
+from flexengine.worker.weights import Weights
 
 
 def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:
@@ -67,6 +68,47 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     assert watch.expected == {"loading": reading}
     watch.seconds, watch.sweeps, watch.busy = 2 * LEAST_SECONDS, 99, {"loading": 9 * LEAST_SECONDS}
     assert watch.factors() == {}
+
+
+def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> None:
+    """A job that is closed after the first sweep's first layers, and one that brings the rest: bytes that are read."""
+    from conftest import make_checkpoint
+
+    make_checkpoint("llama", tmp_path / "m")
+    rows, params = [{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(max_tokens=4, ignore_eos=True)
+    hardware = replace(machine_of(random.Random(6), "cpu"), checkpoint_read=((1.0, 1e3),))
+    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+        expected = [r.token_ids for r in engine.generate(rows, params)]
+        whole, alone = engine.summary["plan"], engine._weights
+        assert alone is not None
+        every = alone.settled
+    assert whole["lanes"]["loading"]["predicted"] == pytest.approx(every / 1e3)
+    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+        with pytest.MonkeyPatch.context() as patch:
+            load = Weights.settle
+            patch.setattr(Weights, "settle", lambda w, unit: load(w, unit) if unit < 1 else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(rows, params)
+        weights = engine._weights
+        assert weights is not None
+        there = weights.settled
+        assert 0 < there < every
+        assert weights.missing == pytest.approx(1 - there / every)
+        assert [r.token_ids for r in engine.generate(rows, params)] == expected
+        assert weights.settled == every
+        assert weights.missing == 0
+        rest = engine.summary["plan"]
+    assert rest["lanes"]["loading"]["predicted"] == pytest.approx((every - there) / 1e3)
+    fewer = whole["predicted_seconds"] - rest["predicted_seconds"]
+    assert fewer == pytest.approx(there / 1e3, rel=0.05)  # so slow that the disk is what the sweep waits for
+
+
+def test_ram_that_weights_have_been_written_to_is_not_new() -> None:
+    hardware = replace(machine_of(random.Random(5), "sim"), touch=1e6, checkpoint_read=((1.0, 1e15),))
+    cost = Cost(opt(4, 512, 8, 5000), hardware, Workload({(60, 5): 12}))
+    layout = lay_out(cost.model, Policy(4, 3), cost.workload, hardware.capacity)
+    whole, half = (cost.predict(layout, missing).load_seconds for missing in (1.0, 0.5))
+    assert whole - half == pytest.approx(layout.account["device"]["weights"] / 2e6)
 
 
 def test_a_job_tells_loading_apart(tmp_path: Path) -> None:

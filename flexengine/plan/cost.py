@@ -255,8 +255,9 @@ class Cost:
 
     # A policy that was laid out.
 
-    def predict(self, layout: Layout) -> Prediction:
-        """What the job will take under a layout."""
+    def predict(self, layout: Layout, missing: float = 1.0) -> Prediction:
+        """What the job will take under a layout. missing: share of the weights that stay in memory that is yet to be
+        read, which an earlier job may have begun."""
         policy = layout.policy
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
@@ -272,10 +273,11 @@ class Cost:
             return float((values * kinds[kind]).sum() / counts[kind]) if counts[kind] else 0.0
 
         total = float((seconds * sweeps.times).sum())
-        cache, rest = self._touched(layout)
+        cache, rest = self._touched(layout, missing)
         total += cache
         first = int(np.argmax(entering))
-        loading = self._loading(layout, rest, {lane: float(x[first]) for lane, x in lanes.items()})
+        reading = missing * self.reading(layout)
+        loading = self._loading(policy, reading, rest, {lane: float(x[first]) for lane, x in lanes.items()})
         return Prediction(
             policy, layout, total, loading,
             float(((seconds * sweeps.times * sweeps.live).sum() + loading * sweeps.live[first]) / max(1, sweeps.rows)),
@@ -286,24 +288,25 @@ class Cost:
             {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
         )  # fmt: skip
 
-    def _loading(self, layout: Layout, touched: float, first: Mapping[str, float]) -> float:
+    def _loading(self, policy: Policy, reading: float, touched: float, first: Mapping[str, float]) -> float:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
-        both = {**first, "disk_read": first.get("disk_read", 0.0) + self.reading(layout)}
-        return float(max(self._ends(both, layout.policy), touched) - self._ends(first, layout.policy))
+        both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""
         resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
         return resident / at(self.hardware.checkpoint_read, LOADED)
 
-    def _touched(self, layout: Layout) -> tuple[float, float]:
-        """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""
+    def _touched(self, layout: Layout, missing: float) -> tuple[float, float]:
+        """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before.
+        missing: share of the weights that have not been written there yet."""
         tiers = ("device", "host") if self.hardware.shared or self.hardware.kind == "sim" else ("host",)
         booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
-        cache, all_ = sum(n for what, n in booked if what == "KV cache"), sum(n for _, n in booked)
-        rate = self.hardware.touch
-        return (cache / rate, (all_ - cache) / rate) if rate else (0.0, 0.0)
+        cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
+        rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, self.hardware.touch
+        return (cache / rate, rest / rate) if rate else (0.0, 0.0)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page
