@@ -211,6 +211,19 @@ def test_a_sweep_is_the_longest_lane_with_its_crosstalk() -> None:
     assert alone.seconds == pytest.approx(sum(quiet.busy.values()))
 
 
+def test_without_overlap_lanes_add_up_whatever_the_slots() -> None:
+    """As they do with one slot; then reading what stays is beside nothing, either."""
+    model, work = opt(6, 2048, 32), Workload({(128, 8): 32})
+    for weights in (HOST, DISK, (0.5, 0.5, 0)):
+        layout = lay_out(model, Policy(16, 2, weights, HOST, HOST, 2, "zigzag"), work, FLAT.capacity)
+        told = Cost(model, FLAT, work, overlap=False).predict(layout)
+        beside = Cost(model, FLAT, work).predict(layout)
+        assert told.seconds == pytest.approx(sum(beside.busy.values()))
+        assert told.seconds > beside.seconds
+        stays = sum(t.stored_bytes for t in model.tensors if layout.homes[t.name] != "disk")
+        assert told.load_seconds == pytest.approx(stays / 3e9)
+
+
 def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
     """Seconds a disk read adds to the device and the other way round; one slot wakes the device for every layer."""
     model, work, policy = opt(4, 256, 4), Workload({(64, 9): 8}), Policy(8, 1, weights=(0.5, 0, 0.5))

@@ -78,10 +78,13 @@ class Prediction:
 
 
 class Cost:
-    """Prices policies for one model, machine and workload; keeps what several policies have in common."""
+    """Prices policies for one model, machine and workload; keeps what several policies have in common.
 
-    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload) -> None:
-        self.model, self.hardware, self.workload = model, hardware, workload
+    overlap: whether lanes work at the same time where a policy has slots for it; else one task runs at a time.
+    """
+
+    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload, overlap: bool = True) -> None:
+        self.model, self.hardware, self.workload, self.overlap = model, hardware, workload, overlap
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
@@ -177,7 +180,7 @@ class Cost:
         return found
 
     def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
-        """Adds chosen values to the links, and to the device, which waits for them. With one slot it waits anyway."""
+        """Adds chosen values to the links, and to the device, which waits for them. Without overlap it waits anyway."""
         total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
         at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * policy.gpu_batch_size
         for home, name in (("host", "cc"), ("disk", "cd")):
@@ -186,7 +189,7 @@ class Cost:
             lanes, handling = waiting(self.model, self.hardware, home, full, at_once)
             for lane, seconds in lanes.items():
                 found[lane][name] = found[lane][name] + seconds
-            on_device = handling + (sum(lanes.values()) if policy.slots > 1 else 0.0)
+            on_device = handling + (sum(lanes.values()) if self.overlaps(policy) else 0.0)
             found["device"][name] = found["device"].get(name, 0.0) + on_device
 
     def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
@@ -227,6 +230,10 @@ class Cost:
             return self.crosstalk
         return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), "cpu": 1.0}}
 
+    def overlaps(self, policy: Policy) -> bool:
+        """Whether lanes work at the same time under a policy, so that their seconds do not add up."""
+        return self.overlap and policy.slots > 1
+
     def sweep_seconds(self, terms: Terms, fractions: Fractions, policy: Policy) -> tuple[Array, dict[str, Array]]:
         """Seconds of every sweep, and of each lane's work in it."""
         lanes = {
@@ -236,14 +243,14 @@ class Cost:
         }
         used = {lane: seconds for lane, seconds in lanes.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
-        if policy.slots == 1:  # the device has waited for every layer that was away
+        if not self.overlaps(policy):  # the device has waited for every layer that was away
             away = min(1.0, fractions.get("wc", 0.0) + fractions.get("wd", 0.0))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
         return seconds, used
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
         """When the last lane ends, by what each of them has to do: seconds, or arrays of them."""
-        return sum(used.values()) if policy.slots == 1 else np.max(list(self.slowed(used, policy).values()), axis=0)
+        return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
