@@ -111,7 +111,7 @@ class Planner:
             opened = self.opened
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
-            better = store.corrected(latest, factors, opened.facts)
+            better = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.keep(key, better)
             if self._hardware is not None:  # else it is read again when it is needed
                 self._hardware = store.with_capacity(better, self.machine)

@@ -10,9 +10,10 @@ import pytest
 from test_cost import DEVICE, DISK, HOST, machine_of, opt
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.measure import store
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import LEAST_SECONDS, Watch
+from flexengine.plan.feedback import LEAST_SECONDS, LEAST_SHARE, TOLERATED, Watch
 from flexengine.plan.layout import Workload, lay_out
 from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -150,6 +151,39 @@ def test_factors_name_the_lanes_that_are_persistently_off() -> None:
     assert watch.factors() == {big: pytest.approx(0.5)}
     watch.seconds = LEAST_SECONDS / 2
     assert watch.factors() == {}  # too short a job to tell
+
+
+@pytest.mark.parametrize("weights", [HOST, DISK, (0.2, 0.5, 0.3)])
+@pytest.mark.parametrize("talk", [{}, {"device": {"h2d": 0.2}, "h2d": {"device": 0.1}}])
+@pytest.mark.parametrize("seed", range(3))
+def test_corrections_settle_at_the_truth(seed: int, talk: Any, weights: Any) -> None:
+    """A machine measured wrongly in every lane, by up to 4 times, and jobs on what it is really like: after a few jobs
+    nothing is corrected any more, and but for what lanes may be slowed by others all seconds are those of the truth."""
+    rng, model = random.Random(seed), opt(4, 512, 8, 5000)
+    rows, policy = [(60, 12)] * 24, Policy(8, 3, weights=weights, cache=(0.5, 0.5, 0))
+    tables: dict[str, Any] = {"layers": {model.signature(0): 1e-3 * (1 + rng.random())},
+                              "heads": {model.head_signature: 1e-3}}  # fmt: skip
+    real = replace(machine_of(rng, "sim"), crosstalk=talk, **tables)
+    wrong = {name: 4 ** rng.uniform(-1, 1) for name in (*real.links, "device")}
+    known = store.corrected(real, wrong, model)
+    known = replace(known, corrected={})  # as if so measured
+    work, totals = Workload.of(rows), []
+    for _ in range(8):
+        watch, _ = walked(Cost(model, known, work), policy, rows)
+        truth, _ = walked(Cost(model, real, work), policy, rows)
+        scale = LEAST_SECONDS / min(truth.slowed.values())  # as many rows as it takes for every lane to tell
+        for seconds in (watch.expected, watch.slowed, truth.slowed):
+            seconds.update({lane: scale * x for lane, x in seconds.items()})
+        watch.busy, watch.seconds = truth.slowed, max(truth.slowed.values())
+        factors = watch.factors()
+        known = store.corrected(known, factors, model, watch.cost.hardware)
+        totals.append(dict(known.corrected))
+    assert factors == {}
+    assert totals[-1] == totals[3]
+    for lane, seconds in truth.slowed.items():
+        if max(seconds, watch.slowed[lane]) > LEAST_SHARE * watch.seconds:
+            assert seconds / watch.expected[lane] >= 1 - TOLERATED
+            assert seconds / watch.slowed[lane] <= 1 + TOLERATED
 
 
 def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:
