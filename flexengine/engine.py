@@ -54,7 +54,7 @@ class Engine:
     device: auto, cpu, cuda or sim. device_mem, host_mem: bytes or text such as "800M"; None takes what is free.
     offload_dir: where KV and activations spill. dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA),
     float32, bfloat16, float16. links: rates of a sim machine's links. overlap: False runs one task at a time, to find
-    faults; plans are made as if it were True. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
+    faults, and plans for that. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
     every sweep. trust_remote_code: run Python that lies beside the weights, if the model needs it. hardware: rates to
     plan with instead of this machine's measured ones. lossy: what may differ from the checkpoint's own numbers.
     allow: names of lossy.ALLOW that the planner may choose from, once, when it sees the first job.
@@ -107,10 +107,11 @@ class Engine:
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
         self.kernels = kernels.load_for(self.machine.compute)
-        self.planner = Planner(self.machine, opened, place.directory, hardware)
+        self.planner = Planner(self.machine, opened, place.directory, hardware, overlap)
         self.summary: dict[str, Any] = {}
         self.layout: Layout | None = None  # of the last job
         self.fixed_prefill: int | None = None  # prefill_tokens that the planner must keep to
+        self.load_first = False  # whether all that stays in memory is read before the first sweep, to time sweeps alone
         self._weights: Weights | None = None
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
@@ -351,11 +352,13 @@ class Engine:
             if self._weights is None:
                 self._weights = Weights(self._opened, layout, self.machine)
             weights = self._weights
+            if self.load_first:
+                weights.settle_all()
             worker = Worker(self.skeleton, weights, cache, hidden, room, delegation)
             undo.pop_all()
         streamed, arriving = weights.streamed, weights.arriving
         if arriving:
-            watch.expect_loading()
+            watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
         executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
@@ -381,6 +384,19 @@ class Engine:
             self._weights = None
 
     def _summarise(self, p: Progress, means: Means | None, loaded: float, before: dict[str, int]) -> dict[str, Any]:
+        """What `summary` holds. Seconds by the clock, one after the other:
+
+        load_seconds: before the first sweep: weights calibrated and encoded if they are to be and had not been, and
+            room made in memory. Weights are read here only with `load_first`.
+        prefill_seconds: of the sweeps that computed any prompt, whatever else they did. Of an engine's first job, or
+            its first in a layout, the first of them also reads the weights that stay in memory, beside computing: it
+            is longer by what of that took longer than computing.
+        decode_seconds: of all other sweeps. total_seconds: of all sweeps, so without load_seconds.
+
+        busy has shares of total_seconds. busy["loading"] is that reading, from its beginning to its end in the lane
+        that reads the disk, hidden or not: neither is it in busy["disk_read"], nor its bytes in `bytes`, nor is it what
+        would be saved if there were none.
+        """
         seconds = p.prefill_seconds + p.decode_seconds
         tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
         busy = means.executor.busy if means else {}

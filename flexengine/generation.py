@@ -27,7 +27,8 @@ from flexengine.worker.worker import Text, Worker
 
 @dataclass
 class Progress:
-    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early."""
+    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early.
+    prefill_seconds: of sweeps that computed a prompt, decode_seconds: of the others; see `Engine.summary`."""
 
     sweeps: int = 0
     rows: int = 0

@@ -32,11 +32,13 @@ class Planner:
     """Plans the jobs of one model on one machine.
 
     given: rates to plan with instead of this machine's own; capacities are the machine's always. say: told of what
-    takes time.
+    takes time. overlap: whether lanes work at the same time where a policy has slots for it.
     """
 
-    def __init__(self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None) -> None:
-        self.machine, self.opened, self.offload_dir = machine, opened, offload_dir
+    def __init__(
+        self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None, overlap: bool = True
+    ) -> None:
+        self.machine, self.opened, self.offload_dir, self.overlap = machine, opened, offload_dir, overlap
         self._hardware = fitted(given, machine) if given is not None else None
         self._given = given is not None
 
@@ -76,6 +78,7 @@ class Planner:
         """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured
         for a job that is worth it; not while weights are loaded, as it takes the room and the modules."""
         facts, known = self.opened.facts, self.known()
+        options = replace(options or Options(), overlap=self.overlap)
         found = search(facts, known, workload, options)
         complete = self._hardware is not None or store.knows(known, facts)
         if complete or not measure or found.best.seconds < WORTH:
@@ -99,7 +102,7 @@ class Planner:
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
-        return Cost(self.opened.facts, self.known(), workload)
+        return Cost(self.opened.facts, self.known(), workload, self.overlap)
 
     def learn(self, watch: Watch) -> None:
         """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
@@ -108,7 +111,7 @@ class Planner:
             opened = self.opened
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
-            better = store.corrected(latest, factors, opened.facts)
+            better = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.keep(key, better)
             if self._hardware is not None:  # else it is read again when it is needed
                 self._hardware = store.with_capacity(better, self.machine)

@@ -169,7 +169,8 @@ def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]
 @dataclass(frozen=True)
 class Scored:
     """logprobs: of the forced tokens, by stretch; likeliest: the tokens the model would have chosen; weights, cache:
-    bytes of all weights and of a token in all layers; seconds: of prefill and decoding."""
+    bytes of all weights and of a token in all layers; seconds: of prefill and decoding, all that stays in memory being
+    there before, so that forms of one model compare by what they compute and stream."""
 
     logprobs: tuple[tuple[float, ...], ...]
     likeliest: tuple[tuple[int, ...], ...]
@@ -249,7 +250,7 @@ def measure(
 def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Scored:
     """Forces the stretches through an engine, all but their first `prompt` tokens. Raises FlexError, also if a row
     cannot be run."""
-    began = time.perf_counter()
+    began, engine.load_first = time.perf_counter(), True
     results = engine.score([(row[:prompt], row[prompt:]) for row in rows])
     seconds = engine.summary.get("total_seconds", time.perf_counter() - began)
     if bad := next((r for r in results if r.error is not None), None):

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 from test_layout import model_of
 
-from flexengine.plan.clock import simulated
+from flexengine.plan.clock import Clock, simulated
 from flexengine.plan.cost import LOADED, Cost, Prediction
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.layout import Layout, ModelFacts, TensorFact, Workload, lay_out
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy, Split
-from flexengine.schedule.simulate import Forecast
+from flexengine.schedule.program import STAGED, Op, Program, Task
+from flexengine.schedule.simulate import Forecast, simulate
 from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
 
 DEVICE: Split = (1, 0, 0)
@@ -210,6 +211,19 @@ def test_a_sweep_is_the_longest_lane_with_its_crosstalk() -> None:
     assert alone.seconds == pytest.approx(sum(quiet.busy.values()))
 
 
+def test_without_overlap_lanes_add_up_whatever_the_slots() -> None:
+    """As they do with one slot; then reading what stays is beside nothing, either."""
+    model, work = opt(6, 2048, 32), Workload({(128, 8): 32})
+    for weights in (HOST, DISK, (0.5, 0.5, 0)):
+        layout = lay_out(model, Policy(16, 2, weights, HOST, HOST, 2, "zigzag"), work, FLAT.capacity)
+        told = Cost(model, FLAT, work, overlap=False).predict(layout)
+        beside = Cost(model, FLAT, work).predict(layout)
+        assert told.seconds == pytest.approx(sum(beside.busy.values()))
+        assert told.seconds > beside.seconds
+        stays = sum(t.stored_bytes for t in model.tensors if layout.homes[t.name] != "disk")
+        assert told.load_seconds == pytest.approx(stays / 3e9)
+
+
 def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
     """Seconds a disk read adds to the device and the other way round; one slot wakes the device for every layer."""
     model, work, policy = opt(4, 256, 4), Workload({(64, 9): 8}), Policy(8, 1, weights=(0.5, 0, 0.5))
@@ -299,6 +313,64 @@ def test_reading_what_stays_takes_place_while_the_first_sweep_computes() -> None
         assert slowed == pytest.approx(max(0.25 / factor * first, first / factor + 0.5 * first - first))
     one = lay_out(model, Policy(16, 2, slots=1), work, FLAT.capacity)
     assert Cost(model, FLAT, work).predict(one).load_seconds == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])
+@pytest.mark.parametrize("outputs", [200, 300, 1024])
+def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int, schedule: str) -> None:
+    """Against the program's own tasks on the virtual clock; and the linear program is told the same."""
+    model, work, policy = opt(12, 2048, 32, 8000), Workload({(256, outputs): 96}), Policy(16, 2, schedule=schedule)
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    stays, one = sum(t.stored_bytes for t in model.tensors), first_sweep(Cost(model, FLAT, work), layout)
+    for factor in (0.5, 2.0, 5.0):  # times as long as that sweep, to read
+        hardware = replace(FLAT, checkpoint_read=((1.0, stays / (factor * one)),))
+        cost = Cost(model, hardware, work)
+        told, phases = cost.predict(layout), cost.phases(policy, cost.sweeps(policy))
+        longer = first_sweep(cost, layout, settling=True) - one
+        # Reading comes a layer ahead, and nothing computes while the first is read.
+        assert told.load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
+        everything = {"wg": 1.0, "cg": 1.0, "hg": 1.0}
+        objective = sum(p.times * max(x.value(everything) for x in p.lanes.values()) for p in phases)
+        assert objective == pytest.approx(told.total_seconds, rel=1e-6)
+
+
+def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
+    """Seconds of its tasks; settling: while all weights are read."""
+    clock, layers, walk = Clock.of(cost, layout), len(cost.model.layers), Sweeps(layout.policy, layout.pools)
+    for i, ((prompt, outputs), times) in enumerate(cost.workload.sizes.items()):
+        for j in range(times):
+            walk.add(Sequence(1000 * i + j, prompt, outputs))
+    batches = walk.begin(lambda sequence, pages: None)
+    read = [sum(t.stored_bytes for t in layer) for layer in cost.model.layers]
+    read[0] += sum(t.stored_bytes for t in cost.model.tensors) - sum(read)
+    routes = Program([tuple(unit) for unit in clock.units], layers, layout.policy.slots, STAGED,
+                     range(layers) if settling else ())  # fmt: skip
+    price = clock.seconds(batches)
+
+    def seconds(task: Task) -> float:
+        return read[task.cell.layer] / cost.hardware.checkpoint_read[0][1] if task.op is Op.SETTLE else price(task)
+
+    return simulate(routes.sweep(0, batches, False), seconds).seconds
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])
+def test_longer_steps_of_long_outputs_change_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same prediction with every sweep told apart."""
+    rng = random.Random(6)
+    for _ in range(15):
+        model, hardware, _, policy = random_case(rng, rng.choice([1, 2]))
+        most, hardware = rng.randint(260, 1100), replace(hardware, checkpoint_read=1e8 * rng.random() + 1e7)
+        uniform = rng.random() < 0.3
+        rows = [(100, most) if uniform else (rng.randint(1, 200), rng.randint(1, most)) for _ in range(90)]
+        work, policy = Workload.of(rows), replace(policy, schedule=schedule)
+        layout = lay_out(model, policy, work, hardware.capacity)
+        thin = Cost(model, hardware, work).predict(layout)
+        with monkeypatch.context() as patch:
+            patch.setattr("flexengine.plan.profile.AGES", 10**6)
+            full = Cost(model, hardware, work).predict(layout)
+        assert thin.load_seconds == pytest.approx(full.load_seconds, rel=0.01, abs=1e-9)
+        assert thin.seconds == pytest.approx(full.seconds, rel=0.02)
+        assert thin.latency == pytest.approx(full.latency, rel=0.03)
 
 
 # What models differ in.

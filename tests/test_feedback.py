@@ -10,13 +10,15 @@ import pytest
 from test_cost import DEVICE, DISK, HOST, machine_of, opt
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.measure import store
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import LEAST_SECONDS, Watch
+from flexengine.plan.feedback import LEAST_SECONDS, LEAST_SHARE, TOLERATED, Watch
 from flexengine.plan.layout import Workload, lay_out
 from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
+from flexengine.worker.weights import Weights
 
 
 def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:
@@ -69,6 +71,47 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     assert watch.factors() == {}
 
 
+def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> None:
+    """A job that is closed after the first sweep's first layers, and one that brings the rest: bytes that are read."""
+    from conftest import make_checkpoint
+
+    make_checkpoint("llama", tmp_path / "m")
+    rows, params = [{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(max_tokens=4, ignore_eos=True)
+    hardware = replace(machine_of(random.Random(6), "cpu"), checkpoint_read=((1.0, 1e3),))
+    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+        expected = [r.token_ids for r in engine.generate(rows, params)]
+        whole, alone = engine.summary["plan"], engine._weights
+        assert alone is not None
+        every = alone.settled
+    assert whole["lanes"]["loading"]["predicted"] == pytest.approx(every / 1e3)
+    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+        with pytest.MonkeyPatch.context() as patch:
+            load = Weights.settle
+            patch.setattr(Weights, "settle", lambda w, unit: load(w, unit) if unit < 1 else 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                engine.generate(rows, params)
+        weights = engine._weights
+        assert weights is not None
+        there = weights.settled
+        assert 0 < there < every
+        assert weights.missing == pytest.approx(1 - there / every)
+        assert [r.token_ids for r in engine.generate(rows, params)] == expected
+        assert weights.settled == every
+        assert weights.missing == 0
+        rest = engine.summary["plan"]
+    assert rest["lanes"]["loading"]["predicted"] == pytest.approx((every - there) / 1e3)
+    fewer = whole["predicted_seconds"] - rest["predicted_seconds"]
+    assert fewer == pytest.approx(there / 1e3, rel=0.05)  # so slow that the disk is what the sweep waits for
+
+
+def test_ram_that_weights_have_been_written_to_is_not_new() -> None:
+    hardware = replace(machine_of(random.Random(5), "sim"), touch=1e6, checkpoint_read=((1.0, 1e15),))
+    cost = Cost(opt(4, 512, 8, 5000), hardware, Workload({(60, 5): 12}))
+    layout = lay_out(cost.model, Policy(4, 3), cost.workload, hardware.capacity)
+    whole, half = (cost.predict(layout, missing).load_seconds for missing in (1.0, 0.5))
+    assert whole - half == pytest.approx(layout.account["device"]["weights"] / 2e6)
+
+
 def test_a_job_tells_loading_apart(tmp_path: Path) -> None:
     """Of its first job an engine brings the weights home; of the second nothing is left to bring."""
     from conftest import make_checkpoint
@@ -108,6 +151,39 @@ def test_factors_name_the_lanes_that_are_persistently_off() -> None:
     assert watch.factors() == {big: pytest.approx(0.5)}
     watch.seconds = LEAST_SECONDS / 2
     assert watch.factors() == {}  # too short a job to tell
+
+
+@pytest.mark.parametrize("weights", [HOST, DISK, (0.2, 0.5, 0.3)])
+@pytest.mark.parametrize("talk", [{}, {"device": {"h2d": 0.2}, "h2d": {"device": 0.1}}])
+@pytest.mark.parametrize("seed", range(3))
+def test_corrections_settle_at_the_truth(seed: int, talk: Any, weights: Any) -> None:
+    """A machine measured wrongly in every lane, by up to 4 times, and jobs on what it is really like: after a few jobs
+    nothing is corrected any more, and but for what lanes may be slowed by others all seconds are those of the truth."""
+    rng, model = random.Random(seed), opt(4, 512, 8, 5000)
+    rows, policy = [(60, 12)] * 24, Policy(8, 3, weights=weights, cache=(0.5, 0.5, 0))
+    tables: dict[str, Any] = {"layers": {model.signature(0): 1e-3 * (1 + rng.random())},
+                              "heads": {model.head_signature: 1e-3}}  # fmt: skip
+    real = replace(machine_of(rng, "sim"), crosstalk=talk, **tables)
+    wrong = {name: 4 ** rng.uniform(-1, 1) for name in (*real.links, "device")}
+    known = store.corrected(real, wrong, model)
+    known = replace(known, corrected={})  # as if so measured
+    work, totals = Workload.of(rows), []
+    for _ in range(8):
+        watch, _ = walked(Cost(model, known, work), policy, rows)
+        truth, _ = walked(Cost(model, real, work), policy, rows)
+        scale = LEAST_SECONDS / min(truth.slowed.values())  # as many rows as it takes for every lane to tell
+        for seconds in (watch.expected, watch.slowed, truth.slowed):
+            seconds.update({lane: scale * x for lane, x in seconds.items()})
+        watch.busy, watch.seconds = truth.slowed, max(truth.slowed.values())
+        factors = watch.factors()
+        known = store.corrected(known, factors, model, watch.cost.hardware)
+        totals.append(dict(known.corrected))
+    assert factors == {}
+    assert totals[-1] == totals[3]
+    for lane, seconds in truth.slowed.items():
+        if max(seconds, watch.slowed[lane]) > LEAST_SHARE * watch.seconds:
+            assert seconds / watch.expected[lane] >= 1 - TOLERATED
+            assert seconds / watch.slowed[lane] <= 1 + TOLERATED
 
 
 def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:

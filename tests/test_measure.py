@@ -472,10 +472,24 @@ def test_corrected(families: Any, tmp_path: Path) -> None:
     assert two.checkpoint_read == ((1.0, 1.0), (8.0, 2.0))
     assert two.layers == {own: ((1.0, 1.5),), "other": ((1.0, 0.5),)}
     assert two.heads == {head: ((1.0, 0.75),)}
-    assert replace(two, links=one.links, checkpoint_read=one.checkpoint_read, layers=one.layers, heads=one.heads) == one
+    assert two.corrected == {"disk_read": 2.0, own: 3.0, head: 3.0}
+    same = {"links": one.links, "checkpoint_read": one.checkpoint_read, "layers": one.layers, "heads": one.heads}
+    assert replace(two, corrected={}, **same) == one
+    assert Hardware.from_json(json.loads(json.dumps(two.to_json())), "") == two
     assert store.corrected(one, {"h2d": 100.0}, facts).links["h2d"] == ((1.0, 0.4), (8.0, 0.8))
     assert store.corrected(one, {"h2d": 0.01}, facts).links["h2d"] == ((1.0, 10.0), (8.0, 20.0))
     assert store.corrected(one, {}, facts) == one
+    # Two jobs at the same time, which both find the same, have found it once; the later one's is what holds.
+    assert store.corrected(two, {"disk_read": 2.0, "device": 3.0}, facts, planned=one) == two
+    later = store.corrected(two, {"disk_read": 4.0}, facts, planned=one)
+    assert later.checkpoint_read == ((1.0, 0.5), (8.0, 1.0))
+    back = store.corrected(two, {"disk_read": 0.5, "device": 1 / 3}, facts)
+    assert back.checkpoint_read == one.checkpoint_read
+    assert back.layers[own][0][1] == pytest.approx(0.5)
+    for _ in range(20):  # whatever is wrong there, no link's rate mends it
+        two = store.corrected(two, {"disk_read": 1.5, "h2d": 0.5}, facts)
+    assert [y for _, y in two.checkpoint_read] == pytest.approx([0.4, 0.8])
+    assert [y for _, y in two.links["h2d"]] == pytest.approx([10.0, 20.0])
 
 
 def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

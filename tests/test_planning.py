@@ -40,6 +40,23 @@ def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: An
             assert engine.summary["peak_bytes"] == predicted, policy
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_jobs_that_overlap_nothing_are_planned_so(
+    families: Any, tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, searching = list[Any](), planning.search
+    monkeypatch.setattr(planning, "search", lambda *given: asked.append(given[3]) or searching(*given))
+    policy, hardware = Policy(4, 2, weights=(0, 1, 0)), machine_of(random.Random(7), "sim")
+    options = {"overlap": overlap, "offload_dir": tmp_path, "hardware": hardware}
+    with Engine(families("llama").directory, policy, "sim", **options) as engine:
+        work = Workload({(20, 5): 8})
+        told = engine.planner.cost(work).predict(engine.plan(work))
+        engine.planner.choose(work, None)
+    lanes = sum(told.busy.values())
+    assert told.seconds == pytest.approx(max(told.busy.values()) if overlap else lanes)
+    assert {options.overlap for options in asked} == {overlap}
+
+
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
     """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""

@@ -175,6 +175,34 @@ def test_long_outputs_in_longer_steps(schedule: str) -> None:
         assert sums["sweeps"] == pytest.approx(real["sweeps"], rel=0.01 if uniform else 0.1)
 
 
+@pytest.mark.parametrize("shape", [(1, 256), (4, 100), (8, 2)])
+@pytest.mark.parametrize("uniform", [True, False])
+def test_small_cohorts_with_long_outputs_enter_every_sweep(shape: tuple[int, int], uniform: bool) -> None:
+    """One in each sweep, not one in each step of several."""
+    rng = random.Random(10)
+    rows = [(50, 900) if uniform else (rng.randint(1, 100), rng.randint(1, 900)) for _ in range(4 * shape[0] * 64)]
+    case = Case(rows, Policy(*shape, schedule="diagonal"), "device", Pool(10**6, 16))
+    assert totals(told(case))["sweeps"] == pytest.approx(walked(case)["sweeps"], rel=0.03)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("uniform", [True, False])
+def test_the_first_sweep_is_never_averaged_with_others(schedule: str, uniform: bool) -> None:
+    """However long the outputs: it computes the prompts of all who enter, and nobody decodes."""
+    rng = random.Random(11)
+    rows = [(50, 1000) if uniform else (50, rng.randint(1, 1000)) for _ in range(60)]
+    case = Case(rows, Policy(8, 2, schedule=schedule), "device", Pool(10**6, 16))
+    found, enter = told(case), 8 if schedule in ("row", "diagonal") else 16
+    assert found.entering[0] == pytest.approx(enter)
+    assert found.prompt[0] == pytest.approx(50 * enter)
+    assert found.decoding[0] == found.cached[0] == 0
+    assert found.pairs[None][0] == pytest.approx(enter * 50 * 51 / 2)
+    assert (found.entering * found.times).sum() == pytest.approx(60)
+    if schedule in ("row", "zigzag"):  # nor that of any other block
+        assert found.times[found.entering > 0].sum() == pytest.approx(-(-60 // enter))
+        assert not (found.decoding * found.entering).any()
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("uniform", [True, False])
 def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:

@@ -3,6 +3,7 @@ likelihoods transformers computes in one pass over each stretch."""
 
 import json
 import math
+import time
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.quality import Cost, Scored, Text, agreement, asked, cost, increase, mean_nll, stretches
+from flexengine.worker.weights import Weights
 
 EXACT_ROWS, OTHER_ROWS = ((-1.0, -2.0), (-3.0, -2.0)), ((-1.5, -2.5), (-3.25, -2.25))
 ROWS, PROMPT, INT8, INT2 = 4, 32, Lossy(weights="int8"), Lossy(weights="int2")
@@ -336,6 +338,31 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
     likeliest = logprobs.argmax(2)
     assert agreement(likeliest.tolist(), found.likeliest) > 0.99  # but for near ties
     assert agreement(found.likeliest, scored_by(speaker, EXACT).likeliest) == 1
+
+
+def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is so slow here that it would show; a job of the engine's own has it in its first sweep."""
+    settle, slow = Weights.settle, 0.4
+
+    def slowly(weights: Weights, unit: int) -> None:
+        time.sleep(slow)
+        settle(weights, unit)
+
+    monkeypatch.setattr(Weights, "settle", slowly)
+    with Engine(speaker.directory, POLICY, device="cpu") as engine:
+        found = quality.score(engine, speaker.rows, PROMPT)
+        apart = engine.summary
+    with Engine(speaker.directory, POLICY, device="cpu") as engine:
+        engine.score([(row[:PROMPT], row[PROMPT:]) for row in speaker.rows])
+        within = engine.summary
+    units = 2  # layers; the rest comes with the first, or is a third
+    assert apart["load_seconds"] >= units * slow
+    assert "loading" not in apart["busy"]
+    assert within["load_seconds"] < slow
+    assert within["prefill_seconds"] >= units * slow
+    assert within["busy"]["loading"] * within["total_seconds"] >= units * slow
+    assert apart["prefill_seconds"] < units * slow
+    assert found.seconds == apart["total_seconds"]
 
 
 def test_lossy_choices_cost(speaker: Any) -> None:

@@ -137,6 +137,14 @@ def test_the_prefill_that_is_asked_for_is_kept() -> None:
     assert {p.policy.prefill_tokens for p in found.tried} == {96}
 
 
+def test_without_overlap_lanes_add_up() -> None:
+    hardware = squeezed(machine_of(random.Random(6), "sim"), 0.8, 0.6)
+    found = search(SMALL, hardware, WORK, Options(overlap=False))
+    for prediction in found.tried:
+        assert prediction.seconds == pytest.approx(sum(prediction.busy.values()))
+    assert totals(found.best) > totals(search(SMALL, hardware, WORK).best)
+
+
 def test_the_latency_limit_is_kept() -> None:
     """The limit holds; it costs throughput; one that nothing keeps is refused with the least there is."""
     hardware = squeezed(machine_of(random.Random(4), "sim"), 0.6, 0.5)

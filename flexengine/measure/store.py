@@ -31,7 +31,7 @@ from flexengine.tier.wrap import Throttled
 from flexengine.worker.opened import Opened
 
 PATIENCE = 30.0  # seconds after which crosstalk is left out
-LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0  # of a correction
+LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0  # of all corrections of a figure together
 Say = Callable[[str], None]
 
 
@@ -114,23 +114,32 @@ def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
     return replace(hardware, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk)
 
 
-def corrected(hardware: Hardware, factors: Mapping[str, float], facts: ModelFacts) -> Hardware:
-    """What a run has shown: `factors` by lane, its real seconds over the predicted ones (0.2 to 5 are believed).
+def corrected(
+    hardware: Hardware, factors: Mapping[str, float], facts: ModelFacts, planned: Hardware | None = None
+) -> Hardware:
+    """What a run has shown: `factors` by lane, its real seconds over those predicted with `planned`, which other runs
+    may have corrected since then (None: with `hardware` itself).
 
     Links slow down by theirs, disk_read together with the reading of checkpoints; "device" lengthens the seconds of
-    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay.
+    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay. All
+    corrections together make 0.2 to 5 times what was measured, so that an error of another origin, which correcting
+    does not lessen, cannot make figures run away from job to job.
     """
-    by = {lane: min(MOST_FACTOR, max(LEAST_FACTOR, factor)) for lane, factor in factors.items()}
-    links = {lane: _times(table, 1 / by.get(lane, 1.0)) for lane, table in hardware.links.items()}
     own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
-    device = by.get("device", 1.0)
+    names = {lane: {lane} for lane in hardware.links} | {"device": own & {*hardware.layers, *hardware.heads}}
+    before, now = (planned or hardware).corrected, dict(hardware.corrected)
+    for lane, factor in factors.items():
+        for name in names.get(lane, ()):
+            now[name] = min(MOST_FACTOR, max(LEAST_FACTOR, before.get(name, 1.0) * factor))
+    more = {name: total / hardware.corrected.get(name, 1.0) for name, total in now.items()}
 
     def stretched(tables: Mapping[str, Table]) -> dict[str, Table]:
-        return {name: _times(table, device) if name in own else table for name, table in tables.items()}
+        return {name: _times(table, more.get(name, 1.0)) for name, table in tables.items()}
 
     return replace(
-        hardware, links=links, checkpoint_read=_times(hardware.checkpoint_read, 1 / by.get("disk_read", 1.0)),
-        layers=stretched(hardware.layers), heads=stretched(hardware.heads),
+        hardware, corrected=now, layers=stretched(hardware.layers), heads=stretched(hardware.heads),
+        links={lane: _times(table, 1 / more.get(lane, 1.0)) for lane, table in hardware.links.items()},
+        checkpoint_read=_times(hardware.checkpoint_read, 1 / more.get("disk_read", 1.0)),
     )  # fmt: skip
 
 

@@ -78,10 +78,13 @@ class Prediction:
 
 
 class Cost:
-    """Prices policies for one model, machine and workload; keeps what several policies have in common."""
+    """Prices policies for one model, machine and workload; keeps what several policies have in common.
 
-    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload) -> None:
-        self.model, self.hardware, self.workload = model, hardware, workload
+    overlap: whether lanes work at the same time where a policy has slots for it; else one task runs at a time.
+    """
+
+    def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload, overlap: bool = True) -> None:
+        self.model, self.hardware, self.workload, self.overlap = model, hardware, workload, overlap
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
@@ -177,7 +180,7 @@ class Cost:
         return found
 
     def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
-        """Adds chosen values to the links, and to the device, which waits for them. With one slot it waits anyway."""
+        """Adds chosen values to the links, and to the device, which waits for them. Without overlap it waits anyway."""
         total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
         at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * policy.gpu_batch_size
         for home, name in (("host", "cc"), ("disk", "cd")):
@@ -186,7 +189,7 @@ class Cost:
             lanes, handling = waiting(self.model, self.hardware, home, full, at_once)
             for lane, seconds in lanes.items():
                 found[lane][name] = found[lane][name] + seconds
-            on_device = handling + (sum(lanes.values()) if policy.slots > 1 else 0.0)
+            on_device = handling + (sum(lanes.values()) if self.overlaps(policy) else 0.0)
             found["device"][name] = found["device"].get(name, 0.0) + on_device
 
     def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
@@ -227,6 +230,10 @@ class Cost:
             return self.crosstalk
         return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), "cpu": 1.0}}
 
+    def overlaps(self, policy: Policy) -> bool:
+        """Whether lanes work at the same time under a policy, so that their seconds do not add up."""
+        return self.overlap and policy.slots > 1
+
     def sweep_seconds(self, terms: Terms, fractions: Fractions, policy: Policy) -> tuple[Array, dict[str, Array]]:
         """Seconds of every sweep, and of each lane's work in it."""
         lanes = {
@@ -236,14 +243,14 @@ class Cost:
         }
         used = {lane: seconds for lane, seconds in lanes.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
-        if policy.slots == 1:  # the device has waited for every layer that was away
+        if not self.overlaps(policy):  # the device has waited for every layer that was away
             away = min(1.0, fractions.get("wc", 0.0) + fractions.get("wd", 0.0))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * away
         return seconds, used
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
         """When the last lane ends, by what each of them has to do: seconds, or arrays of them."""
-        return sum(used.values()) if policy.slots == 1 else np.max(list(self.slowed(used, policy).values()), axis=0)
+        return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
         """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
@@ -255,8 +262,9 @@ class Cost:
 
     # A policy that was laid out.
 
-    def predict(self, layout: Layout) -> Prediction:
-        """What the job will take under a layout."""
+    def predict(self, layout: Layout, missing: float = 1.0) -> Prediction:
+        """What the job will take under a layout. missing: share of the weights that stay in memory that is yet to be
+        read, which an earlier job may have begun."""
         policy = layout.policy
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
@@ -272,10 +280,11 @@ class Cost:
             return float((values * kinds[kind]).sum() / counts[kind]) if counts[kind] else 0.0
 
         total = float((seconds * sweeps.times).sum())
-        cache, rest = self._touched(layout)
+        cache, rest = self._touched(layout, missing)
         total += cache
         first = int(np.argmax(entering))
-        loading = self._loading(layout, rest, {lane: float(x[first]) for lane, x in lanes.items()})
+        reading = missing * self.reading(layout)
+        loading = self._loading(policy, reading, rest, {lane: float(x[first]) for lane, x in lanes.items()})
         return Prediction(
             policy, layout, total, loading,
             float(((seconds * sweeps.times * sweeps.live).sum() + loading * sweeps.live[first]) / max(1, sweeps.rows)),
@@ -286,24 +295,25 @@ class Cost:
             {lane: float((x * sweeps.times).sum()) for lane, x in lanes.items()}, fractions,
         )  # fmt: skip
 
-    def _loading(self, layout: Layout, touched: float, first: Mapping[str, float]) -> float:
+    def _loading(self, policy: Policy, reading: float, touched: float, first: Mapping[str, float]) -> float:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
-        both = {**first, "disk_read": first.get("disk_read", 0.0) + self.reading(layout)}
-        return float(max(self._ends(both, layout.policy), touched) - self._ends(first, layout.policy))
+        both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""
         resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
         return resident / at(self.hardware.checkpoint_read, LOADED)
 
-    def _touched(self, layout: Layout) -> tuple[float, float]:
-        """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before."""
+    def _touched(self, layout: Layout, missing: float) -> tuple[float, float]:
+        """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before.
+        missing: share of the weights that have not been written there yet."""
         tiers = ("device", "host") if self.hardware.shared or self.hardware.kind == "sim" else ("host",)
         booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
-        cache, all_ = sum(n for what, n in booked if what == "KV cache"), sum(n for _, n in booked)
-        rate = self.hardware.touch
-        return (cache / rate, (all_ - cache) / rate) if rate else (0.0, 0.0)
+        cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
+        rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, self.hardware.touch
+        return (cache / rate, rest / rate) if rate else (0.0, 0.0)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page

@@ -49,10 +49,11 @@ class Watch:
         self.slowed: dict[str, float] = {}  # the same with what the other lanes add to it
         self._made: list[_Sweep] = []
 
-    def expect_loading(self) -> None:
-        """Tells that weights that stay will be read in the first sweep, which is longer for it."""
-        reading = self.cost.reading(self.layout)
-        self.predicted += self.cost.predict(self.layout).load_seconds
+    def expect_loading(self, missing: float = 1.0) -> None:
+        """Tells that weights that stay will be read in the first sweep, which is longer for it. missing: the share of
+        their bytes that is not there yet."""
+        reading = missing * self.cost.reading(self.layout)
+        self.predicted += self.cost.predict(self.layout, missing).load_seconds
         self.expected[LOADING] = reading
         for lane, others in self.cost.slowing(self.layout.policy).items():
             self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * reading

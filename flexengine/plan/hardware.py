@@ -61,6 +61,8 @@ class Hardware:
         "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.
     touch: bytes per second of RAM that is written to for the first time; 0 if not known.
     measured: False for what was written by hand.
+    corrected: by lane of a link, or signature of a layer or head, how many times as long as was measured its figures
+        say that it takes, since jobs have shown that it does.
     """
 
     name: str
@@ -85,6 +87,7 @@ class Hardware:
     streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     touch: float = 0.0
     measured: bool = False
+    corrected: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -99,6 +102,8 @@ class Hardware:
                 if _positive(name, size) < 1:
                     raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
                 object.__setattr__(self, name, int(size))
+        for name, factor in _object("corrected", self.corrected).items():
+            _positive(f"corrected {name}", factor)
         _positive("elementwise", self.elementwise)
         for name in ("host_attention", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "touch"):
             if _number(name, getattr(self, name)) != 0:

@@ -17,6 +17,8 @@ from flexengine.plan.layout import Workload
 from flexengine.schedule.order import entrants
 
 Array = NDArray[np.float64]
+Indices = NDArray[np.intp]
+Flags = NDArray[np.bool_]
 
 AGES = 256  # most ages told apart; longer lives are walked in longer steps
 CLASSES = 512  # most sizes of sequences told apart
@@ -33,7 +35,7 @@ class Unit:
     stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
     it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); prompt_loaded,
     prompt_stored: what of `loaded` and `stored` its prompt causes.
-    alike: whether all sequences hold as many pages at their end.
+    alike: whether all sequences hold as many pages at their end. together: whether all live as long.
     """
 
     stride: int
@@ -48,6 +50,7 @@ class Unit:
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
     alike: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,9 @@ class Pages:
 class Profile:
     """A job's sweeps in order. Arrays by sweep: `times` says how many real sweeps an entry stands for, the others
     are means of one such sweep: sequences entering and decoding, prompt tokens computed, and the sums over sequences of
-    what `Unit` tells. rows: sequences of the job; peak: most page tokens ever held. counted: the share of the sequences
-    that `loaded` and `stored` are sums over, if not all."""
+    what `Unit` tells. Sweeps in which a whole block enters, as in the first, are never averaged with others. rows:
+    sequences of the job; peak: most page tokens ever held. counted: the share of the sequences that `loaded` and
+    `stored` are sums over, if not all."""
 
     times: Array
     entering: Array
@@ -128,7 +132,7 @@ def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozens
         stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
         (stored * step).sum(1), seen, float((p * share).sum()), pairs,
         float((prefill_tokens * chunks * (chunks - 1) / 2 * share).sum()), float((held(p, pages.away) * share).sum()),
-        len(np.unique(at_end)) == 1,
+        len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
     )  # fmt: skip
 
 
@@ -139,27 +143,36 @@ def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
     each_peak = float(each.kept.max())
     if room < block * each_peak and not each.alike:  # the first that waits needs, in the mean, half as much again
         room -= WAITING * min(each_peak, max(0.0, room - each_peak))
-    return _summed(each, *walk(each, rows, schedule, shape, room), rows)
+    return _summed(each, walk(each, rows, schedule, shape, room), rows)
 
 
-def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> tuple[Array, Array]:
-    """Who enters in each sweep, and how often each sweep is made, where a block enters when the last has ended: as
-    often as blocks are full, and once with the rest."""
+@dataclass(frozen=True)
+class _Walk:
+    """Arrays by step of `Unit.stride` sweeps: sequences that enter, those of them that do so in the step's first sweep
+    (the others spread over it), and how often the step is made."""
+
+    entered: Array
+    at_once: Array
+    times: Array
+
+
+def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> _Walk:
+    """Where a block enters when the last has ended: as often as blocks are full, and once with the rest."""
     allowed = float(entrants(schedule, 0, *shape))
     block = min(max(1.0, _whole(each, min(allowed, room / float(each.kept.max())))), float(rows))
     full = float(np.floor(rows / block + 1e-9))
     sizes = [(block, full), (rows - full * block, 1.0)]
     entered = np.concatenate([np.append(size, np.zeros(len(each.live) - 1)) for size, _ in sizes if size > 1e-6])
-    return entered, np.repeat([times for size, times in sizes if size > 1e-6], len(each.live))
+    return _Walk(entered, entered, np.repeat([times for size, times in sizes if size > 1e-6], len(each.live)))
 
 
-def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> tuple[Array, Array]:
+def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> _Walk:
     """The same where sequences enter as others leave: sweep by sweep, but what is periodic only once."""
     horizon, ones = len(each.live), np.stack([each.live, each.kept])
     there = np.zeros_like(ones)  # alive and kept, of those who have entered, in the sweeps to come
     entered: list[float] = []
     times: list[float] = []
-    left, repeated, least = float(rows), False, np.maximum(each.kept, 1e-9)
+    left, repeated, least, block = float(rows), False, np.maximum(each.kept, 1e-9), float(shape[0] * shape[1])
     while left > 1e-6:
         if len(entered) >= PERIODS * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
             whole, repeated = float(np.floor(left / period + 1e-9)), True
@@ -167,7 +180,8 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
             left -= whole * period
             continue
         alive = 0.0 if there[0, 0] < 1e-9 else float(there[0, 0])
-        now = min(float(entrants(schedule, alive, *shape)), left)  # type: ignore[arg-type]
+        free = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
+        now = min(each.stride * free, block - alive, left)  # as many in each of the step's sweeps
         if now > 0 and room < np.inf:
             now = max(0.0, min(now, _whole(each, float(((room - there[1]) / least).min()))))
         if now <= 0 and not alive:
@@ -178,7 +192,11 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
         there[:, :-1] = there[:, 1:] + now * ones[:, 1:] if now > 0 else there[:, 1:]  # one sweep on
         there[:, -1] = 0.0
     rest = horizon - 1  # sweeps until the last have left
-    return np.append(entered, np.zeros(rest)), np.append(times, np.ones(rest))
+    at_once = np.zeros(len(entered) + rest)  # later ones enter when others leave, which they do throughout a step
+    at_once[0] = min(entered[0], float(entrants(schedule, 0, *shape)))
+    if each.together and schedule == "continuous":
+        at_once[: len(entered)] = entered
+    return _Walk(np.append(entered, np.zeros(rest)), at_once, np.append(times, np.ones(rest)))
 
 
 def _whole(each: Unit, number: float) -> float:
@@ -186,34 +204,68 @@ def _whole(each: Unit, number: float) -> float:
     return float(np.floor(number + 1e-9)) if each.alike and np.isfinite(number) else number
 
 
-def _summed(each: Unit, entered: Array, times: Array, rows: int) -> Profile:
+def _summed(each: Unit, walk: _Walk, rows: int) -> Profile:
     """The sweeps of a sequence of entries: sums over ages of (entered then) x (unit).
 
     A sweep takes place if anybody is still alive, which towards the end of a block is not sure: it is then counted
     with that probability, and what it does is what it does if it takes place.
     """
-    steps, stride = len(entered), each.stride
+    entered, times, steps = walk.entered, walk.times, len(walk.entered)
+    cut = _Cut.of(walk, each.stride)
 
-    def sums(column: Array) -> Array:
-        """Scaled, as what is repeated need not be a whole period, so that every sequence counts in full."""
+    def sums(column: Array, fresh: float) -> Array:
+        """Scaled, as what is repeated need not be a whole period, so that every sequence counts in full. fresh: what a
+        sequence counts for in the sweep of its entry."""
         found = np.convolve(entered, column)[:steps]
         counted = float((found * times).sum())
-        return np.asarray(found * (rows * float(column.sum()) / counted)) if counted > 0 else found
+        scale = rows * float(column.sum()) / counted if counted > 0 else 1.0
+        return cut.sweeps(found * scale, (found - entered * column[0]) * scale + walk.at_once * fresh)
+
+    def prompts(each: float) -> Array:
+        return cut.sweeps(entered * each / cut.stride, walk.at_once * each)
 
     there = -np.expm1(np.convolve(entered, np.log(np.clip(1 - each.live, 1e-12, 1.0)))[:steps])
-    there = np.where(entered > 0, 1.0, there)
+    there = np.where(entered > 0, 1.0, there)[cut.step]
     made = there > 1e-6
     share = np.where(made, there, 1.0)[made]
 
     def mean(values: Array) -> Array:
         return np.asarray(values[made] / share)
 
-    fresh = entered / stride
+    fresh = prompts(1.0)
     return Profile(
-        times[made] * share * stride, mean(fresh), mean(np.maximum(sums(each.live) - fresh, 0)),
-        mean(entered * each.prompt / stride), mean(sums(each.cached)), mean(sums(each.loaded)),
-        mean(sums(each.stored)), mean(entered * each.prompt_loaded / stride),
-        mean(entered * each.prompt_stored / stride), {w: mean(sums(x)) for w, x in each.windows.items()},
-        {w: mean(entered * pairs / stride) for w, pairs in each.pairs.items()}, rows,
+        cut.times[made] * share, mean(fresh), mean(np.maximum(sums(each.live, 1.0) - fresh, 0)),
+        mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
+        mean(sums(each.stored, each.prompt_stored)), mean(prompts(each.prompt_loaded)),
+        mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
+        {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()}, rows,
         float(np.convolve(entered, each.kept).max()),
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """Steps as sweeps: a step whose first sweep is apart is two entries, that sweep and the mean of the others.
+
+    step: of each entry; first, rest: whether it is a step's first sweep, or what is left; times: real sweeps.
+    """
+
+    stride: int
+    step: Indices
+    first: Flags
+    rest: Flags
+    times: Array
+
+    @staticmethod
+    def of(walk: _Walk, stride: int) -> "_Cut":
+        apart = (walk.at_once > 0) & (stride > 1)
+        step = np.repeat(np.arange(len(apart)), 1 + apart)
+        rest = np.append(False, step[1:] == step[:-1])
+        first = apart[step] & ~rest
+        each = np.where(first, 1, np.where(rest, stride - 1, stride))
+        return _Cut(stride, step, first, rest, walk.times[step] * each)
+
+    def sweeps(self, mean: Array, first: Array) -> Array:
+        """By entry, of a quantity's mean in a sweep of each step, and what it is in the first."""
+        rest = np.maximum(mean * self.stride - first, 0) / max(1, self.stride - 1)
+        return np.where(self.first, first[self.step], np.where(self.rest, rest[self.step], mean[self.step]))

@@ -44,11 +44,13 @@ _ON_HOST: Split = (0.0, 1.0, 0.0)
 @dataclass(frozen=True)
 class Options:
     """What the search must keep to. prefill_tokens: of the micro-batches; latency_limit: seconds from a row's entry to
-    its end, in the mean; placed: a policy whose weights, cache, hidden states and slots stay as they are."""
+    its end, in the mean; placed: a policy whose weights, cache, hidden states and slots stay as they are; overlap: as
+    in `Cost`."""
 
     prefill_tokens: int | None = None
     latency_limit: float | None = None
     placed: Policy | None = None
+    overlap: bool = True
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
     """The policy with which the job ends first. Raises OutOfMemory, with the numbers, where nothing fits, and
     InvalidInput where no policy keeps the latency limit."""
-    found = _Searching(Cost(model, hardware, workload), options or Options())
+    options = options or Options()
+    found = _Searching(Cost(model, hardware, workload, options.overlap), options)
     lay_out(model, found.smallest(), workload, found.capacity)  # raises where nothing fits
     if found.options.placed is not None:
         found.reshape(found.options.placed)
@@ -345,7 +348,7 @@ class _Searching:
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
             cost.phases(priced, sweeps), cost.memories(corners, sweeps.peak),
-            cost.slowing(priced), shape.slots > 1, frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
+            cost.slowing(priced), cost.overlaps(shape), frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 
     def _narrow(self) -> bool:

@@ -188,7 +188,8 @@ def _one_of_each(names: list[str]) -> list[int]:
 
 def _near(change: Change, workload: Workload, prediction: Prediction, options: Options) -> float:
     """Seconds of the best policy near the one there is; without end if none fits, or keeps the latency limit."""
-    cost, capacity = Cost(change.model, change.hardware, workload), planned(change.hardware.capacity)
+    cost = Cost(change.model, change.hardware, workload, options.overlap)
+    capacity = planned(change.hardware.capacity)
     seconds = [float("inf")]
     for policy in dict.fromkeys(_neighbours(change, workload, prediction.policy)):
         try:

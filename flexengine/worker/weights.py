@@ -68,6 +68,12 @@ class Weights:
         whatever else belongs to no layer; those of the head come with its first chunk."""
         return sorted(self._arriving)
 
+    @property
+    def missing(self) -> float:
+        """Share of the bytes that are to stay in memory that is not there yet."""
+        coming = sum(source.nbytes for pairs in self._arriving.values() for source, _ in pairs)
+        return coming / max(1, coming + self.settled)
+
     def settle(self, unit: int) -> None:
         """Reads the weights of a unit that are to stay. Until then they are not there, nor are those of units that come
         from host memory. Raises BadCheckpoint."""
