@@ -9,8 +9,9 @@ import torch
 from builds import BUILDS, kernels_named
 from torch import Tensor
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import Kernels
+from flexengine.kernels.cpu import NativeKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = (1, 32, 5, 64, 67, 130)
@@ -290,6 +291,17 @@ class TestKernels:
         monkeypatch.setattr("flexengine.kernels.reference.SCORES", 4 * 40 * 7)
         q, k, v = torch.randn(1, 30, 4, 16), torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16)
         close(kernel.attend_prompt(q, k, v, 0.5, softcap=4.0)[0], dense(q[0], k[0], v[0], 0.5, softcap=4.0))
+
+    def test_prompt_without_memory(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not isinstance(kernel, NativeKernels):
+            pytest.skip("it takes its memory from torch")
+        scratch: list[int] = []
+        call = kernel._prompt
+        monkeypatch.setattr(kernel, "_prompt", lambda args: scratch.append(call(args)) or 4096)
+        q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
+        with pytest.raises(OutOfMemory, match=r"queries.* needs 4,096 bytes, but the system has no more; lower --dev"):
+            kernel.attend_prompt(q, k, k, 1.0)
+        assert scratch == [0]
 
     def test_prompt_in_chunks_is_the_whole_and_the_next_token_is_a_decode(self, kernel: Kernels) -> None:
         cache = cached(2, 64, 16, lengths=(50,))

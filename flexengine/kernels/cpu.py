@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build
 from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
 
@@ -125,7 +125,7 @@ class NativeKernels(ReferenceKernels):
             return function
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
-        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int32)
+        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -256,8 +256,9 @@ class NativeKernels(ReferenceKernels):
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, torch.get_num_threads()),
         )  # fmt: skip
-        if self._prompt(ctypes.addressof(call)):
-            raise MemoryError("no memory for a thread's block of queries, keys and values")
+        if missing := self._prompt(ctypes.addressof(call)):
+            what = "what a thread reads of a prompt's queries, keys and values at a time"
+            raise OutOfMemory("device", what, missing, remedy="lower --device-mem, or end what else takes memory")
         return out
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
