@@ -32,15 +32,15 @@ def hollow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What was not chosen is NaN, not what another sequence left there. Gives the numbers of pages so filled."""
     filled, real = list[int](), Values.bring
 
-    def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Home, buffer: Home, panels: Any) -> None:
-        page = 2 * panels.kv_heads * panels.size
+    def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Home, buffer: Home, shape: Any) -> None:
+        page = 2 * shape.kv_heads * shape.size
         room = Home(buffer.place, buffer.start, buffer.nbytes // page * page, torch.uint8)
         pages = self.machine.device.view(room).view(-1, 2, page // 2)
         for places, tokens in zip(closed.places.tolist(), closed.tokens.tolist(), strict=True):
-            inside = places[: -(-tokens // panels.page_tokens)]
+            inside = places[: -(-tokens // shape.page_tokens)]
             pages[inside, 1] = 255  # also as a scale and as a minimum
             filled.append(len(inside))
-        real(self, chosen, closed, home, pool, buffer, panels)
+        real(self, chosen, closed, home, pool, buffer, shape)
 
     monkeypatch.setattr(Values, "bring", bring)
     return filled
