@@ -1,10 +1,6 @@
 """What this machine can do at most, and so how long a product takes at least."""
 
 import ctypes
-import os
-import shlex
-import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,14 +26,9 @@ class Peak:
 
 
 def _library() -> ctypes.CDLL:
-    from flexengine.kernels import cpu
+    from flexengine.kernels import build
 
-    source = Path(__file__).with_name("peak.cpp")
-    with tempfile.TemporaryDirectory() as folder:
-        to = f"{folder}/peak.so"
-        compiler = shlex.split(os.environ.get("CXX", "c++"))
-        subprocess.run([*compiler, *cpu.FLAGS, "-fopenmp", "-shared", str(source), "-o", to], check=True)
-        library = ctypes.CDLL(to)
+    library = build.load(sources=[Path(__file__).with_name("peak.cpp")])
     library.peak_fp32.argtypes = [ctypes.c_int64, ctypes.c_float]
     library.peak_bf16.argtypes = [ctypes.c_int64, ctypes.c_float]
     library.peak_bf16.restype = ctypes.c_int64

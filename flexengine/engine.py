@@ -303,15 +303,19 @@ class Engine:
             warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
 
     @property
+    def cache_form(self) -> str:
+        """How keys and values are encoded; empty if they are not, or if the planner has yet to choose."""
+        return str(self._opened.cache_form(bits)) if (bits := self.lossy.cache_bits) else ""
+
+    @property
     def numerics(self) -> dict[str, Any]:
-        """What the last bits of a result depend on besides the model and the request."""
+        """What the last bits of a result depend on besides the model and the request. What the planner has yet to
+        choose is not in it."""
         import transformers
 
         cuda, policy = self.machine.kind == "cuda", self.policy
-        bits = dict.fromkeys(lossy.cache_bits for lossy in (self.lossy, *self._choices) if lossy.cache_bits)
-        forms = ", ".join(str(self._opened.cache_form(each)) for each in bits)
         return {
-            **({"cache": forms} if forms else {}),  # if it is encoded, or may be
+            **({"cache": self.cache_form} if self.cache_form else {}),
             "dtype": str(self.dtype).removeprefix("torch."),
             # Products there round differently in batches of another shape.
             "policy": policy.to_json() if policy and cuda else None,

@@ -24,13 +24,17 @@ class ModelNotFound(FlexError):
 class OutOfMemory(FlexError, MemoryError):
     """A tier cannot hold what is asked of it.
 
-    Attributes: tier (name), what (the thing), needed, used, capacity (bytes).
+    Attributes: tier (name), what (the thing), needed, used, capacity (bytes). No capacity is given where it is the
+    system that has no more.
     """
 
-    def __init__(self, tier: str, what: str, needed: int, used: int, capacity: int, remedy: str = "") -> None:
-        self.tier, self.what, self.needed, self.used, self.capacity = tier, what, needed, used, capacity
-        message = (
-            f"{tier} memory: {what} needs {needed:,} bytes, but {used:,} of {capacity:,} bytes are taken"
-            f" ({needed + used - capacity:,} too many)"
-        )
+    def __init__(
+        self, tier: str, what: str, needed: int, used: int = 0, capacity: int | None = None, remedy: str = ""
+    ) -> None:
+        self.tier, self.what, self.needed, self.used, self.capacity = tier, what, needed, used, capacity or 0
+        message = f"{tier} memory: {what} needs {needed:,} bytes, but "
+        if capacity is None:
+            message += "the system has no more"
+        else:
+            message += f"{used:,} of {capacity:,} bytes are taken ({needed + used - capacity:,} too many)"
         super().__init__(f"{message}; {remedy}" if remedy else message)

@@ -229,8 +229,8 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         interrupts.check()
         if engine.layout is not None:
             fitted = {"importances": found.digest} if (found := engine.importances) is not None else {}
-            policy = engine.layout.policy
-            job.keep({"prefill_tokens": policy.prefill_tokens, "lossy": engine.lossy.given} | fitted)
+            chosen = {"lossy": engine.lossy.given, "cache": engine.cache_form}
+            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
         job.save(at_once=False)
         bar.show(progress)
 
@@ -242,6 +242,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         _keep_to(engine, job.settings.get("prefill_tokens"))
         if args.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
+            _check_cache(engine, job.settings.get("cache", ""))
         if rows:
             _check_importances(engine, job.settings.get("importances"))
             with bar:
@@ -262,6 +263,14 @@ def _keep_to(engine: "Engine", began: int | None) -> None:
     if policy and began and policy.prefill_tokens != began:
         print(f"flexengine: prefill_tokens stays {began}, with which the job began", file=sys.stderr)
         engine.policy = replace(policy, prefill_tokens=began)
+
+
+def _check_cache(engine: "Engine", began: str) -> None:
+    """Raises InvalidInput if the form that the planner chose for the cache is another now. A form that was given is in
+    the manifest."""
+    if began and began != engine.cache_form:
+        raise InvalidInput(f"this job chose a cache of {began}, which is {engine.cache_form} now; --restart to run it"
+                           " again")  # fmt: skip
 
 
 def _check_importances(engine: "Engine", began: str | None) -> None:

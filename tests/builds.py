@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexengine.kernels import Kernels, ReferenceKernels, cpu
+from flexengine.kernels import Kernels, ReferenceKernels, build, cpu
 from flexengine.kernels.cuda import CudaKernels
 
 BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
@@ -16,7 +16,7 @@ def kernels_named(name: str) -> Kernels:
         return CudaKernels()
     try:
         built = cpu.load_native(*BUILDS[name])
-    except cpu.BuildFailed as error:
+    except build.BuildFailed as error:
         pytest.skip(f"cannot build {name}: {error}")
     if name == "avx2" and built.simd != 256:
         pytest.skip("no AVX2 here")

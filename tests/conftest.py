@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, and what `transformers` generates with them."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -117,3 +118,23 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
 
 
 _CACHE: pytest.StashKey[Path] = pytest.StashKey()
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where weights are prepared, in a cache of the test's own."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "prepared"
+
+
+def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a prepared directory, by its index."""
+    weight_map = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    from safetensors import safe_open
+
+    tensors: dict[str, torch.Tensor] = {}
+    for file in sorted(set(weight_map.values())):
+        with safe_open(directory / file, "pt") as shard:
+            assert set(shard.keys()) == {name for name, place in weight_map.items() if place == file}
+            tensors.update({name: shard.get_tensor(name) for name in shard.keys()})  # noqa: SIM118
+    return tensors

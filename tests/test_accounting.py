@@ -1,9 +1,11 @@
 """Bytes moved and peak bytes equal the formula; time obeys the law of the busiest lane; memory stays in bounds."""
 
 import json
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -303,6 +305,38 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
         next(stream)
     assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_rest(
+    families: Any, tmp_path: Path, monkeypatch: Any, kind: str
+) -> None:
+    """Ctrl-C while a slow disk brings home weights that stay: every byte of them is read once all the same."""
+    from flexengine.worker import weights
+
+    known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
+    monkeypatch.setattr(weights, "BATCH", batch)
+    with Engine(known.directory, Policy(weights=(1, 0, 0)), device=kind, offload_dir=tmp_path) as engine:
+        engine.generate([], GREEDY)
+        read = engine.machine.disk.load_all
+
+        def slow(pairs: Any) -> None:
+            reads.append(sum(home.nbytes for home, _ in pairs))
+            read(pairs)
+            if len(reads) == 3:
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            time.sleep(0.05 if len(reads) < 8 else 0)
+
+        monkeypatch.setattr(engine.machine.disk, "load_all", slow)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(known.rows, GREEDY)
+        assert len(reads) < 8
+        lanes = "flexengine-disk_read", "flexengine-device"
+        assert not [thread for thread in threading.enumerate() if thread.name in lanes]
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+    stored = sum(origin.nbytes for origin in engine._opened.origins.values())
+    assert max(reads) <= batch
+    assert sum(reads) == stored > 40 * batch
 
 
 def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path) -> None:

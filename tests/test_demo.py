@@ -1,13 +1,19 @@
 """The demo model through the command line, against transformers' own reading of the same GGUF."""
 
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import tensors_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
 from flexengine import run
+from flexengine.errors import ModelNotFound
+from flexengine.model import source
+from flexengine.model.source import resolve
 
 SUBJECTS = ("a river", "the moon", "bread", "a lighthouse", "winter", "an old clock", "a violin", "the harbour")
 FORMS = (
@@ -66,3 +72,62 @@ def expected() -> list[list[int]]:
             out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         found.append(out[0, ids.shape[1] :].tolist())
     return found
+
+
+# Its conversion.
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """(GGUF file, prepared directory) of the demo model."""
+    try:
+        file = source.demo_file()
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("demo")))
+        found = resolve(None)
+        start = time.perf_counter()
+        assert resolve(None) == found
+        assert time.perf_counter() - start < 1
+    return file, found.directory
+
+
+@pytest.mark.demo
+def test_demo_weights_are_those_of_transformers(demo):
+    file, directory = demo
+    ours = tensors_of(directory)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    theirs = model.state_dict()
+    assert set(theirs) - set(ours) == {"lm_head.weight"}
+    assert len(ours) == 272
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["dtype"] == "float32"
+    assert {k: v for k, v in model.config.to_dict().items() if k in config and k not in (
+        "architectures", "dtype", "_name_or_path", "_model_name_or_path", "quantization_config"
+    )}.items() <= config.items()  # fmt: skip
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == model.generation_config.eos_token_id == 2
+
+
+@pytest.mark.demo
+def test_demo_tokenizer_is_that_of_transformers(demo):
+    file, directory = demo
+    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    start = time.perf_counter()
+    ours = AutoTokenizer.from_pretrained(directory)
+    assert time.perf_counter() - start < 1
+    chat = [{"role": "user", "content": "What is 2+2?"}]
+    for text in ("Hello world", "  two  spaces\n\ttab", "Zażółć gęślą jaźń 😀 漢字", "12345.678 x-y_z",
+                 "<|im_start|>user\nhi<|im_end|>", "", "def f(x):\n    return x**2\n"):  # fmt: skip
+        ids = ours(text)["input_ids"]
+        assert ids == theirs(text)["input_ids"]
+        assert ours.decode(ids) == theirs.decode(ids)
+    for generation in (True, False):
+        assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation) == (
+            theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
+        )
+    assert ours.model_max_length == 8192
+    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)

@@ -1,23 +1,17 @@
 """Every set of kernels against a dense softmax in float64, written here."""
 
 import math
-import os
-import shutil
-import subprocess
-import sys
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
 from builds import BUILDS, kernels_named
 from torch import Tensor
 
-from flexengine import kernels
-from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels, cpu
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.kernels import Kernels
+from flexengine.kernels.cpu import NativeKernels
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = (1, 32, 5, 64, 67, 130)
@@ -298,6 +292,17 @@ class TestKernels:
         q, k, v = torch.randn(1, 30, 4, 16), torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16)
         close(kernel.attend_prompt(q, k, v, 0.5, softcap=4.0)[0], dense(q[0], k[0], v[0], 0.5, softcap=4.0))
 
+    def test_prompt_without_memory(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not isinstance(kernel, NativeKernels):
+            pytest.skip("it takes its memory from torch")
+        scratch: list[int] = []
+        call = kernel._prompt
+        monkeypatch.setattr(kernel, "_prompt", lambda args: scratch.append(call(args)) or 4096)
+        q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
+        with pytest.raises(OutOfMemory, match=r"queries.* needs 4,096 bytes, but the system has no more; lower --dev"):
+            kernel.attend_prompt(q, k, k, 1.0)
+        assert scratch == [0]
+
     def test_prompt_in_chunks_is_the_whole_and_the_next_token_is_a_decode(self, kernel: Kernels) -> None:
         cache = cached(2, 64, 16, lengths=(50,))
         k, v = kernel.gather(cache.pool, cache.tables[0], 50)
@@ -402,87 +407,3 @@ def same_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.isnan(), nan)
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[expected.dtype.itemsize]
     assert torch.equal(found[~nan].view(integer), expected[~nan].view(integer))
-
-
-class TestLoad:
-    """Which set is chosen, and how it is built."""
-
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> Iterator[None]:
-        kernels.load.cache_clear()
-        yield
-        kernels.load.cache_clear()
-
-    def test_the_reference_can_be_asked_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert kernels.load().name == "reference"
-        kernels.load.cache_clear()
-        monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
-        with pytest.raises(InvalidInput, match="fast"):
-            kernels.load()
-
-    def test_without_a_compiler_one_warning(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.delenv("CXX", raising=False)
-        monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
-        monkeypatch.setenv("PATH", str(tmp_path))
-        with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as caught:
-            found = kernels.load()
-        assert len(caught) == 1
-        assert found.name == "reference"
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert kernels.load() is found
-
-    def test_a_source_that_does_not_compile(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        source = tmp_path / "broken.cpp"
-        source.write_text("#error broken on purpose\n")
-        monkeypatch.setattr(cpu, "SOURCES", [source])
-        monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
-        monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
-        with pytest.warns(RuntimeWarning, match="broken on purpose|no C\\+\\+ compiler"):
-            assert kernels.load().name == "reference"
-        assert not list(tmp_path.glob("kernels/*"))
-
-    def test_a_cache_that_cannot_be_written(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
-        assert cpu._cache().is_dir()
-
-    def test_two_processes_may_build_at_once_and_share_one_openmp(self, tmp_path: Path) -> None:
-        if shutil.which("c++") is None:
-            pytest.skip("no C++ compiler here")
-        source = tmp_path / "small.cpp"
-        source.write_text(SMALL)
-        environment = {**os.environ, "FLEXENGINE_CACHE": str(tmp_path)}
-        command = [sys.executable, "-c", RACER, str(source)]
-        racers = [
-            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for _ in range(2)
-        ]
-        for racer in racers:
-            out, errors = racer.communicate(timeout=120)
-            assert racer.returncode == 0, errors
-            total, *runtimes = out.split()
-            assert total == "499500"
-            assert len(runtimes) == 1
-        assert len(list(tmp_path.glob("kernels/*"))) == 1
-
-
-SMALL = """
-extern "C" long flex_total(long n) {
-    long total = 0;
-#pragma omp parallel for reduction(+ : total) num_threads(2)
-    for (long i = 0; i < n; i++) total += i;
-    return total;
-}
-"""
-RACER = r"""
-import ctypes, pathlib, re, sys, torch
-from flexengine.kernels import cpu
-cpu.SOURCES = [pathlib.Path(sys.argv[1])]
-library = ctypes.CDLL(str(cpu._build(["c++"], list(cpu.FLAGS))))
-runtimes = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*", pathlib.Path("/proc/self/maps").read_text()))
-print(library.flex_total(1000), *runtimes)
-"""

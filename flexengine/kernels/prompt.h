@@ -160,12 +160,14 @@ void attend_block(const Prompt& a, int64_t b, int64_t j, int64_t t, Block& my) {
     write_block(a, b, j, t, n, my);
 }
 
-bool attend_prompts(const Prompt& a) {
+// Returns 0, or the bytes of a thread's scratch if there was no memory for it.
+int64_t attend_prompts(const Prompt& a) {
     const int64_t blocks = (a.queries + QUERIES - 1) / QUERIES, items = a.batch * a.kv_heads * blocks;
+    const size_t size = size_t(Block::floats(a) * 4 + 63) / 64 * 64;
     bool room = true;
 #pragma omp parallel num_threads(a.threads)
     {
-        float* scratch = (float*)aligned_alloc(64, size_t(Block::floats(a) * 4 + 63) / 64 * 64);
+        float* scratch = (float*)aligned_alloc(64, size);
         if (!scratch) {
 #pragma omp atomic write
             room = false;
@@ -178,14 +180,13 @@ bool attend_prompts(const Prompt& a) {
         }
         free(scratch);
     }
-    return room;
+    return room ? 0 : int64_t(size);
 }
 
 }  // namespace
 
 extern "C" {
 
-// Returns 1 where there is no memory to work with, and 0.
-int32_t flex_prompt(const Prompt* args) { return !attend_prompts(*args); }
+int64_t flex_prompt(const Prompt* args) { return attend_prompts(*args); }
 
 }  // extern "C"

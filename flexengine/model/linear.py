@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from flexengine import kernels
 from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
-from flexengine.kernels.cpu import NativeKernels, version
+from flexengine.kernels.build import version
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.reference import has_onednn, linear_fp32
 
 # While active, functions of torch do not ask `products.Invariance`: a dozen questions take longer than all else that

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
-from flexengine.plan.values import waiting
 from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch, Cell, Piece, pages_for
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
+from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
 from flexengine.plan.lp import Linear, Memory, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
-from flexengine.plan.values import Chosen, waiting
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import place

@@ -83,7 +83,8 @@ class Program:
 
     streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
     layers: how many of the units are layers (hidden states move between those only). arriving: rising numbers of the
-    units with weights that stay in memory and are not there yet; they come while the first sweep computes.
+    units with weights that stay in memory and are not there yet, each as often as there are batches of them; they come
+    while the first sweep computes.
     """
 
     def __init__(

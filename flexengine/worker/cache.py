@@ -19,7 +19,7 @@ from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
-from flexengine.worker.values import Closed, Panels, Values
+from flexengine.worker.values import Closed, PageShape, Values
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 Spans = list[tuple[int, int, int]]  # the same in bytes
@@ -35,7 +35,7 @@ class Prompts(NamedTuple):
     table: Tensor | None
 
 
-class Means(NamedTuple):
+class MeanKeys(NamedTuple):
     """Where the mean keys of a batch's tokens are kept. opening: (place, first token, end) of each sequence that
     begins; of: place by token, [tokens]."""
 
@@ -63,7 +63,7 @@ class View:
     store: Runs
     keys: Runs
     closed: Closed | None = None
-    means: Means | None = None
+    means: MeanKeys | None = None
 
 
 def packed(batch: Batch) -> list[Piece]:
@@ -171,7 +171,7 @@ class Cache:
             self._means_of(pieces, compute),
         )  # fmt: skip
 
-    def _means_of(self, pieces: list[Piece], on: torch.device) -> Means | None:
+    def _means_of(self, pieces: list[Piece], on: torch.device) -> MeanKeys | None:
         if not self.smooth:
             return None
         opening, of, at = [], [], 0
@@ -181,7 +181,7 @@ class Cache:
                 opening.append((place, at, at + piece.count))
             of += [place] * piece.count
             at += piece.count
-        return Means(opening, torch.tensor(of).to(on))
+        return MeanKeys(opening, torch.tensor(of).to(on))
 
     def _pool(self, layer: int, home: str, buffer: int) -> Tensor:
         if buffer < 0:
@@ -245,9 +245,9 @@ class Cache:
         form, (n, model) = self._form(home), (view.decode, self.model)
         chosen = self.kernels.choose(q[:n], pool, view.tables, view.lengths, event.scale, self.topk, event.window,
                                      event.softcap, form)  # fmt: skip
-        tokens, row = self.layout.pools[home].page_tokens, model.head_dim * self.dtype.itemsize
-        panels = Panels.of(form, model.kv_heads, tokens, row)
-        self._values.bring(chosen, view.closed, home, self._layer(event.layer, home), self._room(home, buffer), panels)
+        tokens = self.layout.pools[home].page_tokens
+        shape = PageShape.of(form, model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
+        self._values.bring(chosen, view.closed, home, self._layer(event.layer, home), self._room(home, buffer), shape)
 
     def _attend(
         self, event: Attend, qkv: tuple[Tensor, Tensor, Tensor], pool: Tensor, view: View, form: CacheForm | None

@@ -46,7 +46,7 @@ class Closed(NamedTuple):
     tokens: Tensor
 
 
-class Panels(NamedTuple):
+class PageShape(NamedTuple):
     """How pages lie in a pool, by panels: K, then V, of every kv head. size: bytes of a panel."""
 
     kv_heads: int
@@ -55,11 +55,11 @@ class Panels(NamedTuple):
     parts: tuple[Part, ...]
 
     @staticmethod
-    def of(form: CacheForm | None, kv_heads: int, page_tokens: int, row: int) -> "Panels":
+    def of(form: CacheForm | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
         """row: bytes of one head's key, where pages are not encoded."""
         if form is None:
-            return Panels(kv_heads, page_tokens, page_tokens * row, (Part(row, (0,)),))
-        return Panels(kv_heads, page_tokens, form.panel_bytes, form.parts)
+            return PageShape(kv_heads, page_tokens, page_tokens * row, (Part(row, (0,)),))
+        return PageShape(kv_heads, page_tokens, form.panel_bytes, form.parts)
 
     def rows(self, part: Part, pages: Tensor, heads: Tensor, offsets: Tensor) -> Tensor:
         """Numbers of rows, `part.width` bytes each, of a pool: int64 [starts * tokens]."""
@@ -75,16 +75,16 @@ class Values:
         self._near = regions.take("device", layout.values, VALUES)
         self._stage = regions.take("host", layout.values, VALUES) if machine.capacity.staged else None
 
-    def bring(self, chosen: Tensor, closed: Closed, home: str, pool: Home, buffer: Home, panels: Panels) -> None:
+    def bring(self, chosen: Tensor, closed: Closed, home: str, pool: Home, buffer: Home, shape: PageShape) -> None:
         """chosen: of kernels.choose. pool, buffer: of one layer, where the pages come from and where they go."""
         at = torch.arange(chosen.shape[2], device=chosen.device)
         wanted = chosen & (at < closed.tokens[:, None])[:, None]
-        paged = wanted.view(*wanted.shape[:2], -1, panels.page_tokens).transpose(1, 2)
+        paged = wanted.view(*wanted.shape[:2], -1, shape.page_tokens).transpose(1, 2)
         sequence, page, head, offset = paged.nonzero().unbind(1)  # in the order in which they lie in a page
         far, near = closed.pages[sequence, page], closed.places[sequence, page]
-        for part in panels.parts:
-            source = panels.rows(part, far, head, offset)
-            target = panels.rows(part, near, head, offset)
+        for part in shape.parts:
+            source = shape.rows(part, far, head, offset)
+            target = shape.rows(part, near, head, offset)
             if home == "disk":
                 source, order = source.sort()
                 target = target[order]

@@ -1,6 +1,7 @@
 """Weights: those that stay are brought home once, the others pass through slots; embedding rows are gathered, the head
 comes in chunks of rows."""
 
+from collections import deque
 from dataclasses import replace
 
 import torch
@@ -14,14 +15,17 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
+BATCH = 128 << 20  # bytes that are read at once of what is to stay: an interrupted job ends when they are there
+
 Pieces = list[Home]  # where the bytes of a tensor are, one piece after another
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
+Pair = tuple[Home, Tensor]  # what is to be read, and where to
 
 
 class Weights:
     """Homes of all weights under a layout, the slots, and what is bound to the modules right now.
 
-    What has a home in memory gets its room at once, and is read into it unit by unit: see `settle`.
+    What has a home in memory gets its room at once, and is read into it unit by unit and batch by batch: see `settle`.
     """
 
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
@@ -31,7 +35,7 @@ class Weights:
         self._regions = Regions(machine)
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
-        self._arriving: dict[int, list[tuple[Home, Tensor]]] = {}  # by unit: what is to be read, and where to
+        self._arriving: dict[int, deque[list[Pair]]] = {}  # by unit: the batches that have not been read
         self.settled = 0  # bytes that `settle` has read
         try:
             self._make_room()
@@ -64,28 +68,29 @@ class Weights:
 
     @property
     def arriving(self) -> list[int]:
-        """Units that lack weights that are to stay in memory, rising. The first one's need the embedding, norms and
-        whatever else belongs to no layer; those of the head come with its first chunk."""
-        return sorted(self._arriving)
+        """Units that lack weights that are to stay in memory, rising, each as often as it has to be settled. The first
+        one's need the embedding, norms and whatever else belongs to no layer; those of the head come with its first
+        chunk."""
+        return [unit for unit in sorted(self._arriving) for _ in self._arriving[unit]]
 
     @property
     def missing(self) -> float:
         """Share of the bytes that are to stay in memory that is not there yet."""
-        coming = sum(source.nbytes for pairs in self._arriving.values() for source, _ in pairs)
+        coming = sum(source.nbytes for unit in self._arriving.values() for pairs in unit for source, _ in pairs)
         return coming / max(1, coming + self.settled)
 
     def settle(self, unit: int) -> None:
-        """Reads the weights of a unit that are to stay. Until then they are not there, nor are those of units that come
-        from host memory. Raises BadCheckpoint."""
-        disk, arriving = self.machine.disk, self._arriving.get(unit, [])
-        disk.load_all([pair for pair in arriving if not pair[1].is_cuda])
-        for source, target in arriving:
+        """Reads the next batch of the weights of a unit that are to stay. Until all have come they are not there, nor
+        are those of units that come from host memory. Raises BadCheckpoint."""
+        disk, batches = self.machine.disk, self._arriving[unit]
+        disk.load_all([pair for pair in batches[0] if not pair[1].is_cuda])
+        for source, target in batches[0]:
             if target.is_cuda:
                 passing = torch.empty(target.shape, dtype=source.dtype)
                 disk.load(source, passing)
                 target.copy_(passing)
         self.machine.settle()
-        self.settled += sum(source.nbytes for source, _ in self._arriving.pop(unit, []))
+        self.settled += sum(source.nbytes for source, _ in batches.popleft())
 
     def settle_all(self) -> None:
         """What `settle` does, of all units."""
@@ -96,6 +101,7 @@ class Weights:
         """Room for every tensor that is to lie in memory; on disk it is where it lies already."""
         units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
         first, head = 0, len(self.skeleton.layers)
+        arriving: dict[int, list[Pair]] = {}
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
             source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
@@ -109,7 +115,8 @@ class Weights:
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
             unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
-            self._arriving.setdefault(unit, []).extend(_spread(source, target))
+            arriving.setdefault(unit, []).extend(_spread(source, target))
+        self._arriving = {unit: deque(_batches(pairs)) for unit, pairs in arriving.items()}
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
@@ -221,7 +228,7 @@ class Weights:
 
     def _gather(self, wanted: list[int], row: int, rows: Tensor) -> None:
         """Rows of `row` bytes of the embedding, of rising numbers, into `rows`."""
-        pieces, pairs, at = self._homes[self._embedding], list[tuple[Home, Tensor]](), 0
+        pieces, pairs, at = self._homes[self._embedding], list[Pair](), 0
         while at < len(wanted):  # neighbours in the table are one read
             end = at + 1
             while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
@@ -255,7 +262,22 @@ def _part(pieces: Pieces, start: int, nbytes: int) -> Pieces:
     return found
 
 
-def _spread(pieces: Pieces, target: Tensor) -> list[tuple[Home, Tensor]]:
+def _batches(pairs: list[Pair]) -> list[list[Pair]]:
+    """The same reads in the order of the files, in batches of at most BATCH bytes."""
+    batches, room = list[list[Pair]](), 0
+    for home, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
+        at, width = 0, home.dtype.itemsize
+        while at < home.nbytes:
+            if room < width:
+                batches.append([])
+                room = BATCH
+            size = min(home.nbytes - at, room // width * width)
+            batches[-1].append((home.part(at, size), flat[at // width : (at + size) // width]))
+            at, room = at + size, room - size
+    return batches
+
+
+def _spread(pieces: Pieces, target: Tensor) -> list[Pair]:
     """Each piece with the stretch of the target that it fills."""
     flat, pairs, at = target.view(-1), [], 0
     for piece in pieces:

@@ -1,0 +1,138 @@
+"""Building what is native: C++ is compiled on first use, and kept in the cache."""
+
+import atexit
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from flexengine.config import cache_root
+
+SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
+         "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
+
+
+class BuildFailed(Exception):
+    """No usable library; the message says why in one line."""
+
+
+def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
+    """The library of these sources (default: the kernels'), built if the cache lacks it. flags: for the compiler,
+    besides FLAGS. Raises BuildFailed."""
+    compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
+    problems = []
+    for compiler in filter(None, compilers):
+        try:
+            command = shlex.split(compiler)
+            if shutil.which(command[0]) is not None:
+                return _load(command, [*FLAGS, *flags], sources or SOURCES)
+        except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
+            problems.append(f"{compiler}: {error}")
+    raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+
+
+def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
+    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without."""
+    try:
+        library = _build(compiler, flags, sources)
+    except BuildFailed:
+        library = _build(compiler, [flag for flag in flags if flag != "-march=native"], sources)
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError:
+        library.unlink(missing_ok=True)
+        return ctypes.CDLL(str(_build(compiler, flags, sources)))
+
+
+def openmp_runtime() -> str | None:
+    """The OpenMP library torch brought into this process; linking against it keeps one thread pool, not two."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _cache() -> Path:
+    """The folder of built libraries; a private one for this process where the usual one cannot be written."""
+    folder = cache_root() / "kernels"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError:
+        private = tempfile.mkdtemp(prefix="flexengine-kernels-")
+        atexit.register(shutil.rmtree, private, ignore_errors=True)
+        return Path(private)
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    wanted = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+
+
+def _code(sources: Sequence[Path]) -> str:
+    return "\0".join(path.read_text() for path in (*sources, *sorted(sources[0].parent.glob("*.h"))))
+
+
+@cache
+def version() -> str:
+    """Of what the kernels compute, to the last bit: another one for any other source."""
+    return hashlib.sha256(_code(SOURCES).encode()).hexdigest()[:12]
+
+
+def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Path:
+    """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
+    built_by = _run([*compiler, "--version"])
+    openmp = openmp_runtime()
+    key = hashlib.sha256("\0".join([_code(sources), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
+    library = _cache() / f"cpu-{key[:32]}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        compiled, linked = [f"{folder}/{path.stem}.o" for path in sources], f"{folder}/cpu.so"
+        pairs = zip(sources, compiled, strict=True)
+        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in pairs))
+        link = [*compiler, "-shared", *compiled, "-o", linked]
+        try:
+            if openmp is None:
+                raise BuildFailed("torch has loaded no OpenMP library")
+            _run([*link, openmp, "-Wl,--no-undefined"])
+        except BuildFailed:
+            _run([*link, "-fopenmp"])
+        with open(linked, "rb") as written:
+            os.fsync(written.fileno())
+        os.replace(linked, library)
+    return library
+
+
+def _run(*commands: list[str]) -> str:
+    """What the commands print, run side by side. Raises BuildFailed with the first error."""
+    pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
+    try:
+        said = [process.communicate(timeout=300) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, (_, problems) in zip(running, said, strict=True):
+        if process.returncode:
+            lines = problems.strip().splitlines()
+            lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
+            raise BuildFailed(lines[0])
+    return "".join(out for out, _ in said)

@@ -1,0 +1,100 @@
+"""How the native kernels are built and kept, and which set of kernels is chosen where they cannot be."""
+
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flexengine import kernels
+from flexengine.errors import InvalidInput
+from flexengine.kernels import build
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    kernels.load.cache_clear()
+    yield
+    kernels.load.cache_clear()
+
+
+def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.load().name == "reference"
+    kernels.load.cache_clear()
+    monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
+    with pytest.raises(InvalidInput, match="fast"):
+        kernels.load()
+
+
+def test_without_a_compiler_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as caught:
+        found = kernels.load()
+    assert len(caught) == 1
+    assert found.name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert kernels.load() is found
+
+
+def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "broken.cpp"
+    source.write_text("#error broken on purpose\n")
+    monkeypatch.setattr(build, "SOURCES", [source])
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
+    monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
+    with pytest.warns(RuntimeWarning, match="broken on purpose|no C\\+\\+ compiler"):
+        assert kernels.load().name == "reference"
+    assert not list(tmp_path.glob("kernels/*"))
+
+
+def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
+    assert build._cache().is_dir()
+
+
+def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path) -> None:
+    if shutil.which("c++") is None:
+        pytest.skip("no C++ compiler here")
+    source = tmp_path / "small.cpp"
+    source.write_text(SMALL)
+    environment = {**os.environ, "FLEXENGINE_CACHE": str(tmp_path)}
+    command = [sys.executable, "-c", RACER, str(source)]
+    racers = [
+        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    for racer in racers:
+        out, errors = racer.communicate(timeout=120)
+        assert racer.returncode == 0, errors
+        total, *runtimes = out.split()
+        assert total == "499500"
+        assert len(runtimes) == 1
+    assert len(list(tmp_path.glob("kernels/*"))) == 1
+
+
+SMALL = """
+extern "C" long flex_total(long n) {
+    long total = 0;
+#pragma omp parallel for reduction(+ : total) num_threads(2)
+    for (long i = 0; i < n; i++) total += i;
+    return total;
+}
+"""
+RACER = r"""
+import pathlib, re, sys, torch
+from flexengine.kernels import build
+library = build.load(sources=[pathlib.Path(sys.argv[1])])
+runtimes = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*", pathlib.Path("/proc/self/maps").read_text()))
+print(library.flex_total(1000), *runtimes)
+"""
