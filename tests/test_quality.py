@@ -222,7 +222,7 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
     def score(rows: Any) -> list[Result]:
         return [Result(i, error=error, logprobs=[entry(t) for t in rest]) for i, (_, rest) in enumerate(rows)]
 
-    layers = SimpleNamespace(tensors=[SimpleNamespace(stored_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
+    layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
     return SimpleNamespace(
         score=score, tokenizer=byte_tokenizer(), skeleton=SimpleNamespace(context_length=None), facts=layers,
         source=SimpleNamespace(name="s"), machine=SimpleNamespace(kind="cpu"), numerics={"dtype": "float32"},
