@@ -29,8 +29,8 @@ from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
-from flexengine.plan.search import lay_out_given
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.search import LEAST, lay_out_given, planned
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
@@ -329,6 +329,11 @@ class Engine:
     def fingerprint(self) -> str:
         """Of the model's files: other weights, config or tokenizer have another."""
         return fingerprint(self.source.directory)
+
+    def check(self, workload: Workload) -> None:
+        """Raises OutOfMemory as `fitting` does, without a search for a policy."""
+        least = partial(lay_out, self.facts, LEAST, capacity=planned(self.machine.capacity))
+        fitting(workload, least if self.policy is None else self.plan)
 
     def plan(self, workload: Workload) -> Layout:
         """The layout a job of this workload gets: the given policy's, or the planner's. Raises OutOfMemory."""

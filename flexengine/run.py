@@ -193,7 +193,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input, _say)
         engine.settle(workload)
-        engine.fitting(workload)  # what cannot be held is refused before anything is measured
+        engine.check(workload)  # what cannot be held is refused before anything is measured
         hardware = engine.planner.hardware()
         layout, largest, why = engine.fitting(workload)
         fitting = workload.up_to(largest)

@@ -125,6 +125,30 @@ def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
+def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `check` as by `fitting`, which searches: with the same words, and both let pass what a shorter row allows."""
+    monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, machine_of(random.Random(8), "cpu")))
+    directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
+    with Engine(directory, device="cpu") as engine:
+        least = lay_out(engine.facts, LEAST, Workload(sizes[0]), engine.machine.capacity).total("device")
+    for share in (0.5, 0.9, 4.0):
+        for each in sizes:
+            with Engine(directory, device="cpu", device_mem=int(share * least)) as engine:
+                told = list[str]()
+                for ask in (engine.check, engine.fitting):
+                    try:
+                        ask(Workload(each))
+                    except OutOfMemory as error:
+                        told.append(str(error))
+                assert told == told[:1] * 2 or told == []
+                assert bool(told) == (share < 1)
+    searched = list[Any]()
+    monkeypatch.setattr(planning, "search", lambda *given: searched.append(given))
+    with Engine(directory, device="cpu") as engine:
+        engine.check(Workload(sizes[0]))
+    assert searched == []
+
+
 def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) -> None:
     hardware = replace(machine_of(random.Random(7), "cpu"), device_bytes=1 << 50)
     with Engine(families("llama").directory, device="cpu", device_mem="1G", hardware=hardware) as engine:

@@ -7,6 +7,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.policy import TIERS, Policy
@@ -144,23 +145,33 @@ class Workload:
         """The sequences of at most so many tokens at their end."""
         return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
 
-    @property
+    @cached_property
     def count(self) -> int:
         return sum(self.sizes.values())
 
+    @cached_property
+    def _ends(self) -> list[tuple[int, int]]:
+        """(Peak cached tokens, number of sequences), falling."""
+        return sorted(((p + n - 1, times) for (p, n), times in self.sizes.items()), reverse=True)
+
+    @cached_property
+    def _prompts(self) -> list[tuple[int, int]]:
+        """(Prompt tokens, number of sequences), falling."""
+        return sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True)
+
     def longest(self, count: int) -> list[int]:
         """Peak cached tokens of the `count` longest sequences; the last token generated is never cached."""
-        return _largest(((p + n - 1, times) for (p, n), times in self.sizes.items()), count)
+        return _first(self._ends, count)
 
     def prompt_tokens(self, count: int) -> int:
         """Tokens of the `count` longest prompts together."""
-        return sum(_largest(((p, times) for (p, _), times in self.sizes.items()), count))
+        return sum(_first(self._prompts, count))
 
 
-def _largest(numbers: Iterable[tuple[int, int]], count: int) -> list[int]:
-    """The `count` largest of (number, how often it occurs), falling."""
+def _first(numbers: Iterable[tuple[int, int]], count: int) -> list[int]:
+    """The first `count` of (number, how often it occurs)."""
     found: list[int] = []
-    for number, times in sorted(numbers, reverse=True):
+    for number, times in numbers:
         if len(found) >= count:
             break
         found += [number] * min(times, count - len(found))

@@ -110,6 +110,7 @@ class _Searching:
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
     explored: set[Policy] = field(default_factory=set)
     weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
+    corners: dict[Policy, Layout] = field(default_factory=dict)
     asked: dict[tuple[Policy, bool, bool, bool], Prediction | None] = field(default_factory=dict)
 
     @property
@@ -358,12 +359,14 @@ class _Searching:
         return bool(stored < 0.9 * held)
 
     def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool, delegate: bool) -> Layout:
-        """The layout with all that may move on one tier, in memory without end."""
+        """The layout with all that may move on one tier, in memory without end. Schedules share it."""
         split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
-        policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE,
+        policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE, schedule=LEAST.schedule,
                          activations=split if hidden else _ON_DEVICE, delegate=delegate and tier == "host")  # fmt: skip
-        endless = replace(self.capacity, device=None, host=None, disk=None)
-        return self._laid_out(policy, endless)
+        if policy not in self.corners:
+            endless = replace(self.capacity, device=None, host=None, disk=None)
+            self.corners[policy] = self._laid_out(policy, endless)
+        return self.corners[policy]
 
     def _move_weights(self, prediction: Prediction) -> None:
         """Moves shares of the weights as long as that is quicker."""
