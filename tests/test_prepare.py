@@ -179,6 +179,15 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, cache):
     assert [f.suffix for f in cache.iterdir()] == [".lock"]
 
 
+def test_what_cannot_be_read_is_not_called_unwritable(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"x")
+    with pytest.raises(BadCheckpoint, match=r"x\.gguf cannot be read: .*No such file.*gone"):
+        prepared(file, [file], lambda directory: (tmp_path / "gone").read_bytes())
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        prepared(file, [file], lambda directory: (directory / "no" / "file").write_bytes(b""))
+
+
 def test_no_room_and_no_place(tmp_path, monkeypatch):
     with pytest.raises(OutOfMemory, match=r"disk memory: weights.*FLEXENGINE_CACHE"):
         shard_files.check_room(tmp_path, "weights", 10**18)

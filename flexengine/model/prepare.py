@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flexengine.config import cache_root
-from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
+from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.source import regular_file
 
@@ -71,7 +71,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
 
     what: made of the files, if there are several things; then `build` finds what an earlier one had finished.
     Racing processes wait for each other; what killed ones left behind is removed.
-    Raises InvalidInput if the cache cannot be written, and whatever `build` raises (leaving nothing behind).
+    Raises InvalidInput if the cache cannot be written, BadCheckpoint if the files cannot be read, and whatever `build`
+    raises (leaving nothing behind).
     """
     root = cache_root() / "prepared"
     try:
@@ -87,8 +88,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
                 _sweep(final)
                 _build(source, final, build, keep=bool(what))
     except OSError as error:
-        if isinstance(error, OutOfMemory):
-            raise
+        if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(root):
+            raise BadCheckpoint(f"{source} cannot be read: {error}") from error
         raise InvalidInput(
             f"{source} must be converted once, but {root} cannot be written: {error};"
             " set FLEXENGINE_CACHE to a directory with room"
