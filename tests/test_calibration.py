@@ -17,12 +17,13 @@ from flexengine import Engine, Lossy, Policy, calibration, quality, texts
 from flexengine.calibration import ROWS, Calibration
 from flexengine.codec.named import WEIGHTS
 from flexengine.codec.packed import Packed
+from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, FITTED
 from flexengine.model import encoding
 from flexengine.model.importance import PRIOR, Importances, Recorder
 from flexengine.planning import Planner
-from flexengine.run import DONE, REFUSED, main
+from flexengine.run import main
 
 TOKENS = 48
 SPREAD = Policy(gpu_batch_size=2, num_gpu_batches=3, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3), prefill_tokens=64)
