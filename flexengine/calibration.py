@@ -2,7 +2,8 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -40,12 +41,16 @@ class Calibration:
         self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], dict[str, Tensor]]
     ) -> Importances:
         """Those of the model in `files`, computed in that dtype: what `measured` gives, unless it did so before. Raises
-        what that raises."""
+        what that raises, InvalidInput for an OSError."""
 
         def build(directory: Path) -> None:
             from safetensors.torch import save_file
 
-            save_file(measured(), directory / FILE)
+            try:
+                found = measured()
+            except OSError as error:  # of the checkpoint or the offload directory, not of where this is written
+                raise InvalidInput(f"calibrating with {source} failed: {error}") from error
+            save_file(found, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
         return load(prepared(source, files, build, what) / FILE)
@@ -61,12 +66,20 @@ class Calibration:
         return recorder.means()
 
 
-def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
-    """name: of a UTF-8 file, or BUNDLED; tokenizer: None if there is none; context: most tokens of a sequence, None for
-    any. Raises InvalidInput if there is too little text, or none that can be read."""
+def check(name: str, tokenizer: Any) -> None:
+    """Raises InvalidInput if `calibration` would for want of a tokenizer or a file; reads next to nothing."""
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
                            " tokenizer files beside it, or leave calibrate out")  # fmt: skip
+    if name != BUNDLED:
+        with _explained(name), Path(name).open("rb") as file:
+            file.read(1)
+
+
+def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
+    """name: of a UTF-8 file, or BUNDLED; tokenizer: None if there is none; context: most tokens of a sequence, None for
+    any. Raises InvalidInput if there is too little text, or none that can be read."""
+    check(name, tokenizer)
     begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
     length = min(TOKENS, context or TOKENS) - len(begin)
     rows = spread(begin, ids, ROWS, length)
@@ -80,7 +93,13 @@ def read(name: str) -> str:
     """The text of a UTF-8 file, or the bundled one. Raises InvalidInput if there is none."""
     if name == BUNDLED:
         return texts.calibration()
-    try:
+    with _explained(name):
         return Path(name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"{name}, to calibrate with, cannot be read as UTF-8 text: {error}") from error

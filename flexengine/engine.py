@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.calibration import calibration
+from flexengine.calibration import Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.generation import Generation, Means, Progress
@@ -99,8 +99,8 @@ class Engine:
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
         self.reader = Reader(self.tokenizer, self.skeleton.context_length, self.skeleton.head[1][0])
         self.eos = eos_tokens(directory, self.skeleton.config)
-        read = self.tokenizer, self.skeleton.context_length
-        self._calibration = calibration(lossy.calibrate, *read) if lossy.calibrate else None
+        if lossy.calibrate:
+            check(lossy.calibrate, self.tokenizer)
         opened.importances = lambda: self.importances
         self._exact = partial(
             Engine, model, None, device, device_mem, host_mem, offload_dir, dtype, links, overlap,
@@ -145,6 +145,12 @@ class Engine:
         """Calibrates and encodes the weights now, if they are to be and have not been; else the first job does. Raises
         OutOfMemory if the disk is full."""
         _ = self._opened.origins
+
+    @cached_property
+    def _calibration(self) -> Calibration | None:
+        """The text to calibrate with, read when it is needed. Raises InvalidInput if there is too little."""
+        name = self.lossy.calibrate
+        return calibration(name, self.tokenizer, self.skeleton.context_length) if name else None
 
     @cached_property
     def importances(self) -> Importances | None:

@@ -8,13 +8,11 @@ import argparse
 import hashlib
 import json
 import math
-import os
 import platform
 import shlex
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -23,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
+from flexengine.command import DONE, SOME_FAILED, ended, say
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
@@ -31,7 +30,6 @@ from flexengine.model.tokenizer import opening, spread, token_ids
 if TYPE_CHECKING:
     from flexengine.engine import Engine
 
-DONE, SOME_REFUSED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 PROMPT, LEAST = 32, 16  # tokens of a stretch that are not judged; fewest tokens of a stretch
 TOPK = (0.1, 0.25)
 _ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "topk": TOPK}
@@ -71,24 +69,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
     130 interrupted."""
-    try:
-        refused = report(parser().parse_args(argv))
-        sys.stdout.flush()
-    except FlexError as error:
-        _say(_line(error))
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
-        return FAILED
-    except OSError as error:
-        _say(str(error))
-        return FAILED
-    except Exception:  # a fault of ours: not 1, which would say that there are numbers
-        traceback.print_exc()
-        return FAILED
-    return SOME_REFUSED if refused else DONE
+    return ended(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
 
 
 # What is asked for.
@@ -353,13 +334,13 @@ def report(args: argparse.Namespace) -> int:
             args.model, None, args.device, args.device_mem, args.host_mem, dtype=args.dtype,
             trust_remote_code=args.trust_remote_code, lossy=lossy,
         )  # fmt: skip
-        engine.planner.say = _say
+        engine.planner.say = say
         return engine
 
     measured = []
     for one in measure(make, text, choices):
         measured.append(one)
-        _say(brief(one[0]))
+        say(brief(one[0]))
     costs, about = [c for c, _ in measured], measured[0][1]
     print(f"{header(about, text)}\n{table(costs)}\n\n{hint(costs, args.model)}")
     if args.json:
@@ -387,10 +368,6 @@ def _check_apart(calibrate: str | None, text: str | None) -> None:
     if text is not None and Path(calibrate).resolve() == Path(text).resolve():
         raise InvalidInput(f"--calibrate and --text are one file, {text}; what is fitted to a text looks too good on"
                            " it, so give two")  # fmt: skip
-
-
-def _say(text: str) -> None:
-    print(f"flexengine: {text}", file=sys.stderr)
 
 
 def _line(error: Exception) -> str:

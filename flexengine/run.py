@@ -3,9 +3,7 @@
 import argparse
 import gc
 import json
-import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from itertools import combinations
@@ -13,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
+from flexengine.command import DONE, INTERRUPTED, SOME_FAILED, ended, say
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import InvalidInput
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, SWITCHES, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from flexengine.job.resume import Job
 
 AUTO = "auto"  # --policy
-DONE, ROW_ERRORS, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
 
@@ -131,24 +129,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     args = parser().parse_args(argv)
     with Interrupts() as interrupts:
-        try:
-            return run(args, interrupts)
-        except FlexError as error:
-            print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
-            return REFUSED
-        except KeyboardInterrupt as stop:
-            print(f"flexengine: {interrupts.standing()}", file=sys.stderr)
-            return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
-        except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
-            print("flexengine: whoever reads the results has gone", file=sys.stderr)
-            return FAILED
-        except OSError as error:
-            print(f"flexengine: {error}", file=sys.stderr)
-            return FAILED
-        except Exception:  # a fault of ours: not 1, which would say that the job is done
-            traceback.print_exc()
-            return FAILED
+
+        def finish() -> int:
+            try:
+                return run(args, interrupts)
+            except KeyboardInterrupt as stop:
+                say(interrupts.standing())
+                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+
+        return ended(finish)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
@@ -165,7 +154,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.lossy = Lossy(**{name: getattr(args, name) for name in SWITCHES})
     args.allow = _allowed(args)
     if args.lossy:
-        _say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
+        say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
     if args.dry_run:
         for option in ("json", "trace", "restart", "retry_errors"):
             if getattr(args, option):
@@ -177,7 +166,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         failed = job.failed
     if args.json:
         print(json.dumps(summary), flush=True)
-    return ROW_ERRORS if failed else DONE
+    return SOME_FAILED if failed else DONE
 
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
@@ -191,7 +180,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     with Rows(args.input, args.prompt_column, args.limit) as rows, _engine(args, lambda _: None) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
-        refused.report(workload, args.input, _say)
+        refused.report(workload, args.input, say)
         engine.settle(workload)
         engine.check(workload)  # what cannot be held is refused before anything is measured
         hardware = engine.planner.hardware()
@@ -222,7 +211,7 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
 def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Runs what is to be run and puts the output in place. Returns the summary."""
     if job.note:
-        print(f"flexengine: {job.note}", file=sys.stderr)
+        say(job.note)
     bar = _Bar()
 
     def sweep_ended(progress: "Progress") -> None:
@@ -237,7 +226,7 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     with _engine(args, sweep_ended) as engine:
         rows = job.begin(_manifest(args, job, params, engine), engine.source.name)
         if job.resumed:
-            print(f"flexengine: {job.resumed} of {job.total} rows were done before", file=sys.stderr)
+            say(f"{job.resumed} of {job.total} rows were done before")
         # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
         _keep_to(engine, job.settings.get("prefill_tokens"))
         if args.allow and (chosen := job.settings.get("lossy")) is not None:
@@ -261,7 +250,7 @@ def _keep_to(engine: "Engine", began: int | None) -> None:
     """Has prompts cut where the job began to cut them: the last bits of its results depend on it."""
     engine.fixed_prefill, policy = began, engine.policy
     if policy and began and policy.prefill_tokens != began:
-        print(f"flexengine: prefill_tokens stays {began}, with which the job began", file=sys.stderr)
+        say(f"prefill_tokens stays {began}, with which the job began")
         engine.policy = replace(policy, prefill_tokens=began)
 
 
@@ -297,12 +286,8 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
         lossy=args.lossy, allow=args.allow,
     )  # fmt: skip
-    engine.planner.say = _say
+    engine.planner.say = say
     return engine
-
-
-def _say(text: str) -> None:
-    print(f"flexengine: {text}", file=sys.stderr)
 
 
 def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine") -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Calibration: what is recorded is what hooks on transformers' own model see, and weights are encoded by it."""
 
+import errno
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +17,13 @@ from flexengine import Engine, Lossy, Policy, calibration, quality, texts
 from flexengine.calibration import ROWS, Calibration
 from flexengine.codec.named import WEIGHTS
 from flexengine.codec.packed import Packed
+from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, FITTED
 from flexengine.model import encoding
 from flexengine.model.importance import PRIOR, Importances, Recorder
-from flexengine.run import DONE, REFUSED, main
+from flexengine.planning import Planner
+from flexengine.run import main
 
 TOKENS = 48
 SPREAD = Policy(gpu_batch_size=2, num_gpu_batches=3, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3), prefill_tokens=64)
@@ -298,8 +301,39 @@ def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
     assert "cannot be read as UTF-8 text" in capsys.readouterr().err
     little = job.tmp / "little.txt"
     little.write_text("x" * 100)
-    assert main([*job.words, "--dry-run", "--calibrate", str(little)]) == REFUSED
+    assert main([*job.words, "--output", str(job.out), "--calibrate", str(little)]) == REFUSED
     assert "has 100 tokens" in capsys.readouterr().err
+
+
+def test_the_text_is_read_when_it_is_needed(
+    job: Any, own_cache: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan with known rates needs none, but one that is not there is refused all the same."""
+    for path in (job.tmp / "none", job.tmp):
+        assert main([*job.words, "--dry-run", "--calibrate", str(path)]) == REFUSED
+        assert "to calibrate with, cannot be read as UTF-8 text" in capsys.readouterr().err
+    text = job.tmp / "text.txt"
+    text.write_text(texts.text("alice"))
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration, "read", lambda name: pytest.fail(f"{name} was read"))
+        patch.setattr(Planner, "hardware", Planner.known)
+        assert main([*job.words, "--dry-run", "--calibrate", str(text)]) == DONE
+    with Engine(job.words[2], device="sim", lossy=Lossy("int4", calibrate=str(text))) as engine:
+        text.unlink()
+        with pytest.raises(InvalidInput, match=r"text\.txt, to calibrate with, cannot be read"):
+            engine.generate([{"prompt_token_ids": [5, 6]}])
+
+
+def test_a_disk_that_fails_while_calibrating_is_not_the_cache(
+    reader: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with Engine(reader("opt"), device="sim", lossy=Lossy("int4", calibrate=BUNDLED)) as engine:
+        monkeypatch.setattr(Calibration, "measure", fail)
+        with pytest.raises(InvalidInput, match=r"^calibrating with .*opt failed: .*Input/output error$"):
+            engine.prepare()
 
 
 def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> None:

@@ -36,11 +36,14 @@ ALLOWED = {
     "calibration": {"errors", "config", "lossy", "model", "texts"},
     "engine": {"errors", "config", "lossy", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime",
                "worker", "job", "survey", "planning", "generation", "calibration"},
-    "run": {"errors", "config", "lossy", "policy", "plan", "job", "survey", "generation", "engine", "__version__"},
-    "plan command": {"errors", "config", "policy", "plan", "job", "survey", "planning", "run", "tier", "worker",
-                     "__version__"},
+    "command": {"errors"},
+    "run": {"command", "errors", "config", "lossy", "policy", "plan", "job", "survey", "generation", "engine",
+            "__version__"},
+    "plan command": {"command", "errors", "config", "policy", "plan", "job", "survey", "planning", "run", "tier",
+                     "worker", "__version__"},
     "texts": {"errors"},
-    "quality": {"errors", "config", "lossy", "model", "measure", "calibration", "engine", "texts", "__version__"},
+    "quality": {"command", "errors", "config", "lossy", "model", "measure", "calibration", "engine", "texts",
+                "__version__"},
     "__init__": {"config", "lossy", "policy", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.

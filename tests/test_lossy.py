@@ -260,7 +260,8 @@ class TestPlanner:
             assert engine.lossy == Lossy()
 
     def test_what_it_chose_is_kept_by_the_job(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.run import DONE, REFUSED, main
+        from flexengine.command import DONE, REFUSED
+        from flexengine.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -283,7 +284,8 @@ class TestSwitches:
             Lossy(**fields)
 
     def test_a_job_goes_on_with_its_own_switches_only(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.run import DONE, REFUSED, main
+        from flexengine.command import DONE, REFUSED
+        from flexengine.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -298,7 +300,8 @@ class TestSwitches:
     def test_a_job_does_not_go_on_in_other_groups(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.run import DONE, REFUSED, main
+        from flexengine.command import DONE, REFUSED
+        from flexengine.run import main
 
         base = job_of_two(families("opt"), tmp_path, "--cache", "int4")
         assert main([*base, "--limit", "1"]) == DONE
@@ -312,8 +315,9 @@ class TestSwitches:
     def test_groups_matter_in_the_form_that_the_planner_chose_alone(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        from flexengine.command import DONE, REFUSED
         from flexengine.planning import Planner
-        from flexengine.run import DONE, REFUSED, main
+        from flexengine.run import main
 
         def least(planner: Planner, *_: Any) -> Lossy:
             return Lossy(cache="int4")

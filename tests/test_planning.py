@@ -11,12 +11,13 @@ from conftest import NEW
 from test_cost import machine_of
 
 from flexengine import Engine, Policy, SamplingParams, planning
+from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Workload, lay_out
 from flexengine.plan.search import LEAST, planned
-from flexengine.run import DONE, REFUSED, main
+from flexengine.run import main
 from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
 

@@ -1,5 +1,6 @@
 """The cache of prepared weights: built once, by one process, whole or not at all."""
 
+import fcntl
 import multiprocessing
 import os
 import shutil
@@ -102,6 +103,35 @@ def test_a_killed_conversion_is_cleaned_up_and_done_again(tmp_path, cache, same)
     assert not list(cache.glob("*.tmp-*"))
 
 
+def parted(directory: Path) -> None:
+    (directory / "one.safetensors").write_bytes(b"1")
+    raise KeyboardInterrupt
+
+
+def test_unfinished_weights_that_nobody_goes_on_with_are_removed(tmp_path, cache):
+    """Neither those of the last days, nor those that somebody writes now, nor those that are gone on with."""
+    files = {name: tmp_path / name for name in ("old", "recent", "written", "own", "other")}
+    parts = {}
+    for name, file in files.items():
+        file.write_text(name)
+        if name != "other":
+            with pytest.raises(KeyboardInterrupt):
+                prepared(file, [file], parted, "codes")
+            (parts[name],) = set(cache.glob("*.part")) - set(parts.values())
+    long_ago = time.time() - 31 * 24 * 3600
+    for name in ("old", "written", "own"):
+        os.utime(parts[name], (long_ago, long_ago))
+    with parts["written"].with_suffix(".lock").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        own = prepared(files["own"], [files["own"]], small_build, "codes")
+        assert (own / "one.safetensors").exists()
+        prepared(files["other"], [files["other"]], small_build, "codes")
+        assert set(cache.glob("*.part")) == {parts["recent"], parts["written"]}
+    files["other"].write_text("another")
+    prepared(files["other"], [files["other"]], small_build, "codes")
+    assert set(cache.glob("*.part")) == {parts["recent"]}
+
+
 STEPS = ("os.mkdir", "os.open", "os.chmod", "os.fsync", "os.rename", "fcntl.flock")
 
 
@@ -177,6 +207,15 @@ def test_a_failed_conversion_leaves_nothing(tmp_path, cache):
     with pytest.raises(BadCheckpoint, match="no"):
         prepared(file, [file], fail)
     assert [f.suffix for f in cache.iterdir()] == [".lock"]
+
+
+def test_what_cannot_be_read_is_not_called_unwritable(tmp_path):
+    file = tmp_path / "x.gguf"
+    file.write_bytes(b"x")
+    with pytest.raises(BadCheckpoint, match=r"x\.gguf cannot be read: .*No such file.*gone"):
+        prepared(file, [file], lambda directory: (tmp_path / "gone").read_bytes())
+    with pytest.raises(InvalidInput, match="cannot be written"):
+        prepared(file, [file], lambda directory: (directory / "no" / "file").write_bytes(b""))
 
 
 def test_no_room_and_no_place(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from conftest import NEW
 from test_inputs import mutate
 
-from flexengine import run
+from flexengine import command, run
 
 Rows = list[dict[str, Any]]
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
@@ -50,7 +50,7 @@ def job(families: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Jo
 
 
 def test_done(job: Job) -> None:
-    assert job("--device", "cpu") == run.DONE == 0
+    assert job("--device", "cpu") == command.DONE == 0
     assert [r["token_ids"] for r in job.rows] == job.family.expected
     assert [r["index"] for r in job.rows] == list(range(8))
     assert all(r["error"] is None and r["finish_reason"] == "length" for r in job.rows)
@@ -85,7 +85,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
                       {"prompt_token_ids": [3] * 250}, "[1, 2]"]  # fmt: skip
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     job.write(mixed)
-    assert job() == run.ROW_ERRORS == 1
+    assert job() == command.SOME_FAILED == 1
     assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected
     assert [r["error"] for r in job.rows[::2]] == [None] * 8
     errors = [r["error"] for r in job.rows[1::2]]
@@ -231,7 +231,7 @@ def test_trace(job: Job) -> None:
     ],
 )
 def test_refusals(job: Job, arguments: list[str], messages: list[str]) -> None:
-    assert job(*arguments) == run.REFUSED == 2
+    assert job(*arguments) == command.REFUSED == 2
     last = job.err.strip().splitlines()[-1]
     assert last.startswith("flexengine: ")
     for message in messages:
@@ -339,7 +339,7 @@ def test_a_failure_on_the_way_is_not_mistaken_for_done(job: Job, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(DiskTier, "_read", broken)
-    assert job() == run.FAILED == 3
+    assert job() == command.FAILED == 3
     assert "Input/output error" in job.err
     assert not job.output.exists()
 
@@ -372,18 +372,18 @@ def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
 
 
 def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
-    assert job("--output", "/dev/full") == run.FAILED
+    assert job("--output", "/dev/full") == command.FAILED
     assert job.err.splitlines()[-1] == "flexengine: [Errno 28] No space left on device"
 
 
 def test_whoever_reads_the_results_may_go(job: Job) -> None:
-    command = [sys.executable, "-m", "flexengine.run", *job.arguments()[:3], "--max-tokens", "2"]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = [sys.executable, "-m", "flexengine.run", *job.arguments()[:3], "--max-tokens", "2"]
+    child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert child.stdout
     child.stdout.close()
     assert child.stderr
     said = child.stderr.read()
-    assert child.wait() == run.FAILED
+    assert child.wait() == command.FAILED
     assert "whoever reads the results has gone" in said
     assert "Traceback" not in said
 

@@ -2,7 +2,7 @@
 
 $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>/           a model directory, or encoded weights of one; complete because it appears by rename
-  prepared/<key>.part/      encoded weights so far: whoever is interrupted goes on with them
+  prepared/<key>.part/      encoded weights so far: whoever is interrupted goes on with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ being written by the process that holds the lock; garbage if nobody does
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
 """
@@ -13,16 +13,18 @@ import json
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from flexengine.config import cache_root
-from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
+from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.source import regular_file
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
+ABANDONED = 30 * 24 * 3600  # seconds since something was added
 _MIB = 2**20
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -71,7 +73,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
 
     what: made of the files, if there are several things; then `build` finds what an earlier one had finished.
     Racing processes wait for each other; what killed ones left behind is removed.
-    Raises InvalidInput if the cache cannot be written, and whatever `build` raises (leaving nothing behind).
+    Raises InvalidInput if the cache cannot be written, BadCheckpoint if the files cannot be read, and whatever `build`
+    raises (leaving nothing behind).
     """
     root = cache_root() / "prepared"
     try:
@@ -87,8 +90,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
                 _sweep(final)
                 _build(source, final, build, keep=bool(what))
     except OSError as error:
-        if isinstance(error, OutOfMemory):
-            raise
+        if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(root):
+            raise BadCheckpoint(f"{source} cannot be read: {error}") from error
         raise InvalidInput(
             f"{source} must be converted once, but {root} cannot be written: {error};"
             " set FLEXENGINE_CACHE to a directory with room"
@@ -125,20 +128,30 @@ def _lock(final: Path) -> Iterator[None]:
 
 
 def _sweep(final: Path) -> None:
-    """Removes temporary directories whose writer is gone: those of `final`, whose lock the caller holds, and others."""
+    """Removes temporary directories whose writer is gone: those of `final`, whose lock the caller holds, and others;
+    and others' unfinished weights that nobody went on with."""
     for temporary in final.parent.glob("*.tmp-*"):
-        key = temporary.name.partition(".")[0]
-        if key == final.name:
-            shutil.rmtree(temporary, ignore_errors=True)
-            continue
-        descriptor = os.open(final.with_name(f"{key}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(temporary, ignore_errors=True)
-        except BlockingIOError:
-            pass  # somebody writes there now
-        finally:
-            os.close(descriptor)
+        _remove_unlocked(temporary, final.name)
+    for part in final.parent.glob("*.part"):
+        with suppress(FileNotFoundError):  # it is finished now
+            if part.stem != final.name and part.stat().st_mtime < time.time() - ABANDONED:
+                _remove_unlocked(part, final.name)
+
+
+def _remove_unlocked(temporary: Path, held: str) -> None:
+    """held: the key whose lock the caller holds."""
+    key = temporary.name.partition(".")[0]
+    if key == held:
+        shutil.rmtree(temporary, ignore_errors=True)
+        return
+    descriptor = os.open(temporary.with_name(f"{key}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(temporary, ignore_errors=True)
+    except BlockingIOError:
+        pass  # somebody writes there now
+    finally:
+        os.close(descriptor)
 
 
 def _private_directory(path: Path) -> None:

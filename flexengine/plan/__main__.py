@@ -6,7 +6,6 @@ python -m flexengine.plan measure: measures this machine.
 import argparse
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.command import DONE, ended, say
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.plan import explain
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from flexengine.planning import Place
     from flexengine.worker.opened import Opened
 
-DONE, REFUSED, FAILED, INTERRUPTED = 0, 2, 3, 130
 PROMPT_TOKENS, ROWS = 512, 1000
 _MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
 _MAX_TOKENS = next(f.default for f in fields(SamplingParams) if f.name == "max_tokens")
@@ -88,24 +87,15 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
-    try:
+
+    def command() -> int:
         if words[:1] == ["measure"]:
             measure(measure_parser().parse_args(words[1:]))
         else:
             plan(parser().parse_args(words))
-        sys.stdout.flush()
-    except FlexError as error:
-        print(f"flexengine: {' '.join(str(error).split())}", file=sys.stderr)
-        return REFUSED
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
-        return FAILED
-    except OSError as error:
-        print(f"flexengine: {error}", file=sys.stderr)
-        return FAILED
-    return DONE
+        return DONE
+
+    return ended(command)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -116,7 +106,7 @@ def measure(args: argparse.Namespace) -> None:
     from flexengine import planning
 
     opened = _opened(args, _kind(args)) if args.model is not None else None
-    hardware = planning.this_machine(_place(args), opened, args.again, _say, args.dtype)
+    hardware = planning.this_machine(_place(args), opened, args.again, say, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         _write(args.save, text)
@@ -140,7 +130,7 @@ def plan(args: argparse.Namespace) -> None:
 
     answer, largest, why = fitting(asked, tried)
     if left := aside(asked, largest, why):
-        _say(left)
+        say(left)
     name, case = opened.source.name, (opened.facts, hardware, asked.up_to(largest))
     found = answer if isinstance(answer, Search) else None
     prediction = answer.best if isinstance(answer, Search) else answer
@@ -247,10 +237,6 @@ def _check_written(args: argparse.Namespace, options: Sequence[str], read: Seque
             raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
 
 
-def _say(text: str) -> None:
-    print(f"flexengine: {text}", file=sys.stderr)
-
-
 def _place(args: argparse.Namespace) -> "Place":
     from flexengine import planning  # late: it takes torch, and --help shall not
 
@@ -277,7 +263,7 @@ def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) ->
     with closing(place.machine()) as machine:
         fitting(workload, lambda work: lay_out(opened.facts, LEAST, work, machine.capacity))
         planner = planning.Planner(machine, opened, place.directory)
-        planner.say = _say
+        planner.say = say
         return planner.hardware()
 
 
@@ -309,7 +295,7 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit) as rows:
         found = planning.workload(opened, rows, params, args.trust_remote_code, refused)
-    refused.report(found, args.input, _say)
+    refused.report(found, args.input, say)
     return found
 
 
