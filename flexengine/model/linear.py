@@ -21,10 +21,12 @@ from flexengine.kernels.reference import has_onednn, linear_fp32
 unwatched = torch._C.DisableTorchFunction
 
 
-def numerics() -> str:
-    """What decides the last bits of a CPU's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
-    which version of them."""
-    found = kernels.load()
+def numerics(device: torch.device | None = None) -> str:
+    """What decides the last bits of a device's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
+    which version of them. None: of a CPU's."""
+    found = kernels.load_for(device or torch.device("cpu"))
+    if isinstance(found, kernels.CudaKernels):
+        return found.numerics()
     library = f"{'onednn' if has_onednn() else 'mkl'} {torch.backends.cpu.get_cpu_capability()}"
     return f"{library}, {found.name}" + (f" {found.simd} bits, {version()}" if isinstance(found, NativeKernels) else "")
 
