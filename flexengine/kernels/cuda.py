@@ -5,12 +5,13 @@ import os
 import warnings
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import Packed
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
@@ -24,6 +25,7 @@ class CudaKernels(ReferenceKernels):
     """
 
     name = "cuda"
+    narrow = True
 
     def __init__(self, fused: bool = True) -> None:
         self._fused = fused
@@ -31,9 +33,9 @@ class CudaKernels(ReferenceKernels):
     def numerics(self) -> str:
         """What decides the last bits of results."""
         found = self._triton("cuda")
-        return "cuda, torch alone" if found is None else f"cuda, triton {found.version()}"
+        return "cuda, torch alone" if found is None else f"cuda, triton {found.attention.version()}"
 
-    def _triton(self, kind: str) -> Any:
+    def _triton(self, kind: str) -> "Fused | None":
         return fused_kernels(kind) if self._fused else None
 
     def append(
@@ -60,9 +62,9 @@ class CudaKernels(ReferenceKernels):
         base.check_options(window, softcap, sinks, q.shape[1])
         base.check_topk(topk, with_lse)
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
-            tile = fused.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
+            tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
-                out, lse = fused.decode(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
+                out, lse = fused.attention.decode(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
                 return (out, lse) if with_lse else out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -95,22 +97,39 @@ class CudaKernels(ReferenceKernels):
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
         return chosen
 
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, int8: bool = False
+    ) -> Tensor:
+        base.check_product(x, weight, form, bias, narrow=True)
+        fused = self._triton(x.device.type)
+        if fused is None or not x.numel() or weight.data_ptr() % 2:
+            return super().product(x.float(), weight, form, bias, int8).to(x.dtype)
+        found: Tensor = fused.codes.product(x.reshape(-1, form.columns), weight, form, bias, int8)
+        return found.view(*x.shape[:-1], form.rows)
+
+
+class Fused(NamedTuple):
+    """The modules with Triton's kernels."""
+
+    attention: ModuleType
+    codes: ModuleType
+
 
 @functools.cache
-def fused_kernels(kind: str) -> ModuleType | None:
+def fused_kernels(kind: str) -> Fused | None:
     """Triton's kernels, if they run on tensors of devices of that kind; a GPU that must do without is told of once."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind != "cuda" and not (kind == "cpu" and interpreted):
         return None
     try:
-        from flexengine.kernels import triton_attention
+        from flexengine.kernels import triton_attention, triton_codes
 
         triton_attention.probe(torch.device(kind))
     except Exception as error:  # no triton; no compiler for its launchers; a GPU it knows nothing of
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"kernels run in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)
         return None
-    return triton_attention
+    return Fused(triton_attention, triton_codes)
 
 
 def _parts(tables: Tensor, room: base.Room, element: int) -> Iterator[slice]:

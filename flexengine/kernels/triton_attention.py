@@ -63,7 +63,7 @@ def tiles(room: Room, heads: int, form: CacheForm | None, q: torch.dtype, pool: 
     dot, narrow = group > 1, q != torch.float32 and (form is not None or pool == q)
     return Tiles(
         room.kv_heads, group, room.page_tokens, room.dim, form.bits if form else 0, coded or columns, columns,
-        ROWS=min(HEADS, max(16, triton.next_power_of_2(group))) if dot else 1,
+        ROWS=min(HEADS if narrow else 16, max(16, triton.next_power_of_2(group))) if dot else 1,
         TOKENS=max(16, min(128, (8192 if dot and narrow else 4096) // columns)),
         DOT=dot, NARROW=narrow,
     )  # fmt: skip

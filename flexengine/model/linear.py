@@ -47,8 +47,8 @@ class Product:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
         with unwatched():
             if form is not None:
-                bias = None if bias is None else bias.float()
-                return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.int8).to(x.dtype)
+                bias, found = None if bias is None else bias.float(), kernels.load_for(x.device)
+                return found.product(x if found.narrow else x.float(), weight, form, bias, self.int8).to(x.dtype)
             if x.is_meta or weight.dtype == x.dtype != torch.float32:
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
             if weight.dtype == x.dtype:
