@@ -113,7 +113,7 @@ def version() -> str:
     return str(triton.__version__)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table", "spans", "window"])  # they change as sequences grow
 def span_kernel(
     q_at, pool_at, halves_at, tables_at, lengths_at, partial_at, lse_at, q_token, q_head, table, spans, scale, window,
     softcap, CAPPED: tl.constexpr, SPAN: tl.constexpr, WIDEN: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -224,7 +224,7 @@ def _dot(a, b, WIDEN: tl.constexpr):
     return tl.dot(a, b, input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["spans", "window"])
 def merge_kernel(
     lengths_at, partial_at, partial_lse_at, sinks_at, out_at, lse_at, spans, window, heads, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, SINKS: tl.constexpr, SPAN: tl.constexpr,

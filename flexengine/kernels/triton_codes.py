@@ -92,7 +92,7 @@ def _finished(summed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor
     return (summed if bias is None else summed.add_(bias)).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # the last run of them is shorter
 def decode_kernel(
     data_at, halves_at, out_at, rows, columns, right, BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr
 ):
@@ -106,7 +106,7 @@ def decode_kernel(
     tl.store(out_at + place, found.to(out_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "groups"])  # they change with the batch
 def product_kernel(
     x_at, worth_at, sums_at, data_at, halves_at, out_at, count, rows, columns, right, stride, groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, TILE: tl.constexpr, INT8: tl.constexpr,
