@@ -46,6 +46,11 @@ class Tiles:
     DOT: bool
     NARROW: bool
 
+    @property
+    def warps(self) -> int:
+        """Of a program. In 4 warps Triton 3.6 spills hundreds of bytes of fp32 tiles, in 8 none."""
+        return 8 if self.DOT and not self.NARROW else 4
+
 
 def tiles(room: Room, heads: int, form: CacheForm | None, q: torch.dtype, pool: torch.dtype) -> Tiles | None:
     """How to compute attention of `heads` query heads, or None for what the kernel does not do.
@@ -90,7 +95,7 @@ def decode(
         span_kernel[len(part) * tile.KV_HEADS, spans, triton.cdiv(tile.GROUP, tile.ROWS)](
             part, pool, pool if tile.BITS == 0 else pool.view(torch.float16), tables[some], *common,
             q.stride(0), q.stride(1), tables.stride(0), spans, scale, seen, softcap or 0.0, CAPPED=softcap is not None,
-            SPAN=SPAN, WIDEN=INTERPRETED, **asdict(tile), num_warps=4,
+            SPAN=SPAN, WIDEN=INTERPRETED, **asdict(tile), num_warps=tile.warps,
         )  # fmt: skip
         merge_kernel[len(part) * heads,](
             *common, partial if sinks is None else sinks, out[some], lse[some], spans, seen, heads, DIM=dim,
