@@ -2,8 +2,9 @@
 
 python -m bench.gpu DIR [--out FILE] [--seconds 260]   (DIR: where the checkpoint is made or reused; 26 GB)
 
-One JSON line per case, each run in its own process, as many as fit in --seconds; then a table. `share_of_bound` is the
-time the streamed bytes need at the measured pinned host-to-device rate, over the whole time of the run.
+First the kernels by themselves (bench.gpu_kernels), one JSON line per figure. Then one line per case, each run in its
+own process, as many as fit in --seconds; then a table. `share_of_bound` is the time the streamed bytes need at the
+measured pinned host-to-device rate, over the whole time of the run.
 """
 
 import argparse
@@ -14,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import harness
+from bench import gpu_kernels, harness
 from bench.cases import GPU, GpuCase, fixed
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
@@ -108,6 +109,10 @@ def main() -> int:
     print(json.dumps({"checkpoint": shape, "seconds": round(time.monotonic() - start, 1)}), flush=True)
     if args.make_only:
         return 0
+    if args.smoke:
+        gpu_kernels.run(gpu_kernels.SMOKE, "cpu", args.out)
+    else:
+        gpu_kernels.run(gpu_kernels.GpuKernelCase(), device, args.out)
     rate = h2d_rate(device)
     records = []
     for case in cases:

@@ -326,7 +326,7 @@ class Engine:
             # Products there round differently in batches of another shape.
             "policy": policy.to_json() if policy and cuda else None,
             "device": "cuda" if cuda else "cpu",
-            "kernels": "cuda" if cuda else numerics(),
+            "kernels": numerics(self.machine.compute),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         }

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import harness, limit
+from bench import gpu_kernels, harness, limit
 from bench.bound import Question, bounds, question, read_rates
 from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
 from bench.harness import Job, Limits
@@ -193,3 +193,13 @@ def test_gpu_cases_fit_their_device_memory() -> None:
         cache = case.gpu_batch_size * case.num_gpu_batches * longest * shape.layers * 2 * shape.hidden * 2
         slots = 2 * shape.nbytes(shape.layer_shapes(0)) + shape.nbytes(shape.groups()[0])
         assert cache + slots < 13 * 2**30
+
+
+def test_gpu_kernels_are_timed(tmp_path: Path) -> None:
+    """On toy sizes; what computes is plain torch here."""
+    out = tmp_path / "kernels.jsonl"
+    gpu_kernels.run(gpu_kernels.SMOKE, "cpu", str(out))
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["bits"] for line in lines if "attention" in line] == [16, 4, 16, 4]
+    assert [line["rows"] for line in lines if "product" in line] == [1, 20]
+    assert all(rate > 0 for line in lines for rate in line.get("gb_s", line.get("tflop_s")).values())

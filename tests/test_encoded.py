@@ -1,6 +1,7 @@
 """Matrices as products read them, and every product with them: right, and by row whatever rows share the batch."""
 
 import math
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,9 +12,8 @@ from torch import Tensor
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
-from flexengine.kernels import Kernels
+from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Compute
-from flexengine.kernels.cuda import CudaKernels
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
@@ -21,7 +21,7 @@ COMPUTES: tuple[Compute | None, ...] = (None, "bf16", "int8")
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
 
 
-@pytest.fixture(scope="module", params=["reference", *BUILDS])
+@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -201,6 +201,8 @@ class TestProduct:
     def test_of_a_row_does_not_depend_on_the_rest(
         self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int], compute: Compute | None
     ) -> None:
+        if kernel.name == "cuda":
+            pytest.skip("on a GPU what computes is chosen by the number of rows")
         form, data = encoded(bits, group, *shape)
         x, bias = torch.randn(530, shape[1]), torch.randn(shape[0])
         torch.set_num_threads(1)
@@ -289,13 +291,33 @@ class TestProduct:
                 others = torch.arange(rows) != row
                 assert torch.equal(found[others], expected[others])
 
-    def test_another_set_inherits_the_plain_one(self, kernel: Kernels) -> None:
-        form, data = encoded(4, 32, 37, 70)
-        x = torch.randn(5, 70)
-        for compute in COMPUTES:
-            more = 0.1 if compute == "bf16" else 1e-4  # where weights are rounded, too
-            torch.testing.assert_close(CudaKernels().product(x, data, form, None, compute),
-                                       kernel.product(x, data, form, None, compute), atol=more, rtol=1e-4)  # fmt: skip
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("bits", BITS)
+    def test_16_bits(self, kernel: Kernels, bits: int, dtype: torch.dtype) -> None:
+        """Of x, of decoded weights, and of the result."""
+        form, data = encoded(bits, 32, 37, 70)
+        x, bias = torch.randn(90, 70).to(dtype), torch.randn(37)
+        if not kernel.narrow:
+            with pytest.raises(InvalidInput, match=str(dtype)):
+                kernel.product(x, data, form)
+            return
+        decoded, rounding = form.decode(data), torch.finfo(dtype).eps
+        fused = os.environ.get("TRITON_INTERPRET") == "1"  # plain torch does not round what it decodes
+        if fused and dtype == torch.bfloat16:  # Triton's interpreter cuts off what a GPU rounds
+            decoded = (decoded.view(torch.int32) & -(2**16)).view(torch.float32)
+        decoded = decoded.to(dtype).double() if fused else decoded.double()
+        slack = (x.abs().double() @ decoded.abs().T + bias.abs()) * 72 * 2.0**-24
+        for count in (1, 20, 65) if fused else (20,):
+            found, exact = kernel.product(x[:count], data, form), x[:count].double() @ decoded.T
+            assert found.dtype == dtype
+            if count <= 64:  # a CPU's own product of 16 bits, in place of cuBLAS's, need not sum in fp32
+                assert ((found - exact).abs() <= rounding / 2 * exact.abs() + slack[:count]).all()
+            torch.testing.assert_close(found.double(), exact, rtol=2 * rounding, atol=16 * rounding)
+            biased = kernel.product(x[:count], data, form, bias).double()
+            torch.testing.assert_close(biased, exact + bias, rtol=2 * rounding, atol=16 * rounding)
+            integers = kernel.product(x[:count], data, form, bias, compute="int8")
+            expected = ReferenceKernels().product(x[:count].float(), data, form, bias, compute="int8")
+            torch.testing.assert_close(integers, expected.to(dtype), rtol=2 * rounding, atol=1e-4)
 
     def test_in_runs_of_outputs(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         form, data = encoded(4, 32, 70, 20)
@@ -309,7 +331,7 @@ class TestProduct:
         (lambda x, w, f, k: k.product(x, w.view(2, -1), f), "288"),
         (lambda x, w, f, k: k.product(x, w.view(torch.int8), f), "int8"),
         (lambda x, w, f, k: k.product(x, torch.zeros(2 * len(w), dtype=torch.uint8)[::2], f), "contiguous"),
-        (lambda x, w, f, k: k.product(x.half(), w, f), "float16"),
+        (lambda x, w, f, k: k.product(x.double(), w, f), "float64"),
         (lambda x, w, f, k: k.product(x[:, :-1], w, f), "63"),
         (lambda x, w, f, k: k.product(x[0, 0], w, f), "64"),
         (lambda x, w, f, k: k.product(x, w, f, torch.zeros(15)), "15"),

@@ -17,8 +17,10 @@ __all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load", "load_for"]
 
 
 def load_for(device: torch.device) -> Kernels:
-    """The kernels for tensors on a device."""
-    return load() if device.type == "cpu" else CudaKernels()
+    """The kernels for tensors on a device. FLEXENGINE_KERNELS=reference asks for plain torch on a GPU too."""
+    if device.type == "cpu":
+        return load()
+    return CudaKernels(fused=os.environ.get("FLEXENGINE_KERNELS") != "reference")
 
 
 @cache

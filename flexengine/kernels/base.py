@@ -29,10 +29,11 @@ class Kernels(ABC):
     long as no two of them write the same memory. Errors are InvalidInput and name the offending sizes; then nothing was
     written.
 
-    name: "native", "reference" or "cuda", for reports.
+    name: "native", "reference" or "cuda", for reports. narrow: whether `product` takes x in 16 bits.
     """
 
     name: str
+    narrow = False
 
     @abstractmethod
     def append(
@@ -159,13 +160,16 @@ class Kernels(ABC):
 
         x: fp32 [..., form.columns], any strides; weight: uint8 [form.nbytes], contiguous; bias: fp32 [form.rows].
         Returns fp32 [..., form.rows]. A row with numbers that are not finite has none that are in its result.
+            Where kernels are narrow, x may be bf16 or fp16: then decoded weights are rounded to that too, sums are
+            taken in fp32, and the result is rounded again.
         compute: None multiplies with what form.decode gives. "bf16" first rounds x to bf16, and what is decoded too
             where the CPU multiplies pairs of bf16. "int8" rounds x to 8 bits, by row and by group of
             form.codec.group columns: code q = round(x / s), to nearest even, with s = max |x| / 127. Then, over the
             groups g of columns, with a weight's code, scale and minimum (native kernels sum the codes as integers),
                 out[m, c] = bias[c] + sum_g s[m, g] * (scale[c, g] * sum q * code + minimum[c, g] * sum q).
         On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
-        Beside its result it holds at most about 16 MiB of decoded weights, and unless compute is None a copy of x.
+        Beside its result it holds at most about 16 MiB of decoded weights, 64 on a GPU, and unless compute is None a
+        copy of x.
         """
 
     @abstractmethod
@@ -313,10 +317,11 @@ def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         )
 
 
-def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None) -> None:
-    """Raises InvalidInput unless the shapes and dtypes fit together."""
+def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, narrow: bool = False) -> None:
+    """Raises InvalidInput unless the shapes and dtypes fit together. narrow: x may have 16 bits."""
+    known = (torch.float32, torch.bfloat16, torch.float16) if narrow else (torch.float32,)
     fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
-    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype == torch.float32
+    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype in known
     if not fits or (bias is not None and (bias.shape != (form.rows,) or bias.dtype != torch.float32)):
         raise InvalidInput(
             f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"

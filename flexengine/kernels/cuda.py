@@ -1,12 +1,17 @@
-"""Attention on a GPU: batched torch, no host synchronisation. A fused Triton kernel is to take `decode`'s place."""
+"""Kernels on a GPU: Triton's where it can be had, else batched torch; no host synchronisation in either."""
 
+import functools
+import os
+import warnings
 from collections.abc import Iterator
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import Packed
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
@@ -14,9 +19,24 @@ GATHERED = 2**26  # bytes of gathered K and V held at once
 
 
 class CudaKernels(ReferenceKernels):
-    """See base.Kernels. Page tables are trusted: checking them would make the GPU wait for the host at every layer."""
+    """See base.Kernels. Page tables are trusted: checking them would make the GPU wait for the host at every layer.
+
+    fused: use Triton's kernels for what they do, on a GPU and, with TRITON_INTERPRET=1, on a CPU.
+    """
 
     name = "cuda"
+    narrow = True
+
+    def __init__(self, fused: bool = True) -> None:
+        self._fused = fused
+
+    def numerics(self) -> str:
+        """What decides the last bits of results."""
+        found = self._triton("cuda")
+        return "cuda, torch alone" if found is None else f"cuda, triton {found.attention.version()}"
+
+    def _triton(self, kind: str) -> "Fused | None":
+        return fused_kernels(kind) if self._fused else None
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
@@ -41,6 +61,11 @@ class CudaKernels(ReferenceKernels):
         room = base.check_decode(q, pool, tables, lengths, form)
         base.check_options(window, softcap, sinks, q.shape[1])
         base.check_topk(topk, with_lse)
+        if topk is None and len(q) and (fused := self._triton(q.device.type)):
+            tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
+            if tile is not None:
+                out, lse = fused.attention.decode(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
+                return (out, lse) if with_lse else out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for part in _parts(tables, room, pool.element_size()):
@@ -71,6 +96,42 @@ class CudaKernels(ReferenceKernels):
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
         return chosen
+
+    def product(
+        self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
+    ) -> Tensor:
+        base.check_product(x, weight, form, bias, narrow=True)
+        fused = self._triton(x.device.type)
+        if fused is None or not x.numel() or weight.data_ptr() % 2:
+            return super().product(x.float(), weight, form, bias, compute).to(x.dtype)
+        rows = x.bfloat16().to(x.dtype) if compute == "bf16" else x
+        rows = rows.reshape(-1, form.columns)
+        found: Tensor = fused.codes.product(rows, weight, form, bias, compute == "int8")
+        return found.view(*x.shape[:-1], form.rows)
+
+
+class Fused(NamedTuple):
+    """The modules with Triton's kernels."""
+
+    attention: ModuleType
+    codes: ModuleType
+
+
+@functools.cache
+def fused_kernels(kind: str) -> Fused | None:
+    """Triton's kernels, if they run on tensors of devices of that kind; a GPU that must do without is told of once."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if kind != "cuda" and not (kind == "cpu" and interpreted):
+        return None
+    try:
+        from flexengine.kernels import triton_attention, triton_codes
+
+        triton_attention.probe(torch.device(kind))
+    except Exception as error:  # no triton; no compiler for its launchers; a GPU it knows nothing of
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"kernels run in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)
+        return None
+    return Fused(triton_attention, triton_codes)
 
 
 def _parts(tables: Tensor, room: base.Room, element: int) -> Iterator[slice]:

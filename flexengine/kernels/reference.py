@@ -193,12 +193,19 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 def _rounded(x: Tensor, group: int) -> Tensor:
     """x to 8 bits, symmetric, per group of columns, and back. What is not finite makes its group NaN."""
-    groups = nn.functional.pad(x, (0, -x.shape[-1] % group))
-    groups = groups.reshape(*x.shape[:-1], groups.shape[-1] // group, group)
+    codes, scale = rounded_codes(nn.functional.pad(x, (0, -x.shape[-1] % group)), group)
+    return (codes * scale).flatten(-2)[..., : x.shape[-1]]
+
+
+def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Whole numbers from -127 to 127, [..., groups, group], and their scales [..., groups, 1], of x [..., columns].
+
+    A scale is NaN where its group has numbers that are not finite; the codes there may be.
+    """
+    groups = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
     scale = groups.abs().amax(-1, keepdim=True) / 127
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)
-    return (codes * scale).flatten(-2)[..., : x.shape[-1]]
+    return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def few_sizes(rows: int) -> int:

@@ -23,10 +23,12 @@ from flexengine.kernels.reference import has_onednn, linear_fp32
 unwatched = torch._C.DisableTorchFunction
 
 
-def numerics() -> str:
-    """What decides the last bits of a CPU's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
-    which version of them."""
-    found = kernels.load()
+def numerics(device: torch.device | None = None) -> str:
+    """What decides the last bits of a device's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
+    which version of them. None: of a CPU's."""
+    found = kernels.load_for(device or torch.device("cpu"))
+    if isinstance(found, kernels.CudaKernels):
+        return found.numerics()
     library = f"{'onednn' if has_onednn() else 'mkl'} {torch.backends.cpu.get_cpu_capability()}"
     return f"{library}, {found.name}" + (f" {found.simd} bits, {version()}" if isinstance(found, NativeKernels) else "")
 
@@ -47,8 +49,8 @@ class Product:
             raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
         with unwatched():
             if form is not None:
-                bias = None if bias is None else bias.float()
-                return kernels.load_for(x.device).product(x.float(), weight, form, bias, self.compute).to(x.dtype)
+                bias, found = None if bias is None else bias.float(), kernels.load_for(x.device)
+                return found.product(x if found.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or weight.dtype == x.dtype != torch.float32:
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
             if weight.dtype == x.dtype:
