@@ -122,7 +122,8 @@ def test_product(
     data, moved, added = there(form.encode(torch.randn(shape) / 10), x, bias)
     exact = ReferenceKernels().product(x.float(), data.cpu(), form, bias, compute)
     rounding = torch.finfo(dtype).eps
-    slack = x.float().abs() @ form.decode(data.cpu()).abs().T * (1e-6 if compute or dtype == torch.float32 else rounding)
+    share = 1e-6 if compute or dtype == torch.float32 else rounding
+    slack = x.float().abs() @ form.decode(data.cpu()).abs().T * share
     for rows in (1, 17, 64, 300):
         found = kernel.product(moved[:rows], data, form, added, compute)
         assert found.dtype == dtype
