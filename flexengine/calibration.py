@@ -72,6 +72,9 @@ def check(name: str, tokenizer: Any) -> None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
                            " tokenizer files beside it, or leave calibrate out")  # fmt: skip
     if name != BUNDLED:
+        if Path(name).is_fifo() or Path(name).is_char_device():
+            raise InvalidInput(f"{name}, to calibrate with, is a pipe or a device, and it is read more than once; give"
+                               " a UTF-8 text file")  # fmt: skip
         with _explained(name), Path(name).open("rb") as file:
             file.read(1)
 

@@ -93,7 +93,9 @@ class Engine:
         self.lossy = lossy
         if allow and (lossy or policy is not None):
             raise InvalidInput("allow is for a planner that chooses; it goes with neither lossy switches nor a policy")
-        self._choices = tuple(filter(opened.takes, choices(allow))) if allow else ()
+        given = choices(allow) if allow else ()
+        self._choices = tuple(each for each in given if opened.refusal(each) is None)
+        self._unsuited = next(filter(None, map(opened.refusal, given)), None)
         self.source, self.dtype, self.skeleton = opened.source, opened.dtype, opened.skeleton
         self._opened, directory = opened, opened.source.directory
         self.tokenizer = load_tokenizer(directory, trust_remote_code)
@@ -133,7 +135,13 @@ class Engine:
         """Has the planner choose, for a job of this workload, what it may and has not chosen yet."""
         if self._choices and workload.count:
             self.use(self.planner.least_lossy(workload, self.fixed_prefill, self._choices))
+            if self._unsuited:
+                self.planner.say(f"not considered: {self._unsuited}")
             self.planner.say(f"chosen: {self.lossy}; python -m flexengine.quality shows what that costs")
+
+    def refusal(self, lossy: Lossy) -> str | None:
+        """Why this model cannot be run with these switches here; None if it can."""
+        return self._opened.refusal(lossy)
 
     def use(self, lossy: Lossy) -> None:
         """Settles what was left to the planner."""

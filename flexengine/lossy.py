@@ -9,7 +9,7 @@ from flexengine.errors import InvalidInput
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
 FITTED = ("int4", "int3", "int2")  # those whose scales are fitted, so that it matters to what
-CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: numbers
+CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: kept as numbers
 COMPUTE = ("bf16", "int8")
 BUNDLED = "bundled"  # text to calibrate with that needs no file
 
@@ -75,8 +75,8 @@ ALLOW: dict[str, tuple[str, str | float]] = {
 }
 QUALITY = {
     "exact": (),
-    "near": ("int8-weights", "bf16-compute", "int8-compute", "int8-cache"),
-    "small": ("int8-weights", "int4-weights", "bf16-compute", "int8-compute", "int8-cache", "int4-cache"),
+    "near": ("int8-weights", "int8-compute", "int8-cache"),
+    "small": ("int8-weights", "int4-weights", "int8-compute", "int8-cache", "int4-cache"),
 }
 
 

@@ -210,13 +210,15 @@ def agreement(exact: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) ->
 
 
 def measure(
-    make: Callable[[Lossy], AbstractContextManager["Engine"]], text: Text, choices: Sequence[Lossy]
+    make: Callable[[Lossy], AbstractContextManager["Engine"]], text: Text, choices: Sequence[Lossy], named: bool = True
 ) -> Iterator[tuple[Cost, dict[str, Any]]]:
     """Exact, then each choice, with facts about the engine that ran it: one engine at a time, from `make`. A choice
-    that the model or the machine refuses has `refused`; for exact it is raised."""
+    that the model or the machine refuses has `refused`; for exact it is raised. named: by the user; else those that
+    mean nothing here are left out."""
     with make(EXACT) as engine:
         rows = stretches(text, engine.tokenizer, engine.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)
+        choices = [each for each in choices if named or engine.refusal(each) is None]
     yield cost(EXACT, exact, exact), about
     for lossy in choices:
         try:
@@ -338,7 +340,8 @@ def report(args: argparse.Namespace) -> int:
         return engine
 
     measured = []
-    for one in measure(make, text, choices):
+    named = any(vars(args).get(name) for name in _ALL)
+    for one in measure(make, text, choices, named):
         measured.append(one)
         say(brief(one[0]))
     costs, about = [c for c, _ in measured], measured[0][1]

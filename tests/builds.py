@@ -5,7 +5,10 @@ import pytest
 from flexengine.kernels import Kernels, ReferenceKernels, build, cpu
 from flexengine.kernels.cuda import CudaKernels
 
-BUILDS = {"native": (), "avx2": ("-mno-avx512f",), "portable": ("-DFLEX_PORTABLE",)}
+BUILDS = {
+    "native": (), "avx512": ("-mno-avx512vnni", "-mno-avx512bf16"), "avx2": ("-mno-avx512f", "-mno-avxvnni"),
+    "portable": ("-DFLEX_PORTABLE",),
+}  # fmt: skip
 
 
 def kernels_named(name: str) -> Kernels:
@@ -18,6 +21,6 @@ def kernels_named(name: str) -> Kernels:
         built = cpu.load_native(*BUILDS[name])
     except build.BuildFailed as error:
         pytest.skip(f"cannot build {name}: {error}")
-    if name == "avx2" and built.simd != 256:
-        pytest.skip("no AVX2 here")
+    if (wanted := {"avx512": 512, "avx2": 256}.get(name)) and built.simd != wanted:
+        pytest.skip(f"no {name} here")
     return built

@@ -57,6 +57,33 @@ def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not list(tmp_path.glob("kernels/*"))
 
 
+def test_a_compiler_that_does_not_know_this_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is told of, also when the library has to be built once more because a crash damaged it."""
+    compiler, source = tmp_path / "cc", tmp_path / "some.cpp"
+    real = shutil.which("c++") or pytest.skip("no C++ compiler")
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) echo "error: unknown -march" >&2; exit 1;; esac\n'
+                        f'exec {real} "$@"\n')  # fmt: skip
+    compiler.chmod(0o755)
+    source.write_text('extern "C" int answer() { return 42; }\n')
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(RuntimeWarning, match="for any processor, .* unknown -march"):
+        assert build.load(sources=[source]).answer() == 42
+    [library] = tmp_path.glob("cache/kernels/*.so")
+    copy = tmp_path / "other" / "kernels" / library.name
+    copy.parent.mkdir(parents=True)
+    copy.write_bytes(b"damaged")
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "other"))
+    with pytest.warns(RuntimeWarning, match="for any processor"):
+        assert build.load(sources=[source]).answer() == 42
+
+
+def test_the_headers_are_part_of_what_is_built(tmp_path: Path) -> None:
+    source = tmp_path / "some.cpp"
+    source.write_text("// nothing\n")
+    assert all(path.read_text() in build._code([source]) for path in Path(build.__file__).parent.glob("*.h"))
+
+
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))

@@ -1,6 +1,7 @@
 """Calibration: what is recorded is what hooks on transformers' own model see, and weights are encoded by it."""
 
 import errno
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -222,6 +223,9 @@ def test_texts_that_are_refused(tmp_path: Path) -> None:
     for path in (latin, tmp_path, tmp_path / "none"):
         with pytest.raises(InvalidInput, match="cannot be read as UTF-8 text"):
             calibration.calibration(str(path), byte_tokenizer(), None)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InvalidInput, match="is a pipe or a device"):
+        calibration.check(str(tmp_path / "pipe"), byte_tokenizer())
     with pytest.raises(InvalidInput, match="no tokenizer"):
         calibration.calibration(BUNDLED, None, None)
 

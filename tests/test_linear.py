@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from flexengine import kernels
 from flexengine.kernels import reference
+from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.linear import FastLinear, Product, numerics, use_fast_linear
 
 ROWS = (1, 2, 3, 5, 8, 16, 17, 33, 64, 100, 160, 161, 257, 513)
@@ -138,6 +139,16 @@ def test_linear_layers_take_it_over(product: Product) -> None:
     assert [type(module) for module in model] == [FastLinear, nn.ReLU, FastLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(x), expected)
+
+
+def test_numerics_tell_apart_how_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels.load.cache_clear()
+    found = kernels.load()
+    if not isinstance(found, NativeKernels):
+        pytest.skip("no native kernels")
+    one = numerics()
+    monkeypatch.setattr(found, "bf16", not found.bf16)
+    assert numerics() != one
 
 
 def test_numerics_names_what_computes(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,8 +86,8 @@ def test_encoded_weights(families: Any, family: str, codec: str) -> None:
 @pytest.mark.parametrize(("family", "lossy"), [
     *((family, Lossy(weights=weights, compute=compute))
       for family in ("llama-tied", "mixtral") for weights, compute in ((None, "int8"), ("int4", "int8"))),
-    *((family, Lossy(compute="bf16")) for family in ("opt", "gpt2", "llama-tied", "mixtral", "gpt-oss")),
-    ("llama-tied", Lossy(weights="int4", compute="bf16")),
+    *((family, Lossy(compute="bf16")) for family in ("opt", "llama-tied", "mixtral")),
+    *((family, Lossy(weights="int4", compute="bf16")) for family in ("llama-tied", "gpt2", "gpt-oss")),
 ])  # fmt: skip
 def test_rounded_products(families: Any, family: str, lossy: Lossy) -> None:
     """Placement and batches change nothing, and the logits stay near those of the rounded weights."""
@@ -107,11 +107,21 @@ def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path
         with Engine(known.directory, WHOLE, device="sim", lossy=lossy) as engine:
             sizes.append(sum(t.held_bytes for layer in engine.facts.layers for t in layer if t.matrix))
     assert sizes[1] * 2 == sizes[0]
-    with pytest.raises(InvalidInput, match="CPUs that compute in fp32"):
-        Engine(known.directory, device="sim", dtype="bfloat16", lossy=Lossy(compute="bf16"))
+    for lossy in (Lossy(compute="bf16"), Lossy(cache="bf16")):
+        with pytest.raises(InvalidInput, match="CPUs that compute in fp32"):
+            Engine(known.directory, device="sim", dtype="bfloat16", lossy=lossy)
+    said: list[str] = []
     with Engine(known.directory, device="sim", dtype="bfloat16", allow=["bf16-compute", "int8-weights"]) as engine:
+        engine.planner.say = said.append
         engine.generate(known.rows[:2], GREEDY)
         assert engine.lossy.compute is None
+        assert any("not considered: compute is 'bf16'" in line for line in said)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt-oss"])
+def test_transposed_matrices_are_not_multiplied_in_bf16_as_they_are(families: Any, family: str) -> None:
+    with pytest.raises(InvalidInput, match=r"matrices transposed, such as .*weights int8"):
+        Engine(families(family).directory, device="sim", lossy=Lossy(compute="bf16"))
 
 
 def scores(known: Any, lossy: Lossy) -> float:

@@ -448,7 +448,7 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
     others += [store.fingerprint(at("sim"), tmp_path), store.fingerprint(at("cpu"), tmp_path)]
     changes: list[tuple[Any, str, Any]] = [
         (store, "__version__", "9"), (torch, "__version__", "9"), (store, "version", lambda _: "9"),
-        (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda: "mkl"),
+        (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
         (store.os, "sched_getaffinity", lambda _: set(range(99))), (torch, "get_num_threads", lambda: 99),
         (store, "_device_of", lambda _: 99), (store, "machine_name", lambda _: "a GPU"),
     ]  # fmt: skip
@@ -483,6 +483,13 @@ def test_corrected(families: Any, tmp_path: Path) -> None:
     assert store.corrected(two, {"disk_read": 2.0, "device": 3.0}, facts, planned=one) == two
     later = store.corrected(two, {"disk_read": 4.0}, facts, planned=one)
     assert later.checkpoint_read == ((1.0, 0.5), (8.0, 1.0))
+    # What has been measured anew since the job was planned stays, for the job says nothing of it.
+    anew = replace(two, links={**two.links, "disk_read": ((1.0, 5.0), (8.0, 5.0))},
+                   layers={**two.layers, own: ((1.0, 0.9),)}, corrected={head: 3.0})  # fmt: skip
+    found = store.corrected(anew, {"disk_read": 1.3, "device": 2.0}, facts, planned=two)
+    assert (found.links["disk_read"], found.layers[own]) == (anew.links["disk_read"], anew.layers[own])
+    assert found.heads[head] == ((1.0, 1.25),)
+    assert found.corrected == {head: 5.0}
     back = store.corrected(two, {"disk_read": 0.5, "device": 1 / 3}, facts)
     assert back.checkpoint_read == one.checkpoint_read
     assert back.layers[own][0][1] == pytest.approx(0.5)

@@ -1,6 +1,7 @@
 """What lossy choices cost: statistics by hand, the report, the bundled texts, and a small model whose
 likelihoods transformers computes in one pass over each stretch."""
 
+import contextlib
 import json
 import math
 import time
@@ -228,6 +229,17 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         source=SimpleNamespace(name="s"), machine=SimpleNamespace(kind="cpu"), numerics={"dtype": "float32"},
         summary={"total_seconds": 2.5},
     )  # fmt: skip
+
+
+def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
+    def make(lossy: Lossy) -> Any:
+        engine = stand_in(lossy)
+        engine.refusal = lambda each: "no bf16 here" if each.compute == "bf16" else None
+        return contextlib.nullcontext(engine)
+
+    text, among = quality.Text("t", "words " * 200, 2, 64), [Lossy(compute="bf16"), INT8]
+    for named, expected in ((False, [EXACT, INT8]), (True, [EXACT, *among])):
+        assert [c.lossy for c, _ in quality.measure(make, text, among, named)] == expected
 
 
 class Stand:

@@ -1,4 +1,4 @@
-"""The codecs there are, by the names users give."""
+"""Codecs by name: of weights as users give them, and of papers, to compare with."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,9 @@ from flexengine.codec.groupwise import Groupwise
 
 
 class KV(NamedTuple):
-    """How keys and values are stored. window: the newest tokens of a sequence, which stay as they are until there are
-    so many: groups of keys that run along the tokens are encoded when they are full."""
+    """How papers store keys and values; what jobs do is codec.cache. window: the newest tokens of a sequence, which
+    stay as they are until there are so many: groups of keys that run along the tokens are encoded when they are full.
+    """
 
     keys: Codec
     values: Codec
@@ -42,8 +43,8 @@ def _by_token(name: str, bits: int) -> KV:
 
 
 CACHES: dict[str, KV] = {
-    "int8": _by_token("int8", 8),
-    "int4": _kivi(4),
-    "int2": _kivi(2),
+    "kivi4": _kivi(4),
+    "kivi2": _kivi(2),
+    "flexgen8": _by_token("flexgen8", 8),
     "flexgen4": _by_token("flexgen4", 4),
 }

@@ -1,4 +1,4 @@
-"""Kernels for attention over a paged KV cache, 16-bit weights and conversion: `load()` gives the best there is."""
+"""What base.Kernels says, by several means: `load()` gives the best there is, `load_for()` that of a device."""
 
 import os
 import warnings
@@ -18,9 +18,12 @@ __all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load", "load_for"]
 
 def load_for(device: torch.device) -> Kernels:
     """The kernels for tensors on a device. FLEXENGINE_KERNELS=reference asks for plain torch on a GPU too."""
-    if device.type == "cpu":
-        return load()
-    return CudaKernels(fused=os.environ.get("FLEXENGINE_KERNELS") != "reference")
+    return load() if device.type == "cpu" else _load_cuda()
+
+
+@cache
+def _load_cuda() -> Kernels:
+    return CudaKernels(fused=_choice() != "reference")
 
 
 @cache
@@ -29,13 +32,17 @@ def load() -> Kernels:
 
     The environment variable FLEXENGINE_KERNELS=reference asks for the latter. Any other value raises InvalidInput.
     """
-    choice = os.environ.get("FLEXENGINE_KERNELS", "")
-    if choice not in ("", "native", "reference"):
-        raise InvalidInput(f"FLEXENGINE_KERNELS is {choice!r}; it may be native or reference")
-    if choice == "reference":
+    if _choice() == "reference":
         return ReferenceKernels()
     try:
         return load_native()
     except BuildFailed as error:
         warnings.warn(f"kernels run in plain torch, several times slower: {error}", RuntimeWarning, stacklevel=2)
         return ReferenceKernels()
+
+
+def _choice() -> str:
+    choice = os.environ.get("FLEXENGINE_KERNELS", "")
+    if choice not in ("", "native", "reference"):
+        raise InvalidInput(f"FLEXENGINE_KERNELS is {choice!r}; it may be native or reference")
+    return choice

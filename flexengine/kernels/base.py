@@ -26,8 +26,8 @@ class Kernels(ABC):
     """One implementation of every kernel.
 
     All sums are taken in fp32, whatever the tensors' dtype. Every method may be called from several threads at once as
-    long as no two of them write the same memory. Errors are InvalidInput and name the offending sizes; then nothing was
-    written.
+    long as no two of them write the same memory. Errors are InvalidInput and name the offending sizes, or OutOfMemory;
+    then nothing was written.
 
     name: "native", "reference" or "cuda", for reports. narrow: whether `product` takes x in 16 bits.
     """
@@ -144,12 +144,12 @@ class Kernels(ABC):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
     ) -> Tensor:
-        """x @ weight.T + bias for a weight stored in fewer bits; it is widened on the way, exactly.
+        """x @ weight.T + bias for a weight stored in fewer bits, of which nothing is lost on the way.
 
         x: fp32 [..., k], any strides; weight: bf16 or fp16 [n, k], contiguous; bias: fp32 [n]. Returns fp32 [..., n].
         compute: "bf16" first rounds x to bf16; numbers below 1.2e-38 may then count as zeros.
         On a CPU a row's result is bit for bit the same whatever other rows there are, and for any number of threads.
-        Beside its result it holds at most about 16 MiB of widened weights.
+        Beside its result it holds at most about 16 MiB of widened weights, and unless compute is None a copy of x.
         """
 
     @abstractmethod

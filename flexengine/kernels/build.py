@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -41,11 +42,15 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
 
 
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
-    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without."""
+    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without,
+    with a warning."""
     try:
         library = _build(compiler, flags, sources)
-    except BuildFailed:
-        library = _build(compiler, [flag for flag in flags if flag != "-march=native"], sources)
+    except BuildFailed as error:
+        flags = [flag for flag in flags if flag != "-march=native"]
+        library = _build(compiler, flags, sources)
+        slow = f"kernels are built for any processor, several times slower than for this one: {error}"
+        warnings.warn(slow, RuntimeWarning, stacklevel=2)
     try:
         return ctypes.CDLL(str(library))
     except OSError:
@@ -87,7 +92,8 @@ def _cpu() -> str:
 
 
 def _code(sources: Sequence[Path]) -> str:
-    return "\0".join(path.read_text() for path in (*sources, *sorted(sources[0].parent.glob("*.h"))))
+    headers = sorted(Path(__file__).parent.glob("*.h"))  # which other sources include, too
+    return "\0".join(path.read_text() for path in (*sources, *headers))
 
 
 @cache

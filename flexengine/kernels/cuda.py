@@ -104,8 +104,8 @@ class CudaKernels(ReferenceKernels):
         fused = self._triton(x.device.type)
         if fused is None or not x.numel() or weight.data_ptr() % 2:
             return super().product(x.float(), weight, form, bias, compute).to(x.dtype)
-        rows = x.bfloat16().to(x.dtype) if compute == "bf16" else x
-        rows = rows.reshape(-1, form.columns)
+        rows = x.bfloat16() if compute == "bf16" and x.dtype == torch.float32 else x
+        rows = rows.to(x.dtype).reshape(-1, form.columns)
         found: Tensor = fused.codes.product(rows, weight, form, bias, compute == "int8")
         return found.view(*x.shape[:-1], form.rows)
 

@@ -1,4 +1,4 @@
-// The inner loop of all fp32 products: a tile of sums that stays in registers.
+// The inner loop of all products of fp32 and of bf16: a tile of sums that stays in registers.
 #pragma once
 #include "simd.h"
 

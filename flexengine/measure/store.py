@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import platform
 import tempfile
@@ -75,8 +76,9 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
         return hardware
 
     def joined(known: Hardware) -> Hardware:
+        before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads}}
         return replace(
-            known, layers={**known.layers, **layers}, heads={**known.heads, **heads},
+            known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
             streaming={**known.streaming, **streaming},
         )  # fmt: skip
 
@@ -121,7 +123,8 @@ def corrected(
     may have corrected since then (None: with `hardware` itself).
 
     Links slow down by theirs, disk_read together with the reading of checkpoints; "device" lengthens the seconds of
-    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay. All
+    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay, and so do
+    figures that have been measured anew since the job was planned, of which it says nothing. All
     corrections together make 0.2 to 5 times what was measured, so that an error of another origin, which correcting
     does not lessen, cannot make figures run away from job to job.
     """
@@ -130,6 +133,8 @@ def corrected(
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():
         for name in names.get(lane, ()):
+            if planned is not None and not _alike(_measured(planned, name), _measured(hardware, name)):
+                continue
             now[name] = min(MOST_FACTOR, max(LEAST_FACTOR, before.get(name, 1.0) * factor))
     more = {name: total / hardware.corrected.get(name, 1.0) for name, total in now.items()}
 
@@ -160,7 +165,7 @@ def fingerprint(machine: Machine, offload_dir: Path) -> str:
     parts = [
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
-        numerics(), available.load().name, rates, _device_of(offload_dir),
+        numerics(machine.compute), available.load().name, rates, _device_of(offload_dir),
     ]  # fmt: skip
     return _digest([str(part) for part in parts])
 
@@ -224,3 +229,17 @@ def keep(key: str, hardware: Hardware) -> None:
 
 def _silent(_: str) -> None:
     pass
+
+
+def _measured(hardware: Hardware, name: str) -> Table:
+    """A link's bytes/s, or seconds of a layer or head, before they were corrected; () if there are none."""
+    by = hardware.corrected.get(name, 1.0)
+    if name in hardware.links:
+        return _times(hardware.links[name], by)
+    return _times(hardware.layers.get(name) or hardware.heads.get(name) or (), 1 / by)
+
+
+def _alike(one: Table, other: Table) -> bool:
+    return len(one) == len(other) and all(
+        x == a and math.isclose(y, b, rel_tol=1e-6) for (x, y), (a, b) in zip(one, other, strict=True)
+    )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import ROWS, Packed
-from flexengine.errors import BadCheckpoint
+from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
 from flexengine.model.form import Form
 from flexengine.model.importance import Importances
@@ -128,7 +128,10 @@ def _encoded(name: str, origin: Origin, form: Form, importances: Importances | N
         for part in _runs(origin, number * each, form):
             if not bool(torch.isfinite(part).all()):
                 raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
-            data = Packed(form.packed.codec, *part.shape).encode(part, importance)
+            try:
+                data = Packed(form.packed.codec, *part.shape).encode(part, importance)
+            except InvalidInput as error:
+                raise BadCheckpoint(f"tensor {name}: {error}") from error
             target[at : at + len(data)] = data
             at += len(data)
     return out.view(form.shape)

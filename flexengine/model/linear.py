@@ -30,7 +30,9 @@ def numerics(device: torch.device | None = None) -> str:
     if isinstance(found, kernels.CudaKernels):
         return found.numerics()
     library = f"{'onednn' if has_onednn() else 'mkl'} {torch.backends.cpu.get_cpu_capability()}"
-    return f"{library}, {found.name}" + (f" {found.simd} bits, {version()}" if isinstance(found, NativeKernels) else "")
+    if not isinstance(found, NativeKernels):
+        return f"{library}, {found.name}"
+    return f"{library}, {found.name} {found.simd} bits{' and bf16' if found.bf16 else ''}, {version()}"
 
 
 class Product:

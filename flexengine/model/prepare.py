@@ -90,7 +90,7 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
                 _sweep(final)
                 _build(source, final, build, keep=bool(what))
     except OSError as error:
-        if isinstance(error.filename, str) and not Path(error.filename).is_relative_to(root):
+        if isinstance(error.filename, str) and Path(error.filename) in map(Path, files):
             raise BadCheckpoint(f"{source} cannot be read: {error}") from error
         raise InvalidInput(
             f"{source} must be converted once, but {root} cannot be written: {error};"

@@ -2,7 +2,7 @@
 
 | kind | device tier | host tier | disk to device |
 |---|---|---|---|
-| cpu | RAM, 16-bit matrices as stored, the rest in the compute dtype | the same RAM, as stored | direct |
+| cpu | RAM, matrices in bf16 or their own 16 bits, the rest in the compute dtype | the same RAM, as stored | direct |
 | sim | RAM with a capacity of its own | RAM behind throttled h2d and d2h links | through host staging |
 | cuda | GPU memory | pinned RAM | through host staging |
 """

@@ -62,10 +62,8 @@ class Opened:
         """From now on keeps and multiplies what `lossy` says. Weights must not be loaded.
 
         Raises InvalidInput for what does not go with the device or the dtype."""
-        if not self.takes(lossy):
-            raise InvalidInput(f"compute is 'bf16', but this is the {'CPU' if self.cpu else 'GPU'} computing in"
-                               f" {self.dtype}: it is for CPUs that compute in fp32; a dtype of bfloat16 computes all"
-                               " in bf16")  # fmt: skip
+        if reason := self.refusal(lossy):
+            raise InvalidInput(reason)
         skeleton = self.skeleton
         use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
@@ -81,9 +79,19 @@ class Opened:
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
         self.__dict__.pop("origins", None)
 
-    def takes(self, lossy: Lossy) -> bool:
-        """Whether `use` does: products of bf16 are chosen by the dtype where not a CPU computes in fp32."""
-        return lossy.compute != "bf16" or (self.cpu and self.dtype == torch.float32)
+    def refusal(self, lossy: Lossy) -> str | None:
+        """Why `use` would not take these switches; None if it would."""
+        switch = next((name for name in ("compute", "cache") if getattr(lossy, name) == "bf16"), None)
+        if switch and not (self.cpu and self.dtype == torch.float32):
+            return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
+                    " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
+                    " bf16")  # fmt: skip
+        turned = set(forms(self.skeleton, "int8")) - self.skeleton.matrices
+        if lossy.compute == "bf16" and lossy.coded is None and turned:
+            return (f"compute is 'bf16', but the model has {len(turned)} matrices transposed, such as {min(turned)},"
+                    " and those are multiplied in fp32; encode them with weights int8 or fewer bits, or let compute be"
+                    " 'int8'")  # fmt: skip
+        return None
 
     def cache_form(self, bits: int) -> CacheForm:
         """How a layer's keys and values lie in that many bits, in pages of one token."""
@@ -149,6 +157,7 @@ def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtyp
     are kept in bf16 if that is what they are multiplied in."""
     keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
     if skeleton.product.compute == "bf16":
+        keep &= set(forms(skeleton, "int8"))  # what decides about experts is not rounded
         return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
@@ -168,7 +177,7 @@ def model_facts(
             fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
             if (form := skeleton.forms.get(name)) is not None:
                 fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
-            elif by and fact.matrix and fact.held == 2:
+            elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
                 fact = replace(fact, form="bfloat16" + by)
             found.append(fact)
         return tuple(found)
