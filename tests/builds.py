@@ -5,10 +5,8 @@ import pytest
 from flexengine.kernels import Kernels, ReferenceKernels, build, cpu
 from flexengine.kernels.cuda import CudaKernels
 
-BUILDS = {
-    "native": (), "avx512": ("-mno-avx512vnni", "-mno-avx512bf16"), "avx2": ("-mno-avx512f", "-mno-avxvnni"),
-    "portable": ("-DFLEX_PORTABLE",),
-}  # fmt: skip
+# avx2: without the instruction for products of bytes, which AVX-512 here has, so that both ways are run.
+BUILDS = {"native": (), "avx2": ("-mno-avx512f", "-mno-avxvnni"), "portable": ("-DFLEX_PORTABLE",)}
 
 
 def kernels_named(name: str) -> Kernels:
@@ -21,6 +19,6 @@ def kernels_named(name: str) -> Kernels:
         built = cpu.load_native(*BUILDS[name])
     except build.BuildFailed as error:
         pytest.skip(f"cannot build {name}: {error}")
-    if (wanted := {"avx512": 512, "avx2": 256}.get(name)) and built.simd != wanted:
-        pytest.skip(f"no {name} here")
+    if name == "avx2" and built.simd != 256:
+        pytest.skip("no AVX2 here")
     return built
