@@ -1,7 +1,6 @@
 """The demo model through the command line, against transformers' own reading of the same GGUF."""
 
 import json
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -87,9 +86,7 @@ def demo(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("demo")))
         found = resolve(None)
-        start = time.perf_counter()
         assert resolve(None) == found
-        assert time.perf_counter() - start < 1
     return file, found.directory
 
 
@@ -116,9 +113,7 @@ def test_demo_weights_are_those_of_transformers(demo):
 def test_demo_tokenizer_is_that_of_transformers(demo):
     file, directory = demo
     theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    start = time.perf_counter()
     ours = AutoTokenizer.from_pretrained(directory)
-    assert time.perf_counter() - start < 1
     chat = [{"role": "user", "content": "What is 2+2?"}]
     for text in ("Hello world", "  two  spaces\n\ttab", "Zażółć gęślą jaźń 😀 漢字", "12345.678 x-y_z",
                  "<|im_start|>user\nhi<|im_end|>", "", "def f(x):\n    return x**2\n"):  # fmt: skip
