@@ -171,7 +171,7 @@ class Generation:
         """Takes a sequence's new token; returns whether it was the last."""
         text = self._texts[sequence]
         if sampled.token == NONFINITE:
-            text.error = f"the model's logits are not finite at token {len(text.generated)} of the continuation"
+            text.error = f"its logits are not finite after {len(text.generated)} tokens"
             return True
         text.generated.append(sampled.token)
         if sampled.logprob is not None:
