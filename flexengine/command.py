@@ -5,7 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from flexengine.errors import FlexError
+from flexengine.errors import FlexError, RanOut
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -21,6 +21,9 @@ def ended(command: Callable[[], int]) -> int:
         code = command()
         sys.stdout.flush()
         return code
+    except RanOut as error:  # on the way, with results
+        say(" ".join(str(error).split()))
+        return FAILED
     except FlexError as error:
         say(" ".join(str(error).split()))
         return REFUSED

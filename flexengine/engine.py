@@ -1,10 +1,12 @@
 """The engine: a model, a machine and a policy; prompts in, results out."""
 
 import contextlib
+import itertools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +17,7 @@ import torch
 from flexengine import kernels
 from flexengine.calibration import Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import InvalidInput, OutOfMemory, RanOut
 from flexengine.generation import Generation, Means, Progress
 from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
@@ -33,7 +35,9 @@ from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, l
 from flexengine.plan.search import LEAST, lay_out_given, planned
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
+from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.shortage import Shortage, shortage
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
@@ -115,6 +119,7 @@ class Engine:
         self.fixed_prefill: int | None = None  # prefill_tokens that the planner must keep to
         self.load_first = False  # whether all that stays in memory is read before the first sweep, to time sweeps alone
         self._weights: Weights | None = None
+        self._settled = 0  # bytes that weights dropped since had been brought to where they stay
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
 
@@ -196,8 +201,17 @@ class Engine:
 
     def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> list[Result]:
         """Results of all prompts, in their order. A prompt is a string or a row: {"prompt"}, {"messages"} or
-        {"prompt_token_ids"}, with sampling parameters of its own if it likes."""
-        return sorted(self.stream(prompts, params), key=lambda result: result.index)
+        {"prompt_token_ids"}, with sampling parameters of its own if it likes. Raises as `stream`."""
+        found: list[Result] = []
+        try:
+            for result in self.stream(prompts, params):
+                found.append(result)
+        except RanOut as error:
+            error.results = found
+            raise
+        finally:
+            found.sort(key=lambda result: result.index)
+        return found
 
     def score(self, rows: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Result]:
         """What the model thinks of given continuations: (prompt, continuation), in token ids. `logprobs` of a result
@@ -209,7 +223,10 @@ class Engine:
         """Results as rows finish; `index` says which prompt one belongs to. A bad row yields a result with `error`.
 
         prompts is walked twice, once for the sizes and once for the work, and never held as a whole; an iterator, which
-        can be walked only once, is made a list."""
+        can be walked only once, is made a list.
+
+        If memory runs out although the plan fits what was said to be there, the job goes on with a smaller block (see
+        `summary["replanned"]`) and the same results. Raises RanOut if that does not help, or the policy was given."""
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if not isinstance(params, SamplingParams | None):
@@ -270,10 +287,10 @@ class Engine:
                 assert isinstance(row, Row)
                 progress.failed += 1
                 yield Result(row.index, error=row.error)
-            self.summary = self._summarise(progress, None, 0.0, {})
+            self.summary = self._summarise(_Course(iter(()), progress), None)
             return
-        watch = Watch(self.planner.cost(fitting), layout)
-        yield from self._generate(watch, self._requests(prompts, params, largest, why), progress)
+        course = _Course(self._requests(prompts, params, largest, why), progress)
+        yield from self._generate(fitting, layout, course)
 
     def _requests(
         self, prompts: Iterable[Any], params: SamplingParams, largest: int, why: OutOfMemory | None
@@ -291,22 +308,57 @@ class Engine:
         """The job's layout, the most tokens of a sequence in it, and why not more; see `plan.fitting`."""
         return fitting(workload, self.plan)
 
-    def _generate(self, watch: Watch, feed: Iterator[Request | Row], progress: Progress) -> Iterator[Result]:
-        began, layout = time.perf_counter(), watch.layout
+    def _generate(self, workload: Workload, layout: Layout, course: "_Course") -> Iterator[Result]:
+        """The results of a job that begins with a layout. Where memory runs out on the way it goes on with a smaller
+        block, at most REPLANS times; rows that are finished stay. Raises RanOut if that does not help, or if the policy
+        was given."""
+        times = 0
+        while (found := (yield from self._attempt(Watch(self.planner.cost(workload), layout), course))) is not None:
+            if self.policy is not None:
+                raise given_too_large(found, layout, lambda policy: self._laid_out(policy, workload))
+            if times == REPLANS:
+                raise exhausted(found, layout, times)
+            times += 1
+            self.machine.give_back()
+            try:
+                smaller = self.planner.smaller(workload, layout, found.tier, found.needed, self._placed)
+            except OutOfMemory as error:
+                raise exhausted(found, layout, times - 1, error) from error
+            told = replanned(found, layout, smaller, course.rows, times)
+            course.replanned.append(told)
+            self.planner.say(told)
+            layout = smaller
+
+    def _attempt(self, watch: Watch, course: "_Course") -> Generator[Result, None, Shortage | None]:
+        """Results until all rows are done, or until memory ran out; then `course` holds what is left."""
+        began = time.perf_counter()
         if self._calibration is not None:
             self.prepare()  # with an engine of its own, so before this one takes any memory
-        means = self._prepare(watch)
-        loaded = time.perf_counter() - began
-        before = self._traffic()
-        self.layout = layout
+        try:
+            means = self._prepare(watch)
+        except Exception as error:
+            if (found := shortage(error, self.machine.kind == "cuda")) is None:
+                raise
+            return found
+        course.loaded += time.perf_counter() - began
+        course.before = course.before or self._traffic()
+        self.layout = watch.layout
+        generation = Generation(means, course.feed, self.tokenizer, self.eos, course.progress)
+        lack: Shortage | None = None
         try:
             with means.executor:
-                yield from Generation(means, feed, self.tokenizer, self.eos, progress).run(self.on_sweep)
+                yield from generation.run(self.on_sweep)
+        except Shortage as error:
+            lack = error.with_traceback(None)
+            course.again(generation.unfinished(), generation.feed)
         finally:
-            self.summary = self._summarise(progress, means, loaded, before)
+            course.worked(means.executor.busy)
+            self.summary = self._summarise(course, means)
             means.worker.close()
             self._write_trace()
-        self.planner.learn(watch)
+        if lack is None:
+            self.planner.learn(watch)
+        return lack
 
     def _write_trace(self) -> None:
         """A trace that cannot be written must not cost the results."""
@@ -352,9 +404,16 @@ class Engine:
     def plan(self, workload: Workload) -> Layout:
         """The layout a job of this workload gets: the given policy's, or the planner's. Raises OutOfMemory."""
         if self.policy is not None:
-            return lay_out_given(self.facts, self.policy, workload, self.machine.capacity)
-        placed = self._weights.layout.policy if self._weights is not None else None
-        return self.planner.choose(workload, self.fixed_prefill, placed).layout
+            return self._laid_out(self.policy, workload)
+        return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
+
+    def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
+        return lay_out_given(self.facts, policy, workload, self.machine.capacity)
+
+    @property
+    def _placed(self) -> Policy | None:
+        """The policy under which the weights are in memory, if they are."""
+        return self._weights.layout.policy if self._weights is not None else None
 
     @torch.no_grad()
     def _prepare(self, watch: Watch) -> Means:
@@ -391,7 +450,8 @@ class Engine:
     def _traffic(self) -> dict[str, int]:
         """Bytes moved so far per link, but for weights that were brought to where they stay."""
         found = self.machine.traffic()
-        return found | {"disk_read": found["disk_read"] - (self._weights.settled if self._weights else 0)}
+        settled = self._settled + (self._weights.settled if self._weights else 0)
+        return found | {"disk_read": found["disk_read"] - settled}
 
     def _drop_misplaced(self, layout: Layout) -> None:
         """Drops the weights of an earlier job unless they lie where the layout wants them."""
@@ -403,10 +463,11 @@ class Engine:
 
     def _drop_weights(self) -> None:
         if self._weights is not None:
+            self._settled += self._weights.settled
             self._weights.close()
             self._weights = None
 
-    def _summarise(self, p: Progress, means: Means | None, loaded: float, before: dict[str, int]) -> dict[str, Any]:
+    def _summarise(self, course: "_Course", means: Means | None) -> dict[str, Any]:
         """What `summary` holds. Seconds by the clock, one after the other:
 
         load_seconds: before the first sweep: weights calibrated and encoded if they are to be and had not been, and
@@ -419,10 +480,12 @@ class Engine:
         busy has shares of total_seconds. busy["loading"] is that reading, from its beginning to its end in the lane
         that reads the disk, hidden or not: neither is it in busy["disk_read"], nor its bytes in `bytes`, nor is it what
         would be saved if there were none.
+
+        replanned: what was said each time memory ran out. policy, plan and peak_bytes are then those of the last plan.
         """
+        p, before = course.progress, course.before
         seconds = p.prefill_seconds + p.decode_seconds
         tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
-        busy = means.executor.busy if means else {}
         return {
             "model": self.source.name,
             "device": self.machine.kind,
@@ -432,15 +495,38 @@ class Engine:
             "prompt_tokens": p.prompt_tokens,
             "generated_tokens": p.tokens,
             "sweeps": p.sweeps,
-            "load_seconds": loaded,
+            "load_seconds": course.loaded,
             "prefill_seconds": p.prefill_seconds,
             "decode_seconds": p.decode_seconds,
             "total_seconds": seconds,
             "generated_tok_s": p.tokens / seconds if seconds else 0.0,
             "bytes": {link: n - before.get(link, 0) for link, n in self._traffic().items()},
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
-            "busy": {lane: s / seconds for lane, s in busy.items()} if seconds else {},
+            "busy": {lane: s / seconds for lane, s in course.busy.items()} if seconds else {},
             "lossy": self.lossy.given,
+            "replanned": list(course.replanned),
             "policy": means.layout.policy.to_json() if means else None,
             "plan": means.watch.report() if means else None,
         }
+
+
+@dataclass
+class _Course:
+    """A job over all its plans. rows: that were under way when the last plan failed; busy: seconds of work by lane;
+    before: bytes moved before the job; replanned: what was said each time memory ran out."""
+
+    feed: Iterator[Request | Row]
+    progress: Progress
+    loaded: float = 0.0
+    rows: int = 0
+    before: dict[str, int] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    replanned: list[str] = field(default_factory=list)
+
+    def again(self, unfinished: Sequence[Request], feed: Iterator[Request | Row]) -> None:
+        """Puts rows that were under way before those that have not been."""
+        self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
+
+    def worked(self, busy: Mapping[str, float]) -> None:
+        for lane, seconds in busy.items():
+            self.busy[lane] = self.busy.get(lane, 0.0) + seconds

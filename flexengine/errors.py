@@ -1,5 +1,7 @@
 """Every error a caller may want to catch. Messages name the value, the limit and the remedy."""
 
+from typing import Any
+
 
 class FlexError(Exception):
     """Base of all errors raised on purpose by flexengine."""
@@ -38,3 +40,16 @@ class OutOfMemory(FlexError, MemoryError):
         else:
             message += f"{used:,} of {capacity:,} bytes are taken ({needed + used - capacity:,} too many)"
         super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+class RanOut(OutOfMemory):
+    """Memory that a plan counted on was not there while a job ran, and smaller plans did not help or were not allowed.
+
+    Attributes as of OutOfMemory, and results: of the rows that `Engine.generate` had finished; `Engine.stream` has
+    handed out its own.
+    """
+
+    def __init__(self, tier: str, what: str, needed: int, message: str) -> None:
+        super().__init__(tier, what, needed)
+        self.args = (message,)
+        self.results: list[Any] = []

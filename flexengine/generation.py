@@ -19,6 +19,7 @@ from flexengine.model.stop import Stops
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.shortage import shortage
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -70,7 +71,7 @@ class Generation:
         self, means: Means, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
     ) -> None:
         self.means, self.tokenizer, self.eos, self.progress = means, tokenizer, eos, progress
-        self._feed = feed
+        self.feed = feed
         self._more = True
         self._bad: deque[Result] = deque()
         self._texts: dict[int, Text] = {}
@@ -78,7 +79,9 @@ class Generation:
         self._next = 0  # sequence id
 
     def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
-        """Results in the order in which rows finish; those of bad rows as they are come by."""
+        """Results in the order in which rows finish; those of bad rows as they are come by.
+
+        Raises Shortage if a sweep gets no memory: `unfinished` and what is left of `feed` are then to be run anew."""
         sweeps, progress = self.means.sweeps, self.progress
         while True:
             self._take()
@@ -89,8 +92,7 @@ class Generation:
                     return
                 continue  # there were so many bad rows that no request was reached
             began = time.perf_counter()
-            with torch.no_grad():
-                batches, gone, prefill = self._sweep()
+            batches, gone, prefill = self._swept()
             seconds = time.perf_counter() - began
             self.means.watch.note(batches, seconds, self.means.executor.busy)
             progress.sweeps += 1
@@ -108,7 +110,7 @@ class Generation:
         """Lets a block's worth of sequences wait, and one more, by which the schedule sees that there are others."""
         sweeps = self.means.sweeps
         while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
-            item = next(self._feed, None)
+            item = next(self.feed, None)
             if item is None:
                 self._more = False
             elif isinstance(item, Row):
@@ -125,6 +127,27 @@ class Generation:
             self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops, request.forced)
             self.means.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
             self._next += 1
+
+    def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:
+        """What `_sweep` gives. A Shortage is raised apart from the error it stands for, whose traceback would hold the
+        tensors that there was no room for."""
+        try:
+            with torch.no_grad():
+                return self._sweep()
+        except Exception as error:
+            found = shortage(error, self.means.worker.weights.machine.kind == "cuda")
+            if found is None:
+                raise
+        self.means.executor.abandon("device", self.means.worker.drop)
+        raise found
+
+    def unfinished(self) -> list[Request]:
+        """The rows under way, in their order; what had been generated of them no longer counts."""
+        done = [len(s.token_ids) for row in self._open.values() for s in row.samples.values()]
+        limits = [row.request.sampling.max_tokens * len(row.samples) for row in self._open.values()]
+        self.progress.tokens -= sum(done) + sum(len(text.generated) for text in self._texts.values())
+        self.progress.most += sum(limits) - sum(done)
+        return [row.request for row in self._open.values()]
 
     def _sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
         """One token further for everyone alive; returns the gpu_batches, who left, whether prompts were computed."""
@@ -148,7 +171,7 @@ class Generation:
         """Takes a sequence's new token; returns whether it was the last."""
         text = self._texts[sequence]
         if sampled.token == NONFINITE:
-            text.error = f"the model's logits are not finite at token {len(text.generated)} of the continuation"
+            text.error = f"its logits are not finite after {len(text.generated)} tokens"
             return True
         text.generated.append(sampled.token)
         if sampled.logprob is not None:

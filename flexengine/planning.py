@@ -15,8 +15,8 @@ from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Workload
-from flexengine.plan.search import Options, Search, search
+from flexengine.plan.layout import Layout, Workload
+from flexengine.plan.search import Options, Search, planned, search
 from flexengine.policy import Policy
 from flexengine.survey import Reader, Refused
 from flexengine.tier.machine import Links, Machine, make_machine
@@ -25,6 +25,7 @@ from flexengine.worker.opened import Opened
 Say = Callable[[str], None]
 
 SAVING = 0.95  # of the predicted seconds, that must be left for something to be done less exactly
+SPARED, MOST_SPARED = 1 / 16, 1 / 4  # of what proved too large, that is left free at least and at most
 WORTH = 60.0  # seconds a job must be thought to take for the machine to be measured before it
 
 
@@ -85,10 +86,12 @@ class Planner:
             return found
         return search(facts, self.hardware(), workload, options)
 
-    def choose(self, workload: Workload, prefill_tokens: int | None, placed: Policy | None = None) -> Prediction:
+    def choose(
+        self, workload: Workload, prefill_tokens: int | None, placed: Policy | None = None, block: int | None = None
+    ) -> Prediction:
         """What is best for a workload. placed: the policy under which the weights are in memory; they stay where they
-        are if the job fits beside them, unless it is long and loading them anew pays."""
-        anew = Options(prefill_tokens)
+        are if the job fits beside them, unless it is long and loading them anew pays. block: most sequences alive."""
+        anew = Options(prefill_tokens, block=block)
         if placed is None:
             return self.search(workload, anew).best
         try:
@@ -99,6 +102,25 @@ class Planner:
             return kept
         other = self.search(workload, anew, measure=False).best
         return other if other.total_seconds < kept.seconds else kept
+
+    def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, placed: Policy | None) -> Layout:
+        """A layout of at most half the block, in what a layout that proved too large took of a tier, less what was
+        missing (bytes; 0: nobody knows) or SPARED. Prompts are cut as before, so that results stay the same. For all
+        that is planned from now on the tier is that small. Raises OutOfMemory where there is no such layout."""
+        capacity, other = self.machine.capacity, "host" if tier == "device" else "device"
+        booked = layout.total(tier) + (layout.total(other) if capacity.shared else 0)
+        lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
+        aside = 0  # for what is not tensors
+        if capacity.shared and capacity.device is not None:
+            aside = capacity.device - (planned(capacity).device or 0)
+        left = booked - lost + aside
+        lessened = replace(capacity, device=left) if tier == "device" else replace(capacity, host=left)
+        self.machine.capacity = lessened
+        if self._hardware is not None:
+            self._hardware = store.with_capacity(self._hardware, self.machine)
+        policy = layout.policy
+        half = max(1, min(policy.block_size, workload.count) // 2)
+        return self.choose(workload, policy.prefill_tokens, placed, half).layout
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""

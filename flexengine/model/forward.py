@@ -198,3 +198,8 @@ class Forward:
             else:
                 event = self._greenlet.switch(value)
         return event
+
+    def end(self) -> None:
+        """Unwinds a pass that has paused and is not to go on; else its frames and tensors would never be freed."""
+        if self._greenlet is not None and not self._greenlet.dead:
+            self._greenlet.throw()

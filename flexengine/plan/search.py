@@ -45,12 +45,13 @@ _ON_HOST: Split = (0.0, 1.0, 0.0)
 class Options:
     """What the search must keep to. prefill_tokens: of the micro-batches; latency_limit: seconds from a row's entry to
     its end, in the mean; placed: a policy whose weights, cache, hidden states and slots stay as they are; overlap: as
-    in `Cost`."""
+    in `Cost`; block: most sequences alive, None for as many as pay."""
 
     prefill_tokens: int | None = None
     latency_limit: float | None = None
     placed: Policy | None = None
     overlap: bool = True
+    block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class _Searching:
 
     def blocks(self) -> list[int]:
         """Block sizes worth trying, falling: as many rows as there are, then by a factor of about 1.4."""
-        size = float(max(1, min(BLOCK, self.cost.workload.count)))
+        size = float(max(1, min(self.options.block or BLOCK, self.cost.workload.count)))
         found = []
         while size >= 1:
             found.append(round(size))
@@ -178,7 +179,7 @@ class _Searching:
     def attempt(self, policy: Policy) -> Prediction | None:
         """Lays a policy out and prices it; None if it does not fit."""
         policy = _meant(policy)
-        if policy in self.refused:
+        if policy in self.refused or self._too_large(policy):
             return None
         if policy not in self.tried:
             try:
@@ -187,6 +188,9 @@ class _Searching:
                 self.refused[policy] = error
                 return None
         return self.tried[policy]
+
+    def _too_large(self, policy: Policy) -> bool:
+        return self.options.block is not None and policy.block_size > self.options.block
 
     def _laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
         model, key = self.cost.model, (policy.weights, policy.slots)
@@ -313,6 +317,8 @@ class _Searching:
         cache, hidden: whether KV cache and hidden states may leave the device; delegate: whether attention does, where
         the cache lies on the host.
         """
+        if self._too_large(shape):
+            return None
         # The program's to say.
         shape = replace(shape, weights=LEAST.weights, cache=_ON_DEVICE, activations=_ON_DEVICE, delegate=False)
         asked = (shape, cache, hidden, delegate)

@@ -39,6 +39,14 @@ class Executor:
         for lane in self.lanes.values():
             lane.close()
 
+    def abandon(self, lane: str, last: Callable[[], None]) -> None:
+        """Begins nothing more. What a lane's thread alone can let go of, it does in `last`, after what it is doing."""
+        self._ended = True
+        if (there := self.lanes.get(lane)) is not None:
+            done = Done()
+            there.submit(last, (), done)
+            done.wait()
+
     def run(self, program: Iterable[Task]) -> None:
         """Submits a program and returns when all but its weight loads have ended: those may serve the next one.
 

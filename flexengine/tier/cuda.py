@@ -40,6 +40,11 @@ def available() -> bool:
     return torch.cuda.is_available()
 
 
+def give_back() -> None:
+    """Returns what torch keeps of freed GPU memory, so that larger pieces can be had of it."""
+    torch.cuda.empty_cache()
+
+
 def settle() -> None:
     """Waits until what this thread queued on the GPU is done."""
     torch.cuda.current_stream().synchronize()

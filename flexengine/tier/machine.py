@@ -67,6 +67,12 @@ class Machine:
         if self.kind == "cuda":
             cuda.settle()
 
+    def give_back(self) -> None:
+        """Returns freed memory that allocators keep for themselves."""
+        give_back_freed()
+        if self.kind == "cuda":
+            cuda.give_back()
+
     def close(self) -> None:
         for tier in (self.device, self.host, self.disk):
             tier.close()

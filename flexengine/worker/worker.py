@@ -184,6 +184,13 @@ class Worker:
         draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated, t.forced) for t in texts]
         self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
 
+    def drop(self) -> None:
+        """Ends the forward passes under way. In the thread that computes: elsewhere they could not be unwound, and
+        their tensors would stay for good."""
+        for run in self._runs:
+            run.forward.end()
+        self._runs = []
+
     def close(self) -> None:
         """Gives the job's memory back to the ledgers; the weights stay for the next job."""
         self._runs = []
