@@ -115,7 +115,7 @@ def input_lines(model: Path, work: Path, count: int, seed: int, tally: Tally) ->
     ended = forked(run, [], Fault(), work / "log", 900.0)
     rows = sum(1 for line in lines if line.strip())
     out = [json.loads(line) for line in output.read_bytes().splitlines()] if output.exists() else []
-    failed = sum(1 for row in out if row.get("error"))
+    failed = sum(1 for row in out if row.get("error") or (row.get("response") or {}).get("status_code", 200) != 200)
     peak = int(ended.said.rpartition("peak ")[2].split()[0]) if "peak " in ended.said else 0
     wrong = [] if ended.code == 1 else [f"exit code {ended.code}: {ended.said[-500:]}"]
     wrong += [] if peak - before < MEMORY else [f"{peak - before:,} bytes more memory"]
