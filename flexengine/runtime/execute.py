@@ -10,7 +10,6 @@ from flexengine.runtime.trace import Trace
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import LOADING, Op, Task
 
-
 QUIET_SECONDS = 120.0  # without the end of any task, until people are told what it is that lasts
 
 
