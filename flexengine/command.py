@@ -36,6 +36,19 @@ def ended(command: Callable[[], int]) -> int:
     except OSError as error:
         say(str(error))
         return FAILED
-    except Exception:  # a fault of ours: not 1, which would say that there are results
-        traceback.print_exc()
+    except Exception as error:  # a fault of ours: not 1, which would say that there are results
+        if _of_memory(error):
+            where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+            say(f"the system has no more memory{where}; give a smaller --device-mem or --host-mem, or end other"
+                " programs, and run the same command again")  # fmt: skip
+        else:
+            traceback.print_exc()
         return FAILED
+
+
+def _of_memory(error: Exception) -> bool:
+    """Whether an error is Python's or torch's way to say that memory could not be allocated."""
+    said = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+    )

@@ -14,6 +14,7 @@ import torch
 from test_schedule import ROUTES, Toy, generate, oracle, random_case, uniform
 
 from flexengine.errors import InvalidInput
+from flexengine.runtime import execute
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.lane import Done, Inline, Lane, Thread, new_lane
 from flexengine.runtime.trace import Trace
@@ -232,6 +233,33 @@ def test_the_first_error_surfaces_with_its_task(kind: str, op: Op, layer: int, b
     note = caught.value.__notes__[0]
     assert note.startswith(f"in task: {op.value}, {Cell(0, layer, batch)}, lane ")
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+@pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
+def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    gate, held, said = threading.Event(), list[Task](), list[str]()
+
+    def perform(task: Task) -> None:
+        if task.lane == stuck and not held:
+            held.append(task)
+            assert gate.wait(PATIENCE)
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            gate.set()
+
+    def work() -> None:
+        with Executor(perform, "thread") as executor:
+            executor.say = tell
+            executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, uniform(2, "disk", "host"), False))
+
+    in_time(work)
+    assert len(said) == 2  # and then no more
+    for text in said:
+        assert text.startswith("no task has ended for ")
+        assert f"lane {stuck}: {held[0].op.value}, {held[0].cell}, for " in text
 
 
 def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:

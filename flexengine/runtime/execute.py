@@ -1,5 +1,6 @@
 """The one loop: for each task ask the edges what it waits for and hand it to its lane."""
 
+import sys
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -8,6 +9,12 @@ from flexengine.runtime.lane import Done, Lane, new_lane
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import LOADING, Op, Task
+
+QUIET_SECONDS = 120.0  # without the end of any task, until people are told what it is that lasts
+
+
+def _say(text: str) -> None:
+    print(f"flexengine: {text}", file=sys.stderr)
 
 
 class Cancelled(Exception):
@@ -20,6 +27,8 @@ class Executor:
 
     perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far; what brings weights
     home, once, is no work of the lane's but LOADING.
+    say: told what is under way when no task has ended for QUIET_SECONDS, for twice that, and so on; a task may last
+    that long, or a lane hang (a network disk that does not answer), which nothing but the user can tell apart.
     """
 
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, trace: Trace | None = None) -> None:
@@ -27,7 +36,10 @@ class Executor:
         self.lanes: dict[str, Lane] = {}
         self.edges: Edges[Done] = Edges()
         self.busy: dict[str, float] = {}
+        self.say: Callable[[str], None] = _say
         self._ended = False
+        self._under_way: dict[str, tuple[Task, float]] = {}  # by lane: since when, in seconds of time.perf_counter
+        self._progress = time.perf_counter()  # when a task last ended
 
     def __enter__(self) -> "Executor":
         return self
@@ -53,6 +65,7 @@ class Executor:
         The first error of a task is raised here, with the task in a note.
         """
         pending: list[Done] = []
+        self._progress = time.perf_counter()
         for task in program:
             done = self._submit(task)
             failed = done.error is not None
@@ -60,8 +73,19 @@ class Executor:
                 pending.append(done)
             if failed:
                 break
+        quiet = QUIET_SECONDS
         for done in pending:
+            while not done.ends_within(quiet / 4):
+                if (silent := time.perf_counter() - self._progress) >= quiet:
+                    self.say(f"no task has ended for {silent:.0f} s; {self._lasting()}")
+                    quiet *= 2
             done.wait()
+
+    def _lasting(self) -> str:
+        now = time.perf_counter()
+        tasks = [f"lane {lane}: {task.op.value}, {task.cell}, for {now - began:.0f} s"
+                 for lane, (task, began) in sorted(self._under_way.copy().items())]  # fmt: skip
+        return f"under way are {'; '.join(tasks)}" if tasks else "none is under way"
 
     def _submit(self, task: Task) -> Done:
         lane = self.lanes.get(task.lane) or self.lanes.setdefault(task.lane, new_lane(self.kind, task.lane))
@@ -74,12 +98,15 @@ class Executor:
         if self._ended:
             raise Cancelled(f"{task.op.value}, {task.cell}")
         began = time.perf_counter()
+        self._under_way[task.lane] = task, began
         try:
             self.perform(task)
         except BaseException as error:
             error.add_note(f"in task: {task.op.value}, {task.cell}, lane {task.lane}")
             raise
-        end = time.perf_counter()
+        finally:
+            self._under_way.pop(task.lane, None)
+            self._progress = end = time.perf_counter()
         work = LOADING if task.op is Op.SETTLE else task.lane
         self.busy[work] = self.busy.get(work, 0.0) + end - began
         if self.trace is not None:
