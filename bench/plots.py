@@ -67,7 +67,28 @@ def bound() -> Bars:
     return Bars("Share of the bound measured in the same run", "%", tuple((a, b, v) for (a, b), v in shares.items()))
 
 
-PLOTS: dict[str, Callable[[], Shown]] = {"throughput": throughput, "bound": bound}
+def frontier() -> Curve:
+    """Measured: what more gpu_batches in a sweep cost in latency and bring in throughput."""
+    line = report.scales().get("batches", {"points": []})
+    found = [(1e3 * p["sweep_seconds"], p["tok_s"], f"{4 * p['x']} rows") for p in line["points"]]
+    return Curve("Latency and throughput, tiny model", "ms per token", "tok/s", tuple(found))
+
+
+def sweep() -> Gantt:
+    """One decode sweep of a tiny model whose weights and cache are streamed over slow links."""
+    line = report.scales().get("sweep", {"spans": []})
+    spans = tuple((lane, what, began, end) for lane, what, began, end in line["spans"])
+    return Gantt("One decode sweep: weights and cache streamed over links of 20 MB/s", spans)
+
+
+PLOTS: dict[str, Callable[[], Shown]] = {
+    "throughput": throughput, "bound": bound, "frontier": frontier, "sweep": sweep
+}  # fmt: skip
+
+
+def measured() -> list[str]:
+    """The plots there are records for."""
+    return [name for name, made in PLOTS.items() if any(isinstance(x, tuple) and x for x in vars(made()).values())]
 
 
 def digest(name: str) -> str:
@@ -78,7 +99,7 @@ def digest(name: str) -> str:
 def drawn(folder: Path = FOLDER) -> dict[str, str]:
     """The digests in the SVGs; "" where there is none."""
     found = {}
-    for name in PLOTS:
+    for name in measured():
         path = folder / f"{name}.svg"
         match = re.search(r"digest:(\w+)", path.read_text()) if path.exists() else None
         found[name] = match[1] if match else ""

@@ -156,11 +156,9 @@ def ratio_text(line: Line) -> str:
 def command(group: Sequence[Line]) -> str:
     """What measures these lines, of one case and run, again."""
     line = group[0]
-    resident = line.model == "demo"
-    words = ["python -m bench." + ("generate" if resident else "offload DIR")]
-    words.append(f"--cases {line.case.name} --runs {line.runs[0]}")
-    if resident:
-        words.append(f"--peer-batches {line.batch}")
+    words = [f"python -m bench.compare {line.case.name} --runs {line.runs[0]}"]
+    peers = list(dict.fromkeys(x.peer for x in group))
+    words.append("--peers " + " ".join(peers))
     if line.runs[1] != line.runs[0]:
         words.append(f"--peer-runs {line.runs[1]}")
     switches = list(dict.fromkeys(x.switches for x in group))
@@ -247,11 +245,36 @@ def rows_block(folder: Path = RESULTS) -> str:
          f"{x['peak_rss'] / 1e6:.0f}")
         for x in records("rows", folder=folder)
     ]  # fmt: skip
-    return table(("rows", "seconds", "ms per further row", "peak MB"), rows) + "\n\nCommand: `python -m bench.rows`"
+    command = "python -m bench.scale --parts rows --rows 1000 10000 100000"
+    return table(("rows", "seconds", "ms per further row", "peak MB"), rows) + f"\n\nCommand: `{command}`"
+
+
+def scales(folder: Path = RESULTS) -> dict[str, Record]:
+    """The latest record of each part of bench.scale."""
+    return {record["case"]["name"]: record for record in records("scale", folder=folder)}
+
+
+def scale_block(folder: Path = RESULTS) -> str:
+    """What a row, a prompt token, a layer and a gpu_batch cost; what a long job needs."""
+    rows = []
+    for name, line in scales(folder).items():
+        if "per" in line:
+            law, xs = line["seconds"], [p.get("rows", p.get("x")) for p in line["points"]]
+            rows.append((name, f"{xs[0]:,} to {xs[-1]:,}",
+                         f"{1e3 * law['b']:.3g} ± {1e3 * law['error']:.1g} ms per {line['per']}",
+                         f"{line['rss']['b']:.3g} ± {line['rss']['error']:.1g} bytes" if "rss" in line else "",
+                         f"`python -m bench.scale --parts {name}`"))  # fmt: skip
+        elif name == "soak":
+            low, high = (x / 1e6 for x in line["ranges"]["rss"])
+            parts = [f"{what} {line['ranges'][what][1]} at most" for what in ("fds", "threads")]
+            rows.append((name, f"{line['rows']:,} rows", ", ".join(parts), f"{low:.0f} to {high:.0f} MB",
+                         f"`python -m bench.scale --soak {line['rows']}`"))  # fmt: skip
+    return table(("what grows", "from, to", "time", "memory", "command"), rows) if rows else "Not recorded yet."
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block
+    "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
+    "scale": scale_block,
 }  # fmt: skip
 
 
@@ -294,7 +317,7 @@ def main() -> int:
             print(f"stale: {what}; run python -m bench.report", file=sys.stderr)
         return int(bool(wrong))
     README.write_text(updated(README.read_text()))
-    for name in plots.PLOTS:
+    for name in plots.measured():
         print(plots.text(name) if args.text or not plots.draw(name) else f"drawn: {name}")
     return 0
 
