@@ -1,16 +1,18 @@
-"""The least time a streamed case can take here: reading its weights against multiplying by them.
+"""The least time a case can take here: reading what is streamed, crossing the link, reading memory, multiplying.
 
 Measures, as a process of its own (Question on stdin, one JSON line out), the best cold sequential read rate of the
-model's own files and the seconds of the case's GEMMs at the numbers of rows (M) they really have. Attention, norms and
-activations are not counted, so the bound is a little lower than what is possible.
+model's own files, the rate of memory, that of the link to a GPU, and the seconds of the case's GEMMs at the numbers of
+rows (M) they really have. Memory holds each weight and what is cached of each live sequence, read once per sweep.
+Attention's arithmetic, norms and activations are not counted, so the bound is a little lower than what is possible.
 """
 
 import json
 import mmap
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -28,12 +30,15 @@ CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
 class Question:
     """A model directory and the M of the layer GEMMs and of the head's, for each sweep in order.
 
-    lossy: the switches of the run; with encoded weights the engine's own product of that kind is what is timed."""
+    lossy: the switches of the run; with encoded weights the engine's own product of that kind is what is timed.
+    cached: tokens in all caches that each sweep reads. device: where it computes, "cpu" or "cuda"."""
 
     model: str
     layer_ms: tuple[tuple[int, ...], ...]
     head_ms: tuple[int, ...]
     lossy: dict[str, Any] | None = None
+    cached: tuple[int, ...] = ()
+    device: str = "cpu"
 
     def to_json(self) -> str:
         """One line."""
@@ -45,21 +50,19 @@ def question(model: str, lengths: Sequence[tuple[int, int]]) -> Question:
     prompt = sum(n for n, _ in lengths)
     prefill = [MICRO_BATCH] * (prompt // MICRO_BATCH) + ([prompt % MICRO_BATCH] if prompt % MICRO_BATCH else [])
     live = [sum(out > i for _, out in lengths) for i in range(max(out for _, out in lengths))]
-    return Question(model, (tuple(prefill), *((m,) for m in live[1:])), tuple(live))
+    cached = [sum(prompt + i for prompt, out in lengths if out > i) for i in range(1, len(live))]
+    return Question(model, (tuple(prefill), *((m,) for m in live[1:])), tuple(live), cached=(0, *cached))
 
 
-def bounds(disk_seconds: float, compute_seconds: Sequence[float]) -> dict[str, float]:
-    """Seconds from those of reading one sweep's weights and those of computing each sweep.
+def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Sums over sweeps, from the seconds of each sweep by resource.
 
-    per_sweep: sum of max(disk, compute), what two overlapping lanes reach if a sweep may not run ahead of the last.
-    overall: max of the sums, if they could.
+    per_sweep: the sum of the slowest of each sweep, what overlapping lanes reach if a sweep may not run ahead of the
+    last. overall: the slowest of the sums, if they could.
     """
-    return {
-        "disk": disk_seconds * len(compute_seconds),
-        "compute": sum(compute_seconds),
-        "per_sweep": sum(max(disk_seconds, c) for c in compute_seconds),
-        "overall": max(disk_seconds * len(compute_seconds), sum(compute_seconds)),
-    }
+    sums = {name: sum(sweeps) for name, sweeps in seconds.items()}
+    per_sweep = sum(max(sweep) for sweep in zip(*seconds.values(), strict=True))
+    return {**sums, "per_sweep": per_sweep, "overall": max(sums.values())}
 
 
 # ---- disk
@@ -182,32 +185,108 @@ def gemm_seconds(
     return best
 
 
-def layer_shapes(config: dict[str, Any]) -> list[tuple[int, int]]:
-    """[n, k] of an OPT layer's linears."""
-    h, f = config["hidden_size"], config["ffn_dim"]
-    return [(h, h)] * 4 + [(f, h), (h, f)]
+def on_gpu(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) -> dict[str, float]:
+    """As gemm_seconds, in fp16 on the GPU."""
+    import torch
+
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.float16) for n, k in shapes]
+    inputs = {k: torch.randn(m, k, device="cuda", dtype=torch.float16) for _, k in shapes}
+    best = float("inf")
+    for attempt in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for w in weights:
+            torch.nn.functional.linear(inputs[w.shape[1]], w)
+        torch.cuda.synchronize()
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return {"linear": best}
+
+
+def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
+    """Bytes/s: link, from pinned host RAM to the GPU; memory, the GPU's own, read and written by a copy."""
+    import torch
+
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    one, two = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    best = {"link": 0.0, "memory": 0.0}
+    for _ in range(repeats):
+        for name, source, moved in (("link", host, nbytes), ("memory", one, 2 * nbytes)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            two.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            best[name] = max(best[name], moved / (time.perf_counter() - start))
+    return best
+
+
+def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[int, int]]:
+    """[n, k] of all matrices of a mean layer: those of the checkpoint's layer 0, which stands for all."""
+    found = []
+    for path in files:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found += [tuple(x["shape"]) for name, x in header.items()
+                  if re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) and len(x["shape"]) == 2]  # fmt: skip
+    return found
+
+
+def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
+    """Of a token, in all layers, without the scales of an encoded cache."""
+    heads = config["num_attention_heads"]
+    kept = config.get("num_key_value_heads") or heads
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}.get(lossy.get("cache", ""), 32)
+    return 2 * config["num_hidden_layers"] * kept * dim * bits / 8
+
+
+def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
+    """Of all layers and the head, in the form that is multiplied."""
+    from flexengine.codec.named import WEIGHTS
+    from flexengine.codec.packed import Packed
+    from flexengine.lossy import Lossy
+
+    head, layers = (config["vocab_size"], config["hidden_size"]), config["num_hidden_layers"]
+    if codec := Lossy(**lossy).coded:
+        coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
+        return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes
+    item = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    return item * (layers * sum(n * k for n, k in shapes) + head[0] * head[1])
 
 
 def answer(asked: Question) -> dict[str, Any]:
-    """Read rates and compute seconds of every sweep."""
+    """Rates, and the seconds of memory and of compute of every sweep."""
     import torch
 
-    model = Path(asked.model)
+    from bench import peak
+
+    model, lossy = Path(asked.model), asked.lossy or {}
     config = json.loads((model / "config.json").read_text())
     files = shard_files(model)
     rates = read_rates(files)
+    shapes, head_shape = layer_shapes(files, config), (config["vocab_size"], config["hidden_size"])
     with torch.inference_mode():
         sizes = {m for ms in asked.layer_ms for m in ms}
-        layer = {m: gemm_seconds(m, layer_shapes(config), asked.lossy) for m in sizes}
-        shape = (config["vocab_size"], config["hidden_size"])
-        head = {m: gemm_seconds(m, [shape], asked.lossy, head=True) for m in set(asked.head_ms)}
+        if asked.device == "cuda":
+            layer = {m: on_gpu(m, shapes) for m in sizes}
+            head = {m: on_gpu(m, [head_shape]) for m in set(asked.head_ms)}
+            machine: dict[str, Any] = gpu_rates()
+        else:
+            layer = {m: gemm_seconds(m, shapes, lossy) for m in sizes}
+            head = {m: gemm_seconds(m, [head_shape], lossy, head=True) for m in set(asked.head_ms)}
+            measured = asdict(peak.measure())
+            machine = {"link": None, "memory": measured.pop("read"), **measured}
     compute = [
         config["num_hidden_layers"] * sum(min(layer[m].values()) for m in ms) + min(head[h].values())
         for ms, h in zip(asked.layer_ms, asked.head_ms, strict=True)
     ]
+    weights, token = weight_bytes(shapes, config, lossy), cache_bytes(config, lossy)
+    cached = asked.cached or (0,) * len(compute)
     return {
         "model_bytes": sum(f.stat().st_size for f in files),
         "read_rate": rates,
+        "rates": machine,
+        "memory_seconds": [(weights + token * n) / machine["memory"] for n in cached],
         "compute_seconds": compute,
         "layer_seconds": {str(m): s for m, s in layer.items()},
         "head_seconds": {str(m): s for m, s in head.items()},
@@ -219,7 +298,8 @@ def main() -> None:
     """The question on stdin, the answer on stdout."""
     fields = json.loads(sys.stdin.read())
     ms = tuple(tuple(sweep) for sweep in fields["layer_ms"])
-    asked = Question(fields["model"], ms, tuple(fields["head_ms"]), fields["lossy"])
+    rest = {name: fields[name] for name in ("lossy", "device")}
+    asked = Question(fields["model"], ms, tuple(fields["head_ms"]), cached=tuple(fields["cached"]), **rest)
     print(json.dumps(answer(asked)))
 
 

@@ -75,6 +75,20 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Comparison:
+    """A case against peers. model: "demo", or a shape of bench.models. dtype: what the peers compute in (ours: fp32 on
+    a CPU, the checkpoint's own on a GPU). memory: limit in bytes of every side's cgroup; device_mem: of the GPU's."""
+
+    case: Case
+    model: str
+    peers: tuple[str, ...]
+    dtype: str = "float32"
+    memory: int | None = None
+    device: str = "cpu"
+    device_mem: str | None = None
+
+
+@dataclass(frozen=True)
 class GpuCase:
     """A streamed case on a GPU: `case` under `device_mem` with `policy` (None: the engine's own choice)."""
 
@@ -90,10 +104,24 @@ MIXED = Case("b", 96, Lengths(16, 512, median=100.0, sigma=0.8), Lengths(8, 64),
 OFFLOAD_SHORT = Case("c1", 16, fixed(128), fixed(8))
 OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
-SMOKE_OFFLOAD = Case("smoke", 4, fixed(8), fixed(3))
+OFFLOAD_SMALL = Case("d", 16, fixed(64), fixed(8))
+GPU_OFFLOAD = Case("g", 64, fixed(512), fixed(32))
 
-GENERATE = {case.name: case for case in (RESIDENT, MIXED, SMOKE)}
-OFFLOAD = {case.name: case for case in (OFFLOAD_SHORT, OFFLOAD_LONG, SMOKE_OFFLOAD)}
+COMPARISONS = {
+    comparison.case.name: comparison
+    for comparison in (
+        Comparison(RESIDENT, "demo", ("transformers", "llama-cpp", "llama-cpp-f32")),
+        Comparison(MIXED, "demo", ("transformers", "llama-cpp", "llama-cpp-f32")),
+        Comparison(OFFLOAD_SHORT, "opt-1.3b", ("accelerate-disk", "airllm"), "float16", 2 * 10**9),
+        Comparison(OFFLOAD_LONG, "opt-1.3b", ("accelerate-disk", "airllm"), "float16", 2 * 10**9),
+        Comparison(OFFLOAD_SMALL, "demo", ("accelerate-disk", "airllm"), memory=10**9),
+        Comparison(
+            GPU_OFFLOAD, "opt-13b", ("accelerate-cpu", "accelerate-disk", "flexgen", "deepspeed"), "float16",
+            device="cuda", device_mem="16GiB",
+        ),
+        Comparison(SMOKE, "opt-tiny", ("transformers", "accelerate-disk")),
+    )
+}  # fmt: skip
 GPU = (
     GpuCase(Case("opt-13b, all weights streamed", 64, fixed(128), fixed(32))),
     GpuCase(Case("opt-13b, all weights streamed, long prompts", 16, fixed(512), fixed(32)), gpu_batch_size=8),

@@ -7,6 +7,7 @@ import argparse
 import datetime
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -15,15 +16,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from bench.cases import Request
 from bench.limit import run, run_limited
 
 REPO = Path(__file__).resolve().parents[1]
-PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "flexengine")
+PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "flexengine", "airllm", "llama-cpp-python", "flexgen",
+            "deepspeed")  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -32,7 +34,7 @@ class Job:
     """What one side process reads from stdin.
 
     batch: batch size of a padded peer. device, device_mem, policy, lossy: for the engine; None leaves its own choice.
-    scratch: an empty directory on the disk of the model, for what a side offloads.
+    scratch: an empty directory on the disk of the model, for what a side offloads. options: a peer's own.
     """
 
     model: str
@@ -44,6 +46,7 @@ class Job:
     policy: Record | None = None
     lossy: Record | None = None
     scratch: str | None = None
+    options: Record = field(default_factory=dict)
 
     def to_json(self) -> str:
         """One line."""
@@ -77,6 +80,23 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+def skip(reason: str) -> NoReturn:
+    """Ends a side that cannot run here or cannot run this job: no failure, but its reason stands in the record."""
+    print(json.dumps({"skipped": reason}), flush=True)
+    sys.exit(0)
+
+
+def needs(package: str, module: str, device: str | None = None) -> None:
+    """Skips where a package is not installed for this interpreter, or where a GPU is needed and there is none."""
+    if importlib.util.find_spec(module) is None:
+        skip(f"{package} is not installed")
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            skip(f"{package} needs a CUDA GPU, and there is none")
 
 
 def report_loaded() -> None:
@@ -119,10 +139,10 @@ def last_json(text: str) -> Record | None:
     return None
 
 
-def run_module(module: str, stdin: str, limits: Limits | None = None) -> Record:
-    """Runs `python -m module` and returns its JSON line, or {"error": why} with what there is to know."""
+def run_module(module: str, stdin: str, limits: Limits | None = None, python: str = sys.executable) -> Record:
+    """Runs `python -m module` by that interpreter; its JSON line, or {"error": why} with what there is to know."""
     limits = limits or Limits()
-    argv = [sys.executable, "-m", module]
+    argv = [python, "-m", module]
     path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
     env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     peak: int | None = None
@@ -142,9 +162,12 @@ def run_module(module: str, stdin: str, limits: Limits | None = None) -> Record:
     return line if limits.memory is None else {**line, "cgroup_peak": peak}
 
 
-def run_side(side: str, job: Job, limits: Limits | None = None) -> Record:
+def run_side(side: str, job: Job, limits: Limits | None = None, python: str = sys.executable) -> Record:
     """One run of a side (a module of bench.peers), with its rate; progress goes to stderr."""
-    line = run_module(f"bench.peers.{side}", job.to_json(), limits)
+    line = run_module(f"bench.peers.{side}", job.to_json(), limits, python)
+    if "skipped" in line:
+        print(f"  {side}: SKIPPED: {line['skipped']}", file=sys.stderr, flush=True)
+        return {**line, "error": f"skipped: {line['skipped']}"}
     if "error" not in line:
         line["tok_s"] = line["generated_tokens"] / line["seconds"]
         expected = sum(request.max_tokens for request in job.requests)
@@ -155,12 +178,6 @@ def run_side(side: str, job: Job, limits: Limits | None = None) -> Record:
     if "stderr" in line:
         print(line["stderr"], file=sys.stderr, flush=True)
     return line
-
-
-def best_batch(side: str, job: Job, batches: Sequence[int]) -> tuple[Job, dict[str, float]]:
-    """Tries every batch size once; the job with the fastest, and tokens/s by batch size."""
-    rates = {batch: run_side(side, replace(job, batch=batch)).get("tok_s", 0.0) for batch in batches}
-    return replace(job, batch=max(batches, key=lambda b: rates[b])), {str(b): rates[b] for b in batches}
 
 
 def stats(values: Sequence[float]) -> dict[str, float] | None:
@@ -255,11 +272,15 @@ def named(switches: Record) -> str:
     return ",".join(f"{name}={value}" for name, value in switches.items()) or "exact"
 
 
+def cache() -> Path:
+    """The engine's own directory."""
+    given = os.environ.get("FLEXENGINE_CACHE")
+    return Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
+
+
 def prepared_files() -> list[Path]:
     """What the engine keeps on disk of encoded or converted models."""
-    given = os.environ.get("FLEXENGINE_CACHE")
-    root = Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
-    return sorted(root.glob("prepared/*/*.safetensors"))
+    return sorted(cache().glob("prepared/*/*.safetensors"))
 
 
 def load_policy(path: Path | None) -> Record | None:

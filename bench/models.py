@@ -6,6 +6,8 @@ python -m bench.models opt-1.3b DIR     (also opt-13b, opt-tiny); an existing ch
 import argparse
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,6 +125,14 @@ def make(shape: OptShape, directory: Path, workers: int | None = None) -> Path:
     (directory / "config.json").write_text(json.dumps(shape.config(), indent=1))
     marker.write_text(record)
     return directory
+
+
+def demo_model() -> Path:
+    """The directory of the demo model, found in a process of its own (importing flexengine changes the environment)."""
+    code = "from flexengine.model.source import resolve; print(resolve(None).directory)"
+    argv, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[1]
+    found = subprocess.run(argv, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    return Path(found.stdout.splitlines()[-1])
 
 
 def shard_files(directory: Path) -> list[Path]:

@@ -22,9 +22,8 @@ from pathlib import Path
 from bench import harness, limit
 from bench.bound import evict
 from bench.cases import Case
-from bench.generate import demo_model
 from bench.harness import Job, Limits, Record
-from bench.models import SHAPES, make, shard_files
+from bench.models import SHAPES, demo_model, make, shard_files
 from bench.peers.planned_side import ASSUME, MEASURE, Asked
 from bench.plan_cases import AUTO, AUTO_QUICK, DEMO, ERROR, ERROR_QUICK, TINY, AutoCase, ErrorCase, MachineCase, Shape
 

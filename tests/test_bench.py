@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from bench import gpu_kernels, harness, limit
-from bench.bound import Question, bounds, question, read_rates
+from bench.bound import Question, bounds, cache_bytes, question, read_rates, weight_bytes
 from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
+from bench.compare import limit_bytes, ratios
 from bench.harness import Job, Limits
 from bench.models import SHAPES, OptShape, make, shard_files
-from bench.offload import limit_bytes, ratios
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,20 @@ def test_ratios_by_round_use_the_peers_median_where_it_did_not_run() -> None:
 
 
 def test_bound_of_two_phases() -> None:
-    assert bounds(2.0, [5.0, 1.0, 1.0]) == {"disk": 6.0, "compute": 7.0, "per_sweep": 9.0, "overall": 7.0}
+    found = bounds({"disk": [2.0, 2.0, 2.0], "compute": [5.0, 1.0, 1.0]})
+    assert found == {"disk": 6.0, "compute": 7.0, "per_sweep": 9.0, "overall": 7.0}
     asked = question("m", [(1500, 3), (1000, 1)])
-    assert asked == Question("m", ((2048, 452), (1,), (1,)), (2, 1, 1))
+    assert asked == Question("m", ((2048, 452), (1,), (1,)), (2, 1, 1), cached=(0, 1501, 1502))
+
+
+def test_memory_holds_weights_and_caches_once_a_sweep() -> None:
+    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32,
+              "vocab_size": 100, "dtype": "float16"}  # fmt: skip
+    assert cache_bytes(config, {}) == 2 * 2 * 2 * 8 * 4
+    assert cache_bytes(config, {"cache": "int8"}) == 2 * 2 * 2 * 8
+    shapes = [(32, 32), (64, 32)]
+    assert weight_bytes(shapes, config, {}) == 2 * (2 * 96 * 32 + 100 * 32)
+    assert weight_bytes(shapes, config, {"weights": "int8"}) < weight_bytes(shapes, config, {})
 
 
 def test_read_rates_are_positive_and_read_everything(tiny: Path) -> None:
@@ -117,7 +128,8 @@ def test_read_rates_are_positive_and_read_everything(tiny: Path) -> None:
 def test_bound_is_measured_on_the_model(tiny: Path) -> None:
     found = harness.run_module("bench.bound", question(str(tiny), [(8, 3)] * 4).to_json())
     assert "error" not in found, found
-    assert len(found["compute_seconds"]) == 3
+    assert len(found["compute_seconds"]) == len(found["memory_seconds"]) == 3
+    assert found["rates"]["memory"] > 0
     assert found["model_bytes"] == sum(f.stat().st_size for f in shard_files(tiny))
 
 

@@ -1,17 +1,35 @@
-"""transformers with accelerate's disk offload, everything on disk: reads a Job on stdin, prints one JSON line."""
+"""transformers with accelerate's offload: reads a Job on stdin, prints one JSON line.
+
+options["place"]: "disk", everything there; or "cpu", all weights in host RAM, which only means something with a GPU.
+"""
 
 import sys
 import tempfile
+from typing import Any
 
-from bench.harness import Job
+from bench.harness import Job, needs, skip
 from bench.peers.transformers_generate import run
+
+
+def half(size: str) -> str:
+    """"8.0GiB" of "16GiB"."""
+    number = size.rstrip("GMKiB")
+    return f"{float(number) / 2}{size[len(number):]}"
 
 
 def main() -> None:
     """One job; what accelerate writes goes to a folder in job.scratch that is removed."""
     job = Job.from_json(sys.stdin.read())
+    place = job.options.get("place", "disk")
+    needs("accelerate", "accelerate", job.device)
+    if place == "cpu" and job.device != "cuda":
+        skip("without a GPU, offloading to host RAM is transformers as it is")
+    options: dict[str, Any] = {"device_map": {"model": place, "lm_head": place}}
+    if job.device == "cuda":  # accelerate's own placement; half of the memory is left to caches and activations
+        most = {0: job.device_mem and half(job.device_mem), "cpu": "1024GiB" if place == "cpu" else "1MiB"}
+        options = {"device_map": "auto", "max_memory": {k: v for k, v in most.items() if v}}
     with tempfile.TemporaryDirectory(dir=job.scratch) as folder:
-        run(job, device_map={"model": "disk", "lm_head": "disk"}, offload_folder=folder)
+        run(job, offload_folder=folder, **options)
 
 
 if __name__ == "__main__":

@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.cases import Request
-from bench.harness import Job, report, report_loaded
+from bench.harness import Job, needs, report, report_loaded
 
 
-def generate_batch(model: Any, rows: Sequence[Request], pad: int) -> list[list[int]]:
+def generate_batch(model: Any, rows: Sequence[Request], pad: int, device: str | None = None) -> list[list[int]]:
     """Greedy, left-padded, EOS ignored; token ids of each row cut to what it asked for."""
     import torch
 
     width, most = max(len(r.prompt_token_ids) for r in rows), max(r.max_tokens for r in rows)
-    ids = torch.full((len(rows), width), pad)
+    ids = torch.full((len(rows), width), pad, device=device)
     mask = torch.zeros_like(ids)
     for b, row in enumerate(rows):
-        ids[b, width - len(row.prompt_token_ids) :] = torch.tensor(row.prompt_token_ids)
+        ids[b, width - len(row.prompt_token_ids) :] = torch.tensor(row.prompt_token_ids, device=ids.device)
         mask[b, width - len(row.prompt_token_ids) :] = 1
     with torch.inference_mode():
         out = model.generate(
@@ -31,18 +31,22 @@ def generate_batch(model: Any, rows: Sequence[Request], pad: int) -> list[list[i
 
 def run(job: Job, **load_options: Any) -> None:
     """Loads, generates, reports; shared with the offloading peer."""
+    needs("transformers", "transformers", job.device)
     start = time.perf_counter()
     import torch
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, job.dtype or "float32")
+    device = "cuda" if job.device == "cuda" else None
+    if device:
+        load_options = {"device_map": "cuda"} | load_options
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, **load_options).eval()
     model.generation_config.eos_token_id = None
     report_loaded()
     loaded = time.perf_counter()
     tokens: list[list[int]] = []
     for first in range(0, len(job.requests), job.batch):
-        tokens += generate_batch(model, job.requests[first : first + job.batch], pad=0)
+        tokens += generate_batch(model, job.requests[first : first + job.batch], 0, device)
     report(tokens, time.perf_counter() - loaded, loaded - start, threads=torch.get_num_threads())
 
 

@@ -1,0 +1,44 @@
+"""airllm, which reads every layer from a file when its turn comes: reads a Job on stdin, prints one JSON line.
+
+It streams models whose layers are model.layers, and computes on the CPU where there is no GPU. The files of layers are
+made in job.scratch; that is not counted.
+"""
+
+import contextlib
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.harness import Job, needs, report, report_loaded, skip
+from bench.peers.transformers_generate import generate_batch
+
+
+def main() -> None:
+    """One job."""
+    job = Job.from_json(sys.stdin.read())
+    needs("airllm", "airllm")
+    config = json.loads((Path(job.model) / "config.json").read_text())
+    if config["model_type"] in ("opt", "gpt2", "bloom", "gpt_neox"):
+        skip(f"airllm streams models whose layers are model.layers; those of {config['model_type']} are not")
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=job.scratch) as folder, contextlib.redirect_stdout(sys.stderr):
+        import torch
+        from airllm import AutoModel
+
+        device = "cuda:0" if job.device == "cuda" else "cpu"
+        dtype = getattr(torch, job.dtype or "float32")
+        engine = AutoModel.from_pretrained(job.model, device=device, dtype=dtype, layer_shards_saving_path=folder)
+        engine.model.generation_config.eos_token_id = None
+        with contextlib.redirect_stdout(sys.__stdout__):
+            report_loaded()
+        loaded, tokens = time.perf_counter(), []
+        for first in range(0, len(job.requests), job.batch):
+            tokens += generate_batch(engine.model, job.requests[first : first + job.batch], 0, device)
+        seconds = time.perf_counter() - loaded
+    report(tokens, seconds, loaded - start, threads=torch.get_num_threads())
+
+
+if __name__ == "__main__":
+    main()

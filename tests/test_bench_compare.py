@@ -1,0 +1,122 @@
+"""bench.compare: the order of runs, what is made of them, adapters that skip, and a whole run with a tiny model."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import compare, harness, report
+from bench.cases import COMPARISONS, SMOKE
+from bench.harness import Job, Limits, Record
+from bench.models import SHAPES, make
+from bench.peers import PEERS
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(SHAPES["opt-tiny"], tmp_path_factory.mktemp("compare") / "opt-tiny")
+
+
+class Pretended:
+    """Answers as sides would: rates by module and batch size."""
+
+    def __init__(self, rates: dict[str, Any]) -> None:
+        self.rates = rates
+        self.order: list[tuple[str, int, str]] = []
+
+    def side(self, side: str, job: Job, limits: Limits | None = None, python: str = sys.executable) -> Record:
+        self.order.append((side, job.batch, python))
+        rate = self.rates[side]
+        if isinstance(rate, str):
+            return {"skipped": rate, "error": f"skipped: {rate}"}
+        rate = rate[job.batch] if isinstance(rate, dict) else rate
+        tokens = [[1] * r.max_tokens for r in job.requests]
+        return {
+            "tok_s": rate, "seconds": 10.0 / rate, "token_ids": tokens, "versions": {"torch": side},
+            "summary": {"bytes": {"disk_read": 400}, "sweeps": 4},
+        }  # fmt: skip
+
+    def bound(self, module: str, stdin: str, *rest: Any) -> Record:
+        assert module == "bench.bound"
+        return {"model_bytes": 1000, "read_rate": {"buffered": 100.0}, "rates": {"link": None},
+                "memory_seconds": [0.1, 0.1], "compute_seconds": [3.0, 0.5]}  # fmt: skip
+
+
+def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, Any], *words: str) -> tuple[Any, list[Record]]:
+    pretended = Pretended(rates)
+    monkeypatch.setattr(harness, "run_side", pretended.side)
+    monkeypatch.setattr(harness, "run_module", pretended.bound)
+    args = compare.parse(["smoke", "--model", str(tiny), *words])
+    return pretended, compare.compare(COMPARISONS["smoke"], args)
+
+
+def test_sides_take_turns_with_the_best_batch_of_each_peer(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"flexengine_side": 10.0, "transformers_generate": {2: 4.0, 4: 5.0}, "accelerate_offload": "no reason"}
+    ran, (line,) = run(tiny, monkeypatch, rates, "--runs", "2", "--peer-python", f"transformers={sys.executable}")
+    ours, theirs = ("flexengine_side", 16, sys.executable), ("transformers_generate", 4, sys.executable)
+    assert ran.order[1] == theirs
+    assert [x[:2] for x in ran.order[:3]] == [(theirs[0], 2), (theirs[0], 4), ("accelerate_offload", 2)]
+    assert ran.order[3:] == [ours, theirs, ours, theirs]
+    peer = line["peers"]["transformers"]
+    assert (peer["batch"], peer["ratio"]["median"], peer["rows_equal"]) == (4, 2.0, [4, 4])
+    assert peer["versions"] == {"torch": "transformers_generate"}
+    assert line["skipped"] == {"accelerate-disk": "no reason"}
+    assert list(line["peers"]) == ["transformers"]
+    assert not compare.bad(line)
+    assert line["bound"]["runs"][0]["seconds"] == {
+        "disk": 2.0, "memory": 0.2, "link": 0.0, "compute": 3.5, "per_sweep": 4.0, "overall": 3.5
+    }  # fmt: skip
+    assert line["bound"]["share"]["median"] == 4.0
+    assert line["bound"]["runs"][0]["slowest"] == "compute"
+    assert str(tiny) not in json.dumps(line)
+    (row,) = report.lines_of(json.loads(json.dumps(line)))
+    assert report.command([row]) == "python -m bench.compare smoke --runs 2 --peers transformers"
+
+
+def test_each_choice_of_switches_is_a_record(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"flexengine_side": 10.0, "transformers_generate": 5.0}
+    words = ["--runs", "2", "--peer-runs", "1", "--peers", "transformers", "--lossy", "exact", "weights=int4"]
+    ran, lines = run(tiny, monkeypatch, rates, *words, "--peer-batches", "3")
+    assert [side for side, _, _ in ran.order] == [
+        "flexengine_side", "flexengine_side", "transformers_generate", "flexengine_side", "flexengine_side"
+    ]  # fmt: skip
+    assert [line["lossy"] for line in lines] == ["exact", "weights=int4"]
+    rows = [row for line in lines for row in report.lines_of(line)]
+    assert report.command(rows) == (
+        "python -m bench.compare smoke --runs 2 --peers transformers --peer-runs 1 --lossy exact weights=int4"
+    )
+
+
+def test_every_case_has_peers_and_every_peer_an_adapter() -> None:
+    for compared in COMPARISONS.values():
+        assert set(compared.peers) <= set(PEERS)
+        assert compared.model == "demo" or compared.model in SHAPES
+    for peer in PEERS.values():
+        assert (harness.REPO / "bench" / "peers" / f"{peer.module}.py").is_file()
+
+
+def test_an_interpreter_that_is_not_there_is_refused() -> None:
+    for text in (f"nobody={sys.executable}", "airllm=/no/such/python", "airllm"):
+        with pytest.raises(SystemExit):
+            compare.parse(["smoke", "--peer-python", text])
+
+
+@pytest.mark.parametrize("name", [name for name in PEERS if name not in ("transformers", "accelerate-disk")])
+def test_peers_that_cannot_run_this_job_say_why(tiny: Path, name: str) -> None:
+    """On a model of another kind, without a GPU or without the package: a reason, never a traceback."""
+    peer = PEERS[name]
+    job = Job(str(tiny), tuple(SMOKE.requests(512)), batch=4, scratch=str(tiny), options=peer.options)
+    ran = harness.run_side(peer.module, job, Limits(seconds=60))
+    assert ran.get("skipped"), ran
+
+
+def test_disk_offload_gives_the_tokens_of_the_engine(tiny: Path, tmp_path: Path) -> None:
+    words = ["--runs", "1", "--peers", "accelerate-disk", "--peer-batches", "4"]
+    args = compare.parse(["smoke", "--model", str(tiny), *words])
+    (line,) = compare.compare(COMPARISONS["smoke"], args)
+    assert not compare.bad(line), line
+    assert line["peers"]["accelerate-disk"]["rows_equal"] == [4, 4]
+    assert line["bound"]["share"]["median"] > 0
+    assert line["peers"]["accelerate-disk"]["versions"]["accelerate"]
