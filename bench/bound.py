@@ -250,7 +250,8 @@ def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], loss
     if codec := Lossy(**lossy).coded:
         coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
         return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes
-    item = 4 if config.get("dtype", config.get("torch_dtype")) == "float32" else 2
+    stored = config.get("dtype", config.get("torch_dtype"))
+    item = 4 if stored == "float32" and lossy.get("compute") != "bf16" else 2
     return item * (layers * sum(n * k for n, k in shapes) + head[0] * head[1])
 
 

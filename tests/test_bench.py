@@ -116,7 +116,9 @@ def test_memory_holds_weights_and_caches_once_a_sweep() -> None:
     assert cache_bytes(config, {"cache": "int8"}) == 2 * 2 * 2 * 8
     shapes = [(32, 32), (64, 32)]
     assert weight_bytes(shapes, config, {}) == 2 * (2 * 96 * 32 + 100 * 32)
-    assert weight_bytes(shapes, config, {"weights": "int8"}) < weight_bytes(shapes, config, {})
+    assert weight_bytes(shapes, config | {"dtype": "float32"}, {}) == 4 * (2 * 96 * 32 + 100 * 32)
+    assert weight_bytes(shapes, config | {"dtype": "float32"}, {"compute": "bf16"}) == 2 * (2 * 96 * 32 + 100 * 32)
+    assert weight_bytes([(64, 64)], config, {"weights": "int8"}) == 2 * 64 * (64 + 4) + 112 * (64 + 4)
 
 
 def test_read_rates_are_positive_and_read_everything(tiny: Path) -> None:
