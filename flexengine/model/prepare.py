@@ -90,7 +90,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
                 _sweep(final)
                 _build(source, final, build, keep=bool(what))
     except OSError as error:
-        if isinstance(error.filename, str) and Path(error.filename) in map(Path, files):
+        name = Path(error.filename) if isinstance(error.filename, str) else root
+        if name in map(Path, files) or not name.is_relative_to(root):
             raise BadCheckpoint(f"{source} cannot be read: {error}") from error
         raise InvalidInput(
             f"{source} must be converted once, but {root} cannot be written: {error};"
