@@ -74,22 +74,25 @@ def forked(
             traceback.print_exc()
         finally:
             os._exit(code)
-    code = _waited(child, began + seconds)
+    code = _waited(child, seconds)
     told = counts.read_text() if counts.exists() else ""
     made, struck = json.loads(told) if told else (0, "")
     said = log.read_text(errors="replace") if log.exists() else ""
     return Ended(code, said, made, struck, time.monotonic() - began)
 
 
-def _waited(child: int, deadline: float) -> int:
-    """The exit code of a process, which is killed if it has not ended by then."""
-    pause = 0.001
-    while time.monotonic() < deadline:
+def _waited(child: int, seconds: float) -> int:
+    """The exit code of a process, which is killed if it has not ended within so many seconds; those in which this
+    process was stopped itself (a machine that sleeps, SIGSTOP) do not count."""
+    pause, last = 0.001, time.monotonic()
+    while seconds > 0:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
         time.sleep(pause)
         pause = min(2 * pause, 0.02)
+        now = time.monotonic()
+        seconds, last = seconds - min(now - last, 0.5), now
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     return HUNG
