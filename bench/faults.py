@@ -55,9 +55,10 @@ def _stub(c: Campaign, rows: int) -> Trials:
 
 def protocol_errors(c: Campaign) -> Iterator[Tally]:
     """Every call on journal, output and input fails, once and from then on; the arithmetic is left out."""
-    job = _stub(c, c.several(5, 12))
+    job = _stub(c, c.several(3, 12))
     yield (tally := Tally("protocol: failed writes"))
-    job.every(PROTOCOL, ("EIO", "short") if c.quick else ERRORS, tally, lasting=(False, True))
+    job.every(PROTOCOL, ("EIO", "short") if c.quick else ERRORS, tally,
+              lasting=(False,) if c.quick else (False, True))  # fmt: skip
     yield (tally := Tally("protocol: failed reads"))
     job.every(("read", "open"), ("EIO",) if c.quick else ("EIO", "EINTR", "short"), tally)
     yield (tally := Tally("protocol: disk full from n-th write"))
@@ -114,7 +115,7 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
         shutil.copytree(c.model, model)
     given = ["--model", str(model), "--policy", str(policy), "--device", "sim", "--ignore-eos"]
     job = Trials(c.work / "engine", rows_of(8), given, real_command)
-    most = c.several(6, 150)
+    most = c.several(3, 150)
     job.watched = [job.offload]
     yield (tally := Tally("offload: failed writes"))
     job.every(("write", "allocate", "create", "mkdir", "unlink"), ("EIO", "ENOSPC", "short")[: c.several(2, 3)], tally,
@@ -125,7 +126,7 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
     yield (tally := Tally("checkpoint: failed reads"))
     job.every(("read", "open"), ("EIO", "short"), tally, most)
     yield (tally := Tally("memory: failed allocations"))
-    job.every(("memory",), ("ENOMEM",), tally, c.several(4, 60))
+    job.every(("memory",), ("ENOMEM",), tally, c.several(2, 60))
     if not c.quick:
         job.watched = [job.job]
         yield (tally := Tally("whole job: SIGKILL at every point"))
