@@ -116,15 +116,16 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
     given = ["--model", str(model), "--policy", str(policy), "--device", "sim", "--ignore-eos"]
     job = Trials(c.work / "engine", rows_of(8), given, real_command)
     most = c.several(3, 150)
+    lasting = (False,) if c.quick else (False, True)  # a read is tried again, for two seconds
     job.watched = [job.offload]
     yield (tally := Tally("offload: failed writes"))
     job.every(("write", "allocate", "create", "mkdir", "unlink"), ("EIO", "ENOSPC", "short")[: c.several(2, 3)], tally,
               most, (True,))  # fmt: skip
     yield (tally := Tally("offload: failed reads"))
-    job.every(("read",), ("EIO", "short"), tally, most)
+    job.every(("read",), ("EIO", "short"), tally, most, lasting)
     job.watched = [model]
     yield (tally := Tally("checkpoint: failed reads"))
-    job.every(("read", "open"), ("EIO", "short"), tally, most)
+    job.every(("read", "open"), ("EIO", "short"), tally, most, lasting)
     yield (tally := Tally("memory: failed allocations"))
     job.every(("memory",), ("ENOMEM",), tally, c.several(2, 60))
     if not c.quick:

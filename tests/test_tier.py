@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
+from bench.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.tier import limits, machine
 from flexengine.tier.base import ALIGN, Home, Tier
 from flexengine.tier.disk import CHUNK, DiskTier
-from flexengine.tier.file import FasterWay
+from flexengine.tier.file import _PAUSES, FasterWay
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.machine import Links, make_machine
 from flexengine.tier.memory import MemoryTier, aligned_buffer
@@ -577,8 +578,8 @@ def test_direct_io_that_opens_but_fails(shard: Path, tmp_path: Path, monkeypatch
     direct: set[int] = set()
     opened, read, write = os.open, os.preadv, os.pwritev
 
-    def open_(path: Any, flags: int, *rest: Any) -> int:
-        fd = opened(path, flags, *rest)
+    def open_(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        fd = opened(path, flags, *rest, **named)
         (direct.add if flags & os.O_DIRECT else direct.discard)(fd)
         return fd
 
@@ -636,6 +637,50 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
     target = torch.zeros(len(values))
     tier.load(home, target)
     assert torch.equal(target, values)
+    tier.close()
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
+    """Whichever read it is; one that goes on failing ends in an error that names file and byte."""
+    monkeypatch.setattr("flexengine.tier.file._PAUSES", [0.0] * len(_PAUSES))
+    values = some(5 * CHUNK // 4)
+    path = tmp_path / "x"
+    path.write_bytes(values.numpy().tobytes())
+    tier = DiskTier("disk", Ledger("disk"), tmp_path, OneWay(False))
+    home = tier.allocate(values.nbytes, "KV cache", torch.float32)
+    tier.store(values, home)
+    if not offloaded:
+        home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
+    with Failing([tmp_path], Fault(("read",))) as calls:
+        tier.load(home, torch.zeros_like(values))
+    assert calls.made == 5
+    for number in range(1, 6):
+        target = torch.zeros_like(values)
+        with Failing([tmp_path], Fault(("read",), number)) as calls:
+            tier.load(home, target)
+        assert calls.struck
+        assert torch.equal(target, values)
+    assert len(caplog.records) == 5
+    with Failing([tmp_path], Fault(("read",), 3, lasting=True)) as calls, pytest.raises(OSError) as caught:  # noqa: PT011
+        tier.load(home, torch.zeros_like(values))
+    assert calls.made == 3 + len(_PAUSES)
+    assert caught.value.errno == errno.EIO
+    assert caught.value.filename == str(home.place.path)
+    assert f"{len(_PAUSES) + 1} times, reading byte {2 * CHUNK:,}" in str(caught.value)
+    with Failing([tmp_path], Fault(("read",), 1, "EINTR")), pytest.raises(OSError, match="reading byte 0"):
+        tier.load(home, torch.zeros_like(values))
+    tier.load(home, target.zero_())
+    assert torch.equal(target, values)
+    tier.close()
+
+
+def test_a_write_that_fails_names_file_and_byte(tmp_path: Path) -> None:
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    home = tier.allocate(4 * CHUNK, "KV cache", torch.float32)
+    with Failing([tmp_path], Fault(("write",), 2, lasting=True)), pytest.raises(OSError, match="byte 0") as caught:
+        tier.store(some(CHUNK), home) or tier.store(some(CHUNK), home)
+    assert caught.value.filename == str(home.place.path)
     tier.close()
 
 

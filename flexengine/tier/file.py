@@ -2,7 +2,9 @@
 
 import ctypes
 import errno
+import logging
 import os
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +14,9 @@ import torch
 from flexengine.tier.base import ALIGN
 
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # what file systems without direct I/O answer (tmpfs, some network ones)
+_PAUSES = (0.1, 0.4, 1.6)  # seconds before a failed read is tried again: a cable or a network disk may have recovered
+
+log = logging.getLogger(__name__)
 
 
 class File:
@@ -52,10 +57,13 @@ def memory(tensor: torch.Tensor) -> memoryview:
 
 
 def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int:
-    """Reads until `target` is full or the file ends; returns the bytes read. direct: if the file can be."""
+    """Reads until `target` is full or the file ends; returns the bytes read. direct: if the file can be.
+
+    A read that fails with EIO is tried again after each of _PAUSES. Raises OSError that names file and byte.
+    """
     got = 0
     while got < len(target):
-        n = file.transfer(os.preadv, target[got:], offset + got, direct)
+        n = _read(file, target[got:], offset + got, direct)
         if n == 0:
             break
         got += n
@@ -64,11 +72,37 @@ def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int
     return got
 
 
+def _read(file: File, target: memoryview, offset: int, direct: bool) -> int:
+    for pause in _PAUSES:
+        try:
+            return file.transfer(os.preadv, target, offset, direct)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise _located(error, "reading", file, offset) from error
+            log.warning("%s: reading byte %s failed (%s); trying again", file.path, f"{offset:,}", error.strerror)
+        time.sleep(pause)
+    try:
+        return file.transfer(os.preadv, target, offset, direct)
+    except OSError as error:
+        raise _located(error, f"{len(_PAUSES) + 1} times, reading", file, offset) from error
+
+
 def write_fully(file: File, source: memoryview, offset: int) -> None:
-    """Writes all of `source`, directly if the file can be; short writes are continued."""
+    """Writes all of `source`, directly if the file can be; short writes are continued.
+
+    Nothing is tried again: after a failed write nobody knows what the system has dropped. Raises OSError that names
+    file and byte.
+    """
     done = 0
     while done < len(source):
-        done += file.transfer(os.pwritev, source[done:], offset + done, direct=done % ALIGN == 0)
+        try:
+            done += file.transfer(os.pwritev, source[done:], offset + done, direct=done % ALIGN == 0)
+        except OSError as error:
+            raise _located(error, "writing", file, offset + done) from error
+
+
+def _located(error: OSError, doing: str, file: File, offset: int) -> OSError:
+    return OSError(error.errno, f"{error.strerror} ({doing} byte {offset:,})", str(file.path))
 
 
 class FasterWay:
