@@ -14,6 +14,7 @@ import torch
 from conftest import LENGTHS, NEW
 
 from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import Workload
 from flexengine.tier.machine import Links
 
@@ -269,6 +270,22 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
         with pytest.raises(InvalidInput, match="--offload-dir"):
             engine.generate(families("llama").rows, GREEDY)
         assert engine.machine.traffic()["disk_read"] == 0
+
+
+def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error says how many bytes are needed and how many are free, and nothing is read or left there."""
+    monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
+    policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
+    with Engine(families("llama").directory, policy, device="sim", offload_dir=tmp_path / "off") as engine:
+        with pytest.raises(OutOfMemory, match=r"of 65,536 bytes.* set --offload-dir") as caught:
+            engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
+        assert caught.value.tier == "disk"
+        assert caught.value.needed > caught.value.capacity == 65536
+        assert f"needs {caught.value.needed:,} bytes" in str(caught.value)
+        assert not any(engine.machine.traffic().values())
+    assert not list(tmp_path.iterdir())
 
 
 def test_directories_made_for_offloading_are_gone_afterwards(families: Any, tmp_path: Path) -> None:

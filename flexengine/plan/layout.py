@@ -27,7 +27,8 @@ VALUES = "chosen values"
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
-_REMEDY = "give more memory, move a share of the policy to another tier, or make the block smaller"
+_REMEDIES = {"disk": "set --offload-dir to a directory with more free bytes"}
+_MORE = "give more memory"  # of any other tier
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
@@ -427,7 +428,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         page = layout.page_bytes[tier] * layers
         needed = page * pages_for(longest, layout.pools[tier].page_tokens)
         raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed,
-                          _used(layout, tier, capacity), _limit(tier, capacity) or 0, _REMEDY)  # fmt: skip
+                          _used(layout, tier, capacity), _limit(tier, capacity) or 0, _remedy(tier))  # fmt: skip
 
 
 def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
@@ -451,4 +452,8 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
     if limit is not None and used > limit:
         last = list(layout.account[tier].values())[-1:] or [0]
         parts = ", ".join(f"{name} {n:,}" for name, n in layout.account[tier].items())
-        raise OutOfMemory(tier, f"{what} ({parts})", last[0], used - last[0], limit, _REMEDY)
+        raise OutOfMemory(tier, f"{what} ({parts})", last[0], used - last[0], limit, _remedy(tier))
+
+
+def _remedy(tier: str) -> str:
+    return f"{_REMEDIES.get(tier, _MORE)}, move a share of the policy to another tier, or make the block smaller"
