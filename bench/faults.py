@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench import damage, kills
+from bench.budgets import Budgets
 from bench.failing import CRASHES, PROTOCOL, Fault
 from bench.harness import emit, machine
 from bench.trials import Tally, Trials, real_command, rows_of, stub_command
@@ -295,6 +296,17 @@ def _together(works: Sequence[Callable[[], int]]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
+def little_memory(c: Campaign) -> Iterator[Tally]:
+    """A model in less memory than it needs, five sizes each: --device-mem, and a cgroup."""
+    work = c.work / "budgets"
+    work.mkdir()
+    budgets = Budgets(work, c.several(1, 5))
+    yield (tally := Tally("--device-mem below the model"))
+    budgets.given(tally)
+    yield (tally := Tally("memory limit of a cgroup"))
+    budgets.limited(tally)
+
+
 def bad_input(c: Campaign) -> Iterator[Tally]:
     """Mutated input lines in one job."""
     yield (tally := Tally("mutated input lines"))
@@ -311,6 +323,7 @@ def bad_files(c: Campaign) -> Iterator[Tally]:
 KINDS: dict[str, Kind] = {
     "protocol": protocol_errors, "crashes": protocol_crashes, "journal": damaged_journals, "engine": engine_errors,
     "prepared": prepared_errors, "kills": random_kills, "disks": real_disks, "shared": shared_directory,
+    "memory": little_memory,
     "input": bad_input, "files": bad_files,
 }  # fmt: skip
 

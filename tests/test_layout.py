@@ -251,7 +251,8 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
             assert error.needed + error.used >= before_cache
             for number in (error.needed, error.used, error.capacity, error.needed + error.used - limit):
                 assert f"{number:,}" in str(error)
-            assert "; give more memory" in str(error)
+            remedy = "set --offload-dir" if tier == "disk" else "give more memory"
+            assert f"; {remedy}" in str(error)
             if limit >= rest:
                 assert error.needed == up(one, 4096)
                 assert f"one sequence of {longest:,} tokens" in str(error)

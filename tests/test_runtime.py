@@ -262,6 +262,47 @@ def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str,
         assert f"lane {stuck}: {held[0].op.value}, {held[0].cell}, for " in text
 
 
+def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
+    """The lanes' threads have ended their work; what they queued on the GPU has not."""
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    gate, said = threading.Event(), list[str]()
+
+    class Event:
+        def synchronize(self) -> None:
+            assert gate.wait(PATIENCE)
+
+    class Queued(Thread):
+        def _run(self, work: Any, after: Any, done: Any) -> None:
+            work()
+            done.event = Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        gate.set()
+
+    def work() -> None:
+        monkeypatch.setattr(execute, "new_lane", lambda kind, name: Queued(name))
+        with Executor(lambda task: None, "stream") as executor:
+            executor.say = tell
+            executor.run(Program([("disk",)] * 2, 1, 2, STAGED).sweep(0, uniform(1), True))
+
+    in_time(work)
+    assert said[0].startswith("no task has ended for ")
+    assert "; under way are on the GPU, or before it: " in said[0]
+
+
+def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.05)
+    said = list[str]()
+    with Executor(lambda task: None, "thread") as executor:
+        executor.say = said.append
+        for sweep in range(2):
+            executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(sweep, uniform(1), False))
+            time.sleep(0.2)
+    assert not said
+    assert not [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"]
+
+
 def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:
     gate, loads = threading.Event(), list[Task]()
 

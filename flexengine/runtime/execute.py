@@ -7,6 +7,7 @@ from types import TracebackType
 
 from flexengine.runtime.lane import Done, Lane, new_lane
 from flexengine.runtime.trace import Trace
+from flexengine.runtime.watchdog import Watchdog
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import LOADING, Op, Task
 
@@ -39,7 +40,8 @@ class Executor:
         self.say: Callable[[str], None] = _say
         self._ended = False
         self._under_way: dict[str, tuple[Task, float]] = {}  # by lane: since when, in seconds of time.perf_counter
-        self._progress = time.perf_counter()  # when a task last ended
+        self._awaited: Task | None = None  # what `run` waits for
+        self._watchdog = Watchdog(QUIET_SECONDS, self._lasting, lambda text: self.say(text))
 
     def __enter__(self) -> "Executor":
         return self
@@ -64,27 +66,26 @@ class Executor:
 
         The first error of a task is raised here, with the task in a note.
         """
-        pending: list[Done] = []
-        self._progress = time.perf_counter()
-        for task in program:
-            done = self._submit(task)
-            failed = done.error is not None
-            if failed or task.op is not Op.LOAD_WEIGHT:
-                pending.append(done)
-            if failed:
-                break
-        quiet = QUIET_SECONDS
-        for done in pending:
-            while not done.ends_within(quiet / 4):
-                if (silent := time.perf_counter() - self._progress) >= quiet:
-                    self.say(f"no task has ended for {silent:.0f} s; {self._lasting()}")
-                    quiet *= 2
-            done.wait()
+        pending: list[tuple[Task, Done]] = []
+        self._awaited = None
+        with self._watchdog:
+            for task in program:
+                done = self._submit(task)
+                failed = done.error is not None
+                if failed or task.op is not Op.LOAD_WEIGHT:
+                    pending.append((task, done))
+                if failed:
+                    break
+            for self._awaited, done in pending:
+                done.wait()
+                self._watchdog.progress()
 
     def _lasting(self) -> str:
         now = time.perf_counter()
         tasks = [f"lane {lane}: {task.op.value}, {task.cell}, for {now - began:.0f} s"
                  for lane, (task, began) in sorted(self._under_way.copy().items())]  # fmt: skip
+        if not tasks and (task := self._awaited) is not None:  # its thread is done with it
+            tasks = [f"on the GPU, or before it: {task.op.value}, {task.cell}, lane {task.lane}"]
         return f"under way are {'; '.join(tasks)}" if tasks else "none is under way"
 
     def _submit(self, task: Task) -> Done:
@@ -106,7 +107,8 @@ class Executor:
             raise
         finally:
             self._under_way.pop(task.lane, None)
-            self._progress = end = time.perf_counter()
+            end = time.perf_counter()
+            self._watchdog.progress()
         work = LOADING if task.op is Op.SETTLE else task.lane
         self.busy[work] = self.busy.get(work, 0.0) + end - began
         if self.trace is not None:

@@ -25,10 +25,6 @@ class Done:
     def ended(self) -> bool:
         return self._flag.is_set()
 
-    def ends_within(self, seconds: float) -> bool:
-        """Waits for the task to end (not for what it queued on the GPU), at most so long; whether it has."""
-        return self._flag.wait(seconds)
-
     def wait(self) -> None:
         """Returns when the task has ended, on the GPU too. Raises its error."""
         self._flag.wait()

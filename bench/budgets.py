@@ -1,0 +1,96 @@
+"""Jobs in little memory, five sizes of it: a container's limit (a cgroup's, page cache included), and what
+--device-mem gives. Each must finish with the results that much memory gives, or refuse before it reads a weight; and
+the process must not grow by more than a tenth over what it was given."""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench.failing import Fault
+from bench.harness import peak_rss
+from bench.limit import NotPermitted, run_limited
+from bench.models import OptShape, make
+from bench.trials import Tally, forked
+
+MB = 10**6
+SHAPE = OptShape(layers=24, hidden=1024, ffn=4096, heads=16)  # 0.7 GB of fp16, twice that as it is computed with
+GIVEN = (150 * MB, 250 * MB, 400 * MB, 700 * MB, 1200 * MB)  # from two layers and the head to nearly everything
+LIMITS = (300 * MB, 600 * MB, 900 * MB, 1300 * MB, 2000 * MB)  # the first has hardly room for Python and torch
+OVER = 1.1
+SECONDS = 300.0
+REFUSED = 2
+
+
+class Budgets:
+    """The same rows in all memories; `work` is an empty folder."""
+
+    def __init__(self, work: Path, sizes: int) -> None:
+        self.work, self.sizes = work, sizes
+        self.model = make(SHAPE, work / "model")
+        rows = [{"prompt_token_ids": [7 + i + j for j in range(16 + 8 * i)], "max_tokens": 3} for i in range(8)]
+        (work / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self.expected = self._in_peace()
+
+    def _arguments(self, name: str) -> list[str]:
+        return [str(self.work / "in.jsonl"), "--model", str(self.model), "--output", str(self.work / name),
+                "--offload-dir", str(self.work / "offload"), "--device", "cpu", "--ignore-eos"]  # fmt: skip
+
+    def _in_peace(self) -> bytes:
+        from flexengine import run
+
+        ended = forked(lambda: run.main(self._arguments("whole")), [], Fault(), self.work / "log", SECONDS)
+        if ended.code:
+            raise RuntimeError(f"the job fails in peace: {ended.said[-2000:]}")
+        return (self.work / "whole").read_bytes()
+
+    def given(self, tally: Tally) -> None:
+        """--device-mem, in forks of this process, which has imported everything."""
+        for size in GIVEN[: self.sizes]:
+            log = self.work / "log"
+            ended = forked(lambda size=size: self._growth(size), [], Fault(), log, SECONDS)  # type: ignore[misc]
+            grown = int(ended.said.rpartition("grown ")[2] or 0) if ended.code == 0 else 0
+            wrong = self._judged(f"given-{size}", ended.code, ended.said, refusable=False)
+            if grown > OVER * size:
+                wrong.append(f"grown by {grown:,}")
+            tally.points[f"{size // MB} MB: grown by"] = grown
+            tally.note(f"--device-mem {size:,}", wrong, seconds=ended.seconds)
+
+    def _growth(self, size: int) -> int:
+        from flexengine import run
+
+        before = _rss()
+        code = run.main([*self._arguments(f"given-{size}"), "--device-mem", str(size)])
+        print(f"grown {peak_rss() - before}", file=sys.stderr, flush=True)
+        return code
+
+    def limited(self, tally: Tally) -> None:
+        """A cgroup around a process that is told nothing of it."""
+        for size in LIMITS[-self.sizes :]:
+            name = f"limited-{size}"
+            command = [sys.executable, "-m", "flexengine.run", *self._arguments(name)]
+            try:
+                code, _, said, peak = run_limited(command, size, timeout=SECONDS, env=_environment())
+            except NotPermitted as error:
+                tally.faults.append(f"skipped: {error}")
+                return
+            tally.points[f"{size // MB} MB: {'refused' if code == REFUSED else 'most used'}"] = peak or 0
+            tally.note(f"limit of {size:,}", self._judged(name, code, said, refusable=size == LIMITS[0]))
+
+    def _judged(self, name: str, code: int, said: str, refusable: bool) -> list[str]:
+        if refusable and code == REFUSED and "Traceback" not in said:
+            return []
+        if code:
+            return [f"exit code {code}: {said.strip()[-400:]}"]
+        return [] if (self.work / name).read_bytes() == self.expected else ["other results"]
+
+
+def _environment() -> dict[str, str]:
+    path: Sequence[str] = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+def _rss() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
