@@ -104,7 +104,7 @@ MIXED = Case("b", 96, Lengths(16, 512, median=100.0, sigma=0.8), Lengths(8, 64),
 OFFLOAD_SHORT = Case("c1", 16, fixed(128), fixed(8))
 OFFLOAD_LONG = Case("c2", 32, fixed(32), fixed(32))
 SMOKE = Case("smoke", 4, Lengths(3, 9), Lengths(2, 5), peer_batches=(2, 4))
-OFFLOAD_SMALL = Case("d", 16, fixed(64), fixed(8))
+OFFLOAD_LLAMA = Case("d", 16, fixed(128), fixed(8))
 GPU_OFFLOAD = Case("g", 64, fixed(512), fixed(32))
 
 COMPARISONS = {
@@ -112,9 +112,11 @@ COMPARISONS = {
     for comparison in (
         Comparison(RESIDENT, "demo", ("transformers", "llama-cpp", "llama-cpp-f32")),
         Comparison(MIXED, "demo", ("transformers", "llama-cpp", "llama-cpp-f32")),
-        Comparison(OFFLOAD_SHORT, "opt-1.3b", ("accelerate-disk", "airllm"), "float16", 2 * 10**9),
-        Comparison(OFFLOAD_LONG, "opt-1.3b", ("accelerate-disk", "airllm"), "float16", 2 * 10**9),
-        Comparison(OFFLOAD_SMALL, "demo", ("accelerate-disk", "airllm"), memory=10**9),
+        Comparison(OFFLOAD_SHORT, "opt-1.3b", ("accelerate-disk",), "float16", 2 * 10**9),
+        Comparison(OFFLOAD_LONG, "opt-1.3b", ("accelerate-disk",), "float16", 2 * 10**9),
+        Comparison(
+            OFFLOAD_LLAMA, "llama-1.1b", ("accelerate-disk", "airllm", "llama-cpp"), "float16", 16 * 10**8,
+        ),
         Comparison(
             GPU_OFFLOAD, "opt-13b", ("accelerate-cpu", "accelerate-disk", "flexgen", "deepspeed"), "float16",
             device="cuda", device_mem="16GiB",

@@ -21,7 +21,7 @@ from bench import gguf_files, harness, limit
 from bench.bound import bounds, evict, question
 from bench.cases import COMPARISONS, Case, Comparison
 from bench.harness import Job, Limits, Record
-from bench.models import SHAPES, demo_model, make, shard_files
+from bench.models import SHAPES, LlamaShape, demo_model, make, shard_files
 from bench.peers import PEERS
 
 OURS = "flexengine_side"
@@ -151,7 +151,7 @@ def peer_record(case: Case, ours: list[Record], peer: Peered) -> Record:
         "rows_equal": harness.rows_equal(ours[-1], peer.runs[-1]) if ours and peer.runs else None,
         "batch": peer.job.batch,
         "tok_s_by_batch": peer.by_batch,
-        "dtype": PEERS[peer.name].dtype or peer.job.dtype,
+        "dtype": peer.job.dtype,
         "error": next((run["error"] for run in peer.runs if "error" in run), None),
         "versions": versions,
         "runs": [harness.brief(r) for r in peer.runs],
@@ -219,12 +219,15 @@ def checkpoint(compared: Comparison, args: argparse.Namespace) -> Path:
 
 def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace) -> Job:
     """What a peer is asked."""
-    peer = PEERS[name]
+    peer, demo = PEERS[name], compared.model == "demo"
     options = dict(peer.options)
-    if peer.gguf and compared.model == "demo" and not args.model:
-        found = gguf_files.demo() if peer.gguf == "own" else gguf_files.widened(harness.cache() / "bench")
-        options["gguf"] = str(found)
-    dtype = args.peer_dtype or compared.dtype
+    if peer.gguf and not args.model:
+        if demo:
+            own = peer.gguf == "own"
+            options["gguf"] = str(gguf_files.demo() if own else gguf_files.widened(harness.cache() / "bench"))
+        elif peer.gguf == "own" and isinstance(SHAPES[compared.model], LlamaShape):
+            options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
+    dtype = args.peer_dtype or (peer.dtype if demo or not peer.gguf else None) or compared.dtype
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 
 

@@ -1,6 +1,8 @@
 """Checkpoints with random weights in the shape of real models, written shard by shard in bounded memory.
 
-python -m bench.models opt-1.3b DIR     (also opt-13b, opt-tiny); an existing checkpoint of the same record is reused
+python -m bench.models SHAPE DIR     (opt-1.3b, opt-13b, llama-1.1b, opt-tiny, llama-tiny)
+
+An existing checkpoint of the same record is reused.
 """
 
 import argparse
@@ -8,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,8 +21,8 @@ MARKER = "bench.json"  # written last: the record this checkpoint was made from
 
 
 @dataclass(frozen=True)
-class OptShape:
-    """An OPT decoder (pre-norm, learned positions, tied embeddings) and how its weights are drawn."""
+class Shape(ABC):
+    """A decoder and how its weights are drawn."""
 
     layers: int
     hidden: int
@@ -31,27 +34,13 @@ class OptShape:
     seed: int = 0
     shard_bytes: int = 256 * 2**20
 
-    def layer_shapes(self, j: int) -> Shapes:
-        """Tensors of decoder layer j, by their names in OPTForCausalLM's state dict."""
-        p, h, f = f"model.decoder.layers.{j}.", self.hidden, self.ffn
-        shapes: Shapes = {}
-        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
-            shapes |= {f"{p}self_attn.{name}.weight": (h, h), f"{p}self_attn.{name}.bias": (h,)}
-        shapes |= {f"{p}fc1.weight": (f, h), f"{p}fc1.bias": (f,), f"{p}fc2.weight": (h, f), f"{p}fc2.bias": (h,)}
-        for name in ("self_attn_layer_norm", "final_layer_norm"):
-            shapes |= {f"{p}{name}.weight": (h,), f"{p}{name}.bias": (h,)}
-        return shapes
-
+    @abstractmethod
     def groups(self) -> list[Shapes]:
         """The tensors in order, a group for the embeddings and one per layer; a group is never split over shards."""
-        p, h = "model.decoder.", self.hidden
-        embeddings: Shapes = {
-            f"{p}embed_tokens.weight": (self.vocab, h),
-            f"{p}embed_positions.weight": (self.positions + 2, h),  # OPT offsets positions by 2
-            f"{p}final_layer_norm.weight": (h,),
-            f"{p}final_layer_norm.bias": (h,),
-        }
-        return [embeddings, *(self.layer_shapes(j) for j in range(self.layers))]
+
+    @abstractmethod
+    def config(self) -> dict[str, object]:
+        """config.json."""
 
     def shards(self) -> list[Shapes]:
         """Consecutive groups joined up to shard_bytes (at least one group each)."""
@@ -68,8 +57,33 @@ class OptShape:
         item = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
         return item * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
 
+
+@dataclass(frozen=True)
+class OptShape(Shape):
+    """An OPT decoder (pre-norm, learned positions, tied embeddings)."""
+
+    def layer_shapes(self, j: int) -> Shapes:
+        """Tensors of decoder layer j, by their names in OPTForCausalLM's state dict."""
+        p, h, f = f"model.decoder.layers.{j}.", self.hidden, self.ffn
+        shapes: Shapes = {}
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            shapes |= {f"{p}self_attn.{name}.weight": (h, h), f"{p}self_attn.{name}.bias": (h,)}
+        shapes |= {f"{p}fc1.weight": (f, h), f"{p}fc1.bias": (f,), f"{p}fc2.weight": (h, f), f"{p}fc2.bias": (h,)}
+        for name in ("self_attn_layer_norm", "final_layer_norm"):
+            shapes |= {f"{p}{name}.weight": (h,), f"{p}{name}.bias": (h,)}
+        return shapes
+
+    def groups(self) -> list[Shapes]:
+        p, h = "model.decoder.", self.hidden
+        embeddings: Shapes = {
+            f"{p}embed_tokens.weight": (self.vocab, h),
+            f"{p}embed_positions.weight": (self.positions + 2, h),  # OPT offsets positions by 2
+            f"{p}final_layer_norm.weight": (h,),
+            f"{p}final_layer_norm.bias": (h,),
+        }
+        return [embeddings, *(self.layer_shapes(j) for j in range(self.layers))]
+
     def config(self) -> dict[str, object]:
-        """config.json."""
         return {
             "architectures": ["OPTForCausalLM"], "model_type": "opt", "dtype": self.dtype,
             "num_hidden_layers": self.layers, "hidden_size": self.hidden, "word_embed_proj_dim": self.hidden,
@@ -81,14 +95,47 @@ class OptShape:
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LlamaShape(Shape):
+    """A LLaMA decoder (gated MLP, rotary positions, an own head) whose query heads share `kv_heads`."""
+
+    vocab: int = 32000
+    kv_heads: int = 4
+
+    def layer_shapes(self, j: int) -> Shapes:
+        """Tensors of decoder layer j, by their names in LlamaForCausalLM's state dict."""
+        p, h, f = f"model.layers.{j}.", self.hidden, self.ffn
+        kv = h // self.heads * self.kv_heads
+        rows = {"self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+                "self_attn.o_proj": (h, h), "mlp.gate_proj": (f, h), "mlp.up_proj": (f, h), "mlp.down_proj": (h, f),
+                "input_layernorm": (h,), "post_attention_layernorm": (h,)}  # fmt: skip
+        return {f"{p}{name}.weight": size for name, size in rows.items()}
+
+    def groups(self) -> list[Shapes]:
+        ends = {"model.embed_tokens.weight": (self.vocab, self.hidden), "model.norm.weight": (self.hidden,),
+                "lm_head.weight": (self.vocab, self.hidden)}  # fmt: skip
+        return [ends, *(self.layer_shapes(j) for j in range(self.layers))]
+
+    def config(self) -> dict[str, object]:
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": self.dtype,
+            "num_hidden_layers": self.layers, "hidden_size": self.hidden, "intermediate_size": self.ffn,
+            "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+            "hidden_act": "silu", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+        }  # fmt: skip
+
+
 SHAPES = {
     "opt-1.3b": OptShape(layers=24, hidden=2048, ffn=8192, heads=32),
     "opt-13b": OptShape(layers=40, hidden=5120, ffn=20480, heads=40),
     "opt-tiny": OptShape(layers=3, hidden=64, ffn=256, heads=4, vocab=512, positions=128, shard_bytes=100_000),
+    "llama-1.1b": LlamaShape(layers=22, hidden=2048, ffn=5632, heads=32),
+    "llama-tiny": LlamaShape(layers=2, hidden=64, ffn=176, heads=4, vocab=512, positions=128, kv_heads=2),
 }
 
 
-def write_shard(path: Path, shape: OptShape, index: int, tensors: Shapes) -> None:
+def write_shard(path: Path, shape: Shape, index: int, tensors: Shapes) -> None:
     """Draws and writes one shard; the seed is (shape.seed, index), so shards may be written in any order.
 
     Everything is normal with std 0.02; the weights of norms are that plus 1.
@@ -101,11 +148,11 @@ def write_shard(path: Path, shape: OptShape, index: int, tensors: Shapes) -> Non
     drawn = {}
     for name, size in tensors.items():
         values = torch.empty(size).normal_(0.0, 0.02, generator=generator)
-        drawn[name] = (values + 1 if name.endswith("layer_norm.weight") else values).to(dtype)
+        drawn[name] = (values + 1 if name.endswith("norm.weight") else values).to(dtype)
     save_file(drawn, path, metadata={"format": "pt"})
 
 
-def make(shape: OptShape, directory: Path, workers: int | None = None) -> Path:
+def make(shape: Shape, directory: Path, workers: int | None = None) -> Path:
     """Makes the checkpoint unless `directory` already holds it. Peak memory: `workers` shards and a tensor for each."""
     record = json.dumps(asdict(shape), sort_keys=True)
     marker = directory / MARKER

@@ -10,7 +10,7 @@ from typing import Any
 @dataclass(frozen=True)
 class Peer:
     """module: of bench.peers. options: of the job. dtype: what it computes in, where the case does not choose.
-    gguf: reads the demo model as GGUF, "own" as published or "f32" with the same weights in fp32."""
+    gguf: reads models as GGUF, "own" as published or as stored, or "f32" with the demo model's weights in fp32."""
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -87,7 +87,7 @@ def main() -> None:
     needs("llama-cpp-python", "llama_cpp")
     path = job.options.get("gguf")
     if not path:
-        skip("llama.cpp needs the model as GGUF, and only the demo model has one")
+        skip("llama.cpp needs the model as GGUF; the demo model and LLaMA shapes have one")
     start = time.perf_counter()
     blocks = [job.requests[i : i + job.batch] for i in range(0, len(job.requests), job.batch)]
     most = max(sum(len(r.prompt_token_ids) + r.max_tokens for r in block) for block in blocks)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CHUNK_BYTES = 16 * 2**20  # of float32 dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
@@ -257,7 +258,7 @@ def llama3_divisors(
 def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
     """tokenizer.json and its config with the chat template; nothing if the file has no tokenizer."""
     path = header.path
-    if not header.text("tokenizer.ggml.model"):
+    if header.text("tokenizer.ggml.model") in _NO_TOKENIZER:
         log.warning("%s has no tokenizer; only prompt_token_ids can be used with it", path)
         return
     from transformers import AutoTokenizer
