@@ -25,7 +25,7 @@ from pathlib import Path
 from bench import damage, kills
 from bench.budgets import Budgets
 from bench.failing import CRASHES, PROTOCOL, Fault
-from bench.harness import emit, machine
+from bench.harness import emit, machine, now, versions
 from bench.trials import Tally, Trials, real_command, rows_of, stub_command
 
 _SPLIT = [0.4, 0.3, 0.3]
@@ -376,7 +376,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     print(f"    {fault}", file=sys.stderr, flush=True)
                 bad += tally.tried - tally.survived + tally.lost + tally.repeated
                 seconds, began = time.monotonic() - began, time.monotonic()
-                about = {"bench": "faults", "part": name, "quick": args.quick, "seed": args.seed, "machine": machine()}
+                about = {"bench": "faults", "part": name, "quick": args.quick, "seed": args.seed, "time": now(),
+                         "machine": machine(), "versions": versions()}  # fmt: skip
                 emit({**about, **tally.record(), "seconds": seconds}, args.out)
     return 1 if bad else 0
 

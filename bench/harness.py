@@ -225,10 +225,15 @@ def header(bench: str, case: Any, runs: Sequence[Record]) -> Record:
     return {
         "bench": bench,
         "case": asdict(case),
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "time": now(),
         "machine": machine(),
         "versions": seen,
     }
+
+
+def now() -> str:
+    """The time of a record, UTC."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def rounded(value: Any) -> Any:

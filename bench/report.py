@@ -272,9 +272,41 @@ def scale_block(folder: Path = RESULTS) -> str:
     return table(("what grows", "from, to", "time", "memory", "command"), rows) if rows else "Not recorded yet."
 
 
+FAULTS = {
+    "kills": "SIGKILL, SIGTERM and SIGINT at random moments",
+    "crashes": "SIGKILL before, within and after every call that changes a file",
+    "protocol": "the n-th read, write, fsync, rename ... of input, output and journal fails, for every n",
+    "journal": "journals cut at every byte, and with flipped bits",
+    "engine": "the n-th call on offload directory or checkpoint fails or kills, the n-th allocation fails",
+    "prepared": "the n-th call fails or kills while weights are prepared",
+    "disks": "file systems that are full or read-only",
+    "shared": "pairs of jobs on one offload directory or one output",
+    "memory": "models in less memory than they need: `--device-mem` and cgroups, five sizes each",
+    "input": "mutated input lines",
+    "files": "models with damaged safetensors, index, config or GGUF",
+    "bits": "flipped bits in weights, found by `--verify`",
+}  # fmt: skip
+
+
+def faults_block(folder: Path = RESULTS) -> str:
+    """The fault campaign: of every kind the latest full record."""
+    newest = {(x["part"], x["kind"]): x for x in records("faults", folder=folder) if not x["quick"]}
+    rows = []
+    for part, what in FAULTS.items():
+        kinds = [record for (name, _), record in newest.items() if name == part]
+        if kinds:
+            sums = [sum(x[name] for x in kinds) for name in ("tried", "survived", "lost", "repeated")]
+            rows.append((what, *(f"{n:,}" for n in sums), max(x["time"] for x in kinds)[:10], f"`{part}`"))
+    totals = [sum(int(row[i].replace(",", "")) for row in rows) for i in range(1, 5)]
+    rows.append(("all", *(f"{n:,}" for n in totals), "", ""))
+    head = ("what goes wrong", "tried", "survived", "rows lost", "rows run again", "day", "part")
+    command = "python -m bench.models llama-tiny DIR && python -m bench.faults DIR --only PART"
+    return table(head, rows) + f"\n\nCommand: `{command}`"
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
-    "scale": scale_block,
+    "faults": faults_block, "scale": scale_block,
 }  # fmt: skip
 
 
