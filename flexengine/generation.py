@@ -129,17 +129,22 @@ class Generation:
             self._next += 1
 
     def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:
-        """What `_sweep` gives. A Shortage is raised apart from the error it stands for, whose traceback would hold the
-        tensors that there was no room for."""
+        """What `_sweep` gives. After an error nothing more is begun, and what was under way lets its tensors go. A
+        Shortage is raised apart from the error it stands for, whose traceback would hold the tensors that there was no
+        room for."""
         try:
             with torch.no_grad():
                 return self._sweep()
         except Exception as error:
             found = shortage(error, self.means.worker.weights.machine.kind == "cuda")
             if found is None:
+                self._let_go()
                 raise
-        self.means.executor.abandon("device", self.means.worker.drop)
+        self._let_go()
         raise found
+
+    def _let_go(self) -> None:
+        self.means.executor.abandon("device", self.means.worker.drop)
 
     def unfinished(self) -> list[Request]:
         """The rows under way, in their order; what had been generated of them no longer counts."""

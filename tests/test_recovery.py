@@ -1,5 +1,6 @@
 """Memory that runs out on the way: a smaller block, the same results, and an error that names the remedy at last."""
 
+import contextlib
 import errno
 import gc
 import json
@@ -169,8 +170,12 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_what_was_computed_is_let_go(families: Any, faults: Faults, overlap: bool) -> None:
-    """Forward passes that had paused hold no memory when it is planned anew: they end in the thread they belong to."""
+@pytest.mark.parametrize("short", [True, False])
+def test_what_was_computed_is_let_go(
+    families: Any, faults: Faults, monkeypatch: pytest.MonkeyPatch, overlap: bool, short: bool
+) -> None:
+    """Forward passes that had paused hold no memory when it is planned anew, or when another error ends the job: they
+    end in the thread they belong to."""
     family, seen, left = families("llama"), list[weakref.ref[Any]](), list[int]()
 
     def last_layer(worker: Worker, task: Task) -> bool:
@@ -180,13 +185,18 @@ def test_what_was_computed_is_let_go(families: Any, faults: Faults, overlap: boo
         seen.extend(weakref.ref(event.hidden) for event in events if isinstance(event, Layer))
         return bool(seen)
 
-    def alive(_: str) -> None:
+    def alive(_: str = "") -> None:
         gc.collect()
         left.append(sum(ref() is not None for ref in seen))
 
     with engine(family, overlap=overlap) as made:
         made.planner.say = alive
         made._weights, faults.when = None, last_layer
+        if not short:
+            monkeypatch.setitem(ERRORS, "ledger", lambda: ArithmeticError("something else"))
+            with contextlib.suppress(ArithmeticError):
+                made.generate(family.rows, GREEDY)
+            alive()
         assert [r.token_ids for r in made.generate(family.rows, GREEDY)] == family.expected
     assert seen
     assert left == [0]
