@@ -1,12 +1,10 @@
 """The engine: a model, a machine and a policy; prompts in, results out."""
 
 import contextlib
-import itertools
 import threading
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +15,7 @@ import torch
 from flexengine import kernels
 from flexengine.calibration import Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
+from flexengine.course import Course
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut
 from flexengine.generation import Generation, Means, Progress
 from flexengine.job.columns import answered
@@ -287,9 +286,9 @@ class Engine:
                 assert isinstance(row, Row)
                 progress.failed += 1
                 yield Result(row.index, error=row.error)
-            self.summary = self._summarise(_Course(iter(()), progress), None)
+            self.summary = self._summarise(Course(iter(()), progress), None)
             return
-        course = _Course(self._requests(prompts, params, largest, why), progress)
+        course = Course(self._requests(prompts, params, largest, why), progress)
         yield from self._generate(fitting, layout, course)
 
     def _requests(
@@ -308,7 +307,7 @@ class Engine:
         """The job's layout, the most tokens of a sequence in it, and why not more; see `plan.fitting`."""
         return fitting(workload, self.plan)
 
-    def _generate(self, workload: Workload, layout: Layout, course: "_Course") -> Iterator[Result]:
+    def _generate(self, workload: Workload, layout: Layout, course: Course) -> Iterator[Result]:
         """The results of a job that begins with a layout. Where memory runs out on the way it goes on with a smaller
         block, at most REPLANS times; rows that are finished stay. Raises RanOut if that does not help, or if the policy
         was given."""
@@ -329,7 +328,7 @@ class Engine:
             self.planner.say(told)
             layout = smaller
 
-    def _attempt(self, watch: Watch, course: "_Course") -> Generator[Result, None, Shortage | None]:
+    def _attempt(self, watch: Watch, course: Course) -> Generator[Result, None, Shortage | None]:
         """Results until all rows are done, or until memory ran out; then `course` holds what is left."""
         began = time.perf_counter()
         if self._calibration is not None:
@@ -467,66 +466,16 @@ class Engine:
             self._weights.close()
             self._weights = None
 
-    def _summarise(self, course: "_Course", means: Means | None) -> dict[str, Any]:
-        """What `summary` holds. Seconds by the clock, one after the other:
-
-        load_seconds: before the first sweep: weights calibrated and encoded if they are to be and had not been, and
-            room made in memory. Weights are read here only with `load_first`.
-        prefill_seconds: of the sweeps that computed any prompt, whatever else they did. Of an engine's first job, or
-            its first in a layout, the first of them also reads the weights that stay in memory, beside computing: it
-            is longer by what of that took longer than computing.
-        decode_seconds: of all other sweeps. total_seconds: of all sweeps, so without load_seconds.
-
-        busy has shares of total_seconds. busy["loading"] is that reading, from its beginning to its end in the lane
-        that reads the disk, hidden or not: neither is it in busy["disk_read"], nor its bytes in `bytes`, nor is it what
-        would be saved if there were none.
-
-        replanned: what was said each time memory ran out. policy, plan and peak_bytes are then those of the last plan.
-        """
-        p, before = course.progress, course.before
-        seconds = p.prefill_seconds + p.decode_seconds
+    def _summarise(self, course: Course, means: Means | None) -> dict[str, Any]:
+        """What `summary` holds: whose job it was, its course, and what it chose and took."""
         tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
         return {
             "model": self.source.name,
             "device": self.machine.kind,
             "dtype": str(self.dtype).removeprefix("torch."),
-            "rows": p.rows,
-            "failed": p.failed,
-            "prompt_tokens": p.prompt_tokens,
-            "generated_tokens": p.tokens,
-            "sweeps": p.sweeps,
-            "load_seconds": course.loaded,
-            "prefill_seconds": p.prefill_seconds,
-            "decode_seconds": p.decode_seconds,
-            "total_seconds": seconds,
-            "generated_tok_s": p.tokens / seconds if seconds else 0.0,
-            "bytes": {link: n - before.get(link, 0) for link, n in self._traffic().items()},
+            **course.summary(self._traffic()),
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
-            "busy": {lane: s / seconds for lane, s in course.busy.items()} if seconds else {},
             "lossy": self.lossy.given,
-            "replanned": list(course.replanned),
             "policy": means.layout.policy.to_json() if means else None,
             "plan": means.watch.report() if means else None,
         }
-
-
-@dataclass
-class _Course:
-    """A job over all its plans. rows: that were under way when the last plan failed; busy: seconds of work by lane;
-    before: bytes moved before the job; replanned: what was said each time memory ran out."""
-
-    feed: Iterator[Request | Row]
-    progress: Progress
-    loaded: float = 0.0
-    rows: int = 0
-    before: dict[str, int] = field(default_factory=dict)
-    busy: dict[str, float] = field(default_factory=dict)
-    replanned: list[str] = field(default_factory=list)
-
-    def again(self, unfinished: Sequence[Request], feed: Iterator[Request | Row]) -> None:
-        """Puts rows that were under way before those that have not been."""
-        self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
-
-    def worked(self, busy: Mapping[str, float]) -> None:
-        for lane, seconds in busy.items():
-            self.busy[lane] = self.busy.get(lane, 0.0) + seconds
