@@ -34,9 +34,10 @@ ALLOWED = {
                  "survey"},
     "recovery": {"errors", "plan", "policy", "runtime"},
     "generation": {"config", "job", "model", "plan", "runtime", "schedule", "worker"},
+    "course": {"job", "generation"},
     "calibration": {"errors", "config", "lossy", "model", "texts"},
     "engine": {"errors", "config", "lossy", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime",
-               "worker", "job", "survey", "planning", "generation", "calibration", "recovery"},
+               "worker", "job", "survey", "planning", "generation", "course", "calibration", "recovery"},
     "command": {"errors"},
     "run": {"command", "errors", "config", "lossy", "policy", "plan", "job", "survey", "generation", "engine",
             "__version__"},
@@ -176,14 +177,14 @@ def test_cuda_is_asked_about_in_few_places() -> None:
     assert {"tier.cuda", "runtime.lane"} <= users <= CUDA
 
 
-def test_threads_are_made_in_two_places() -> None:
-    """Lanes; and the disk's readers, which end with the tier."""
+def test_threads_are_made_in_three_places() -> None:
+    """Lanes; what watches them; and the disk's readers, which end with the tier."""
     makers = set()
     for name, tree in TREES.items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
-    assert makers <= {"runtime.lane", "tier.disk"}
+    assert makers <= {"runtime.lane", "runtime.watchdog", "tier.disk"}
 
 
 def test_torch_stays_out_until_it_is_needed() -> None:

@@ -15,6 +15,21 @@ from bench.harness import Job, needs, report, report_loaded, skip
 from bench.peers.transformers_generate import generate_batch
 
 
+def _with_tokenizer(model: Path, folder: Path) -> Path:
+    """airllm opens a tokenizer, which is not used here: where the model has none, its files and one of a single word
+    are put together in `folder`."""
+    if (model / "tokenizer.json").exists():
+        return model
+    from tokenizers import Tokenizer, models
+
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file)
+    Tokenizer(models.WordLevel({"a": 0}, unk_token="a")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    return folder
+
+
 def main() -> None:
     """One job."""
     job = Job.from_json(sys.stdin.read())
@@ -29,7 +44,8 @@ def main() -> None:
 
         device = "cuda:0" if job.device == "cuda" else "cpu"
         dtype = getattr(torch, job.dtype or "float32")
-        engine = AutoModel.from_pretrained(job.model, device=device, dtype=dtype, layer_shards_saving_path=folder)
+        model = _with_tokenizer(Path(job.model), Path(folder) / "model")
+        engine = AutoModel.from_pretrained(str(model), device=device, dtype=dtype, layer_shards_saving_path=folder)
         engine.model.generation_config.eos_token_id = None
         with contextlib.redirect_stdout(sys.__stdout__):
             report_loaded()
