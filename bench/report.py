@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from bench.cases import Case, Lengths
@@ -238,20 +239,23 @@ def plan_block(folder: Path = RESULTS) -> str:
     return table(head, rows) + f"\n\nCommands: {commands}"
 
 
-def rows_block(folder: Path = RESULTS) -> str:
-    """Time and memory against the number of rows."""
-    rows = [
-        (f"{x['rows']:,}", short(x["seconds"]), f"{x['ms_per_further_row']:.2f}" if "ms_per_further_row" in x else "",
-         f"{x['peak_rss'] / 1e6:.0f}")
-        for x in records("rows", folder=folder)
-    ]  # fmt: skip
-    command = "python -m bench.scale --parts rows --rows 1000 10000 100000"
-    return table(("rows", "seconds", "ms per further row", "peak MB"), rows) + f"\n\nCommand: `{command}`"
-
-
 def scales(folder: Path = RESULTS) -> dict[str, Record]:
     """The latest record of each part of bench.scale."""
     return {record["case"]["name"]: record for record in records("scale", folder=folder)}
+
+
+def rows_block(folder: Path = RESULTS) -> str:
+    """Time and memory against the number of rows."""
+    line = scales(folder).get("rows")
+    if line is None:
+        return "Not recorded yet."
+    points = line["points"]
+    slopes = [(b["seconds"] - a["seconds"]) / (b["rows"] - a["rows"]) for a, b in pairwise(points)]
+    further = ["", *(f"{1e3 * slope:.2f}" for slope in slopes)]
+    rows = [(f"{x['rows']:,}", short(x["seconds"]), ms, f"{x['peak_rss'] / 1e6:.0f}")
+            for x, ms in zip(points, further, strict=True)]  # fmt: skip
+    command = f"python -m bench.scale --parts rows --rows {' '.join(str(x['rows']) for x in points)}"
+    return table(("rows", "seconds", "ms per further row", "peak MB"), rows) + f"\n\nCommand: `{command}`"
 
 
 def scale_block(folder: Path = RESULTS) -> str:
