@@ -239,7 +239,7 @@ def _path(place: Any) -> str:
 
 def _short_name(path: str) -> str:
     name = os.path.basename(path)
-    return "spill" if name.endswith(".spill") else name
+    return "spill" if name.endswith(".spill") or name.startswith("#") else name  # "#123": a file without a name
 
 
 def _half(what: Any) -> Any:

@@ -675,6 +675,29 @@ def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monke
     tier.close()
 
 
+@pytest.mark.parametrize("nameless", [True, False])
+def test_a_spill_file_has_no_name(nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So nobody has to remove it; also on file systems that cannot make one without a name."""
+    real = os.open
+
+    def opened(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE and not nameless:
+            raise OSError(errno.EOPNOTSUPP, "no O_TMPFILE here")
+        return real(path, flags, *rest, **named)
+
+    monkeypatch.setattr(os, "open", opened)
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    values = some(1000)
+    with Failing([tmp_path], Fault(("unlink",))) as calls:
+        home = tier.allocate(values.nbytes, "KV cache", torch.float32)
+        tier.store(values, home)
+        assert not list(tmp_path.iterdir())
+        tier.load(home, target := torch.zeros_like(values))
+        tier.close()
+    assert torch.equal(target, values)
+    assert bool(calls.made) is not nameless
+
+
 def test_a_write_that_fails_names_file_and_byte(tmp_path: Path) -> None:
     tier = DiskTier("disk", Ledger("disk"), tmp_path)
     home = tier.allocate(4 * CHUNK, "KV cache", torch.float32)

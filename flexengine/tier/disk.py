@@ -6,6 +6,7 @@ file system allows.
 """
 
 import contextlib
+import errno
 import os
 import queue
 import tempfile
@@ -30,7 +31,7 @@ CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; shorter runs are read by the helpers, side by side
 GAP = 64 << 10  # bytes; nearer rows are read together: what lies between takes less time than a read of its own
 HELPERS = 2  # threads that convert what was read, and read what is short
-
+_NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # what file systems and kernels without O_TMPFILE answer
 
 Ring = queue.SimpleQueue[torch.Tensor]
 
@@ -38,8 +39,8 @@ Ring = queue.SimpleQueue[torch.Tensor]
 class DiskTier(Tier):
     """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
 
-    way: how long runs of checkpoint files are read. The spill file is unlinked as soon as it is open, so nothing is
-    left behind however the process ends.
+    way: how long runs of checkpoint files are read. The spill file has no name where the file system can do without
+    one, and else none as soon as it is open, so nothing is left behind however the process ends.
     """
 
     def __init__(self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None) -> None:
@@ -91,13 +92,9 @@ class DiskTier(Tier):
         try:
             self._made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=self.directory)
+            return _nameless(self.directory)
         except OSError as error:
             raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
-        os.close(handle)
-        file = File(path, os.O_RDWR)
-        os.unlink(path)
-        return file
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
         """A home inside a file the user owns; read only, nothing is booked. Raises BadCheckpoint if it is too short."""
@@ -271,6 +268,23 @@ class Run:
     @property
     def nbytes(self) -> int:
         return self.end - self.start
+
+
+def _nameless(directory: Path) -> File:
+    """A file in `directory` that vanishes when it is closed."""
+    try:
+        handle = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
+    except OSError as error:
+        if error.errno not in _NO_TMPFILE:
+            raise
+        handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=directory)
+        os.unlink(path)
+    try:
+        file = File(f"/proc/self/fd/{handle}", os.O_RDWR)
+    finally:
+        os.close(handle)
+    file.path = directory / "spill"  # for messages
+    return file
 
 
 def _together(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
