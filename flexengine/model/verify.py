@@ -235,5 +235,5 @@ def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
     tqdm.monitor_interval = 0  # as in run: no thread of its own
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, delay=_QUIET,
-              leave=False) as bar:  # fmt: skip
+              mininterval=0.5, leave=False) as bar:  # fmt: skip
         yield bar.update
