@@ -15,7 +15,7 @@ from typing import Any
 
 from bench.failing import Fault
 from bench.harness import peak_rss
-from bench.trials import Tally, forked, real_command
+from bench.trials import Tally, forked, own_cache, real_command
 
 FILES = ("safetensors", "index", "config", "gguf")
 BATCH = 25  # files per process
@@ -131,13 +131,7 @@ def input_lines(model: Path, work: Path, count: int, seed: int, tally: Tally) ->
 def model_files(model: Path, work: Path, what: str, count: int, seed: int, tally: Tally) -> None:
     """`count` models whose file of this kind is damaged, opened and run."""
     work.mkdir()
-    cache = work / "cache"
-    cache.mkdir(mode=0o700)
-    from flexengine.config import cache_root
-
-    (cache / "kernels").symlink_to(cache_root() / "kernels")
-    before, os.environ["FLEXENGINE_CACHE"] = os.environ.get("FLEXENGINE_CACHE"), str(cache)
-    try:
+    with own_cache(work / "cache") as cache:
         given, target, hurt = _prepared(model, work, what)
         whole, generator = target.read_bytes(), random.Random(f"{seed} {what}")
         cases = [hurt(whole, generator) for _ in range(count)]
@@ -146,11 +140,6 @@ def model_files(model: Path, work: Path, what: str, count: int, seed: int, tally
             number += _batch(given, target, whole, cases[number : number + BATCH], tally)
         if left := [p.name for p in cache.glob("prepared/*.tmp-*")]:
             tally.note("at the end", [f"left over: {left[:3]}"])
-    finally:
-        if before is None:
-            del os.environ["FLEXENGINE_CACHE"]
-        else:
-            os.environ["FLEXENGINE_CACHE"] = before
 
 
 def _prepared(model: Path, work: Path, what: str) -> tuple[Path, Path, Callable[[bytes, random.Random], bytes]]:

@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import damage, kills
+from bench import bits, damage, kills
 from bench.budgets import Budgets
 from bench.failing import CRASHES, PROTOCOL, Fault
 from bench.harness import emit, machine, now, versions
-from bench.trials import Tally, Trials, real_command, rows_of, stub_command
+from bench.trials import Tally, Trials, own_cache, real_command, rows_of, stub_command
 
 _SPLIT = [0.4, 0.3, 0.3]
 AWAY = json.dumps(dict(gpu_batch_size=2, num_gpu_batches=2, weights=_SPLIT, cache=_SPLIT, activations=_SPLIT))
@@ -137,9 +137,7 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
 
 def prepared_errors(c: Campaign) -> Iterator[Tally]:
     """Weights are encoded once into the cache; its n-th call fails or is the last of the process."""
-    cache = _own_cache(c.work / "cache")
-    before, os.environ["FLEXENGINE_CACHE"] = os.environ.get("FLEXENGINE_CACHE"), str(cache)
-    try:
+    with own_cache(c.work / "cache") as cache:
         given = ["--model", str(c.model), "--weights", "int8", "--device", "cpu", "--ignore-eos"]
         job = _Preparing(c.work / "encoded", rows_of(5), given, real_command)
         job.watched = [cache / "prepared"]
@@ -147,11 +145,6 @@ def prepared_errors(c: Campaign) -> Iterator[Tally]:
         job.every((*PROTOCOL, "open", "read"), ("EIO", "ENOSPC"), tally, c.several(4, 80))
         yield (tally := Tally("prepared weights: SIGKILL"))
         job.every(PROTOCOL, CRASHES[:1] if c.quick else CRASHES, tally, c.several(4, 40))
-    finally:
-        if before is None:
-            del os.environ["FLEXENGINE_CACHE"]
-        else:
-            os.environ["FLEXENGINE_CACHE"] = before
 
 
 class _Preparing(Trials):
@@ -167,15 +160,6 @@ class _Preparing(Trials):
         odd = [name for name in names if "." in name]
         modes = [p.name for p in prepared.rglob("*") if p.stat().st_mode & 0o77]
         return [*super().left_over(), *odd, *modes]
-
-
-def _own_cache(folder: Path) -> Path:
-    """A cache with the compiled kernels of the usual one and nothing else."""
-    from flexengine.config import cache_root
-
-    folder.mkdir(mode=0o700)
-    (folder / "kernels").symlink_to(cache_root() / "kernels")
-    return folder
 
 
 def random_kills(c: Campaign) -> Iterator[Tally]:
@@ -320,11 +304,34 @@ def bad_files(c: Campaign) -> Iterator[Tally]:
         damage.model_files(c.model, c.work / f"damaged-{name}", name, c.several(50, 1000), c.seed, tally)
 
 
+def flipped_bits(c: Campaign) -> Iterator[Tally]:
+    """Bits of models and of what was prepared of them, looked for with --verify."""
+    from flexengine.model.verify import Verifier
+
+    work, count = c.work / "bits", c.several(25, 1000)
+    work.mkdir()
+    model = bits.listed(Path(shutil.copytree(c.model, work / "model")))
+    (work / "converted").mkdir()
+    gguf = damage.as_gguf(model, work / "converted" / "model.gguf")
+    yield (tally := Tally("flipped bits: model"))
+    bits.found_by_code(model, Verifier().directory, count, c.seed, tally)
+    with own_cache(work / "cache") as cache:
+        yield (tally := Tally("flipped bits: encoded weights"))
+        encoded = bits.prepare(model, work, cache, "--weights", "int4")
+        bits.found_by_code(encoded, Verifier().prepared, count, c.seed, tally)
+        yield (tally := Tally("flipped bits: found by the command"))
+        job = bits.one_job(model, work, "--weights", "int4", "--verify")
+        for place in (model, encoded):
+            bits.found_by_command(place, job, c.several(1, 10), c.seed, tally)
+    with own_cache(work / "other cache") as cache:
+        yield (tally := Tally("flipped bits: converted from GGUF"))
+        bits.found_by_code(bits.prepare(gguf, work, cache), Verifier().prepared, count, c.seed, tally)
+
+
 KINDS: dict[str, Kind] = {
     "protocol": protocol_errors, "crashes": protocol_crashes, "journal": damaged_journals, "engine": engine_errors,
     "prepared": prepared_errors, "kills": random_kills, "disks": real_disks, "shared": shared_directory,
-    "memory": little_memory,
-    "input": bad_input, "files": bad_files,
+    "memory": little_memory, "input": bad_input, "files": bad_files, "bits": flipped_bits,
 }  # fmt: skip
 
 
@@ -339,16 +346,18 @@ def _workplace(given: str | None) -> Iterator[Path]:
 
 
 def _import() -> None:
-    """What runs need, so that no fork has to import it."""
+    """What runs need, so that no fork has to import it, or to build it while a clock ticks."""
     import tqdm  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import flexengine.engine
     import flexengine.job.manifest
     import flexengine.job.resume
-    import flexengine.kernels.cpu
+    import flexengine.kernels
     import flexengine.model.gguf
-    import flexengine.run  # noqa: F401
+    import flexengine.run
+
+    flexengine.kernels.load()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

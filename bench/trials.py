@@ -14,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,6 +108,25 @@ def _speak_to(log: Path) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", buffering=1, closefd=False)
+
+
+@contextmanager
+def own_cache(folder: Path) -> Iterator[Path]:
+    """While the block runs: a cache with the compiled kernels of the usual one and nothing else."""
+    from flexengine.config import cache_root
+
+    kernels = cache_root() / "kernels"
+    kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700)
+    (folder / "kernels").symlink_to(kernels)
+    before, os.environ["FLEXENGINE_CACHE"] = os.environ.get("FLEXENGINE_CACHE"), str(folder)
+    try:
+        yield folder
+    finally:
+        if before is None:
+            del os.environ["FLEXENGINE_CACHE"]
+        else:
+            os.environ["FLEXENGINE_CACHE"] = before
 
 
 @dataclass

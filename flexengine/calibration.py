@@ -20,6 +20,7 @@ from flexengine.model.importance import Importances, Recorder, load
 from flexengine.model.prepare import prepared
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
+from flexengine.model.verify import Verifier
 
 VERSION = 1  # part of the cache's key: raise it when the numbers come out otherwise
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
@@ -38,8 +39,9 @@ class Calibration:
         return hashlib.sha256(json.dumps(self.rows).encode()).hexdigest()[:32]
 
     def importances(
-        self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], dict[str, Tensor]]
-    ) -> Importances:
+        self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], dict[str, Tensor]],
+        verifier: Verifier | None = None,
+    ) -> Importances:  # fmt: skip
         """Those of the model in `files`, computed in that dtype: what `measured` gives, unless it did so before. Raises
         what that raises, InvalidInput for an OSError."""
 
@@ -53,7 +55,7 @@ class Calibration:
             save_file(found, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
-        return load(prepared(source, files, build, what) / FILE)
+        return load(prepared(source, files, build, what, verifier) / FILE)
 
     def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:
         """Importances of the matrices of an engine's skeleton; score: see Engine.score. Raises InvalidInput if a

@@ -36,8 +36,9 @@ class Course:
     def summary(self, moved: Mapping[str, int]) -> dict[str, Any]:
         """Counts, seconds and bytes. moved: bytes by link until now. Seconds by the clock, one after the other:
 
-        load_seconds: before the first sweep: weights calibrated and encoded if they are to be and had not been, and
-            room made in memory. Weights are read here only with `load_first`.
+        load_seconds: before the first sweep: weights calibrated and encoded if they are to be and had not been (and
+            what was encoded verified, if that is asked for), and room made in memory. Weights are read here only with
+            `load_first`.
         prefill_seconds: of the sweeps that computed any prompt, whatever else they did. Of an engine's first job, or
             its first in a layout, the first of them also reads the weights that stay in memory, beside computing: it
             is longer by what of that took longer than computing.

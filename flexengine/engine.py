@@ -27,6 +27,7 @@ from flexengine.model.linear import numerics
 from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.model.verify import Verifier
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
@@ -60,7 +61,8 @@ class Engine:
     faults, and plans for that. trace: file for Chrome trace JSON. on_sweep: called with a Progress after
     every sweep. trust_remote_code: run Python that lies beside the weights, if the model needs it. hardware: rates to
     plan with instead of this machine's measured ones. lossy: what may differ from the checkpoint's own numbers.
-    allow: names of lossy.ALLOW that the planner may choose from, once, when it sees the first job.
+    allow: names of lossy.ALLOW that the planner may choose from, once, when it sees the first job. verify: compare all
+    files with their checksums before they are read (see model.verify); `verifier` has counted what was right.
 
     Raises InvalidInput, ModelNotFound, UnsupportedModel, BadCheckpoint before any weight is read, and OutOfMemory
     from `generate` or `stream` before anything large is allocated. Use as a context manager, or call close().
@@ -83,6 +85,7 @@ class Engine:
         hardware: Hardware | None = None,
         lossy: Lossy = EXACT,
         allow: Sequence[str] = (),
+        verify: bool = False,
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
@@ -92,7 +95,8 @@ class Engine:
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
         name = str(model) if model is not None else None
-        opened = open_model(name, dtype, self.machine.kind, trust_remote_code, lossy=lossy)
+        self.verifier = Verifier() if verify else None
+        opened = open_model(name, dtype, self.machine.kind, trust_remote_code, lossy=lossy, verifier=self.verifier)
         self.lossy = lossy
         if allow and (lossy or policy is not None):
             raise InvalidInput("allow is for a planner that chooses; it goes with neither lossy switches nor a policy")
@@ -170,7 +174,9 @@ class Engine:
         if self._calibration is None:
             return None
         opened = self._opened
-        return self._calibration.importances(self.source.directory, opened.files, opened.dtype, self._measured)
+        return self._calibration.importances(
+            self.source.directory, opened.files, opened.dtype, self._measured, self.verifier
+        )
 
     def _measured(self) -> dict[str, torch.Tensor]:
         """Importances, by an engine like this one with the checkpoint's own weights. Rates are given to it, so that it
@@ -467,7 +473,10 @@ class Engine:
             self._weights = None
 
     def _summarise(self, course: Course, means: Means | None) -> dict[str, Any]:
-        """What `summary` holds: whose job it was, its course, and what it chose and took."""
+        """What `summary` holds: whose job it was, its course, and what it chose and took.
+
+        verified: files, bytes and seconds of what was compared with its checksums since the engine was made.
+        """
         tiers = ("device", "disk") if self.machine.capacity.shared else ("device", "host", "disk")
         return {
             "model": self.source.name,
@@ -476,6 +485,7 @@ class Engine:
             **course.summary(self._traffic()),
             "peak_bytes": {t: self.machine.tier(t).ledger.peak for t in tiers},
             "lossy": self.lossy.given,
+            "verified": dict(vars(self.verifier)) if self.verifier else None,
             "policy": means.layout.policy.to_json() if means else None,
             "plan": means.watch.report() if means else None,
         }

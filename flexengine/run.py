@@ -93,6 +93,9 @@ def _add_machine(group: "argparse._ArgumentGroup") -> None:
                        help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
+    group.add_argument("--verify", action="store_true",
+                       help="first compare all files of the model with their checksums (SHA256SUMS beside them, or the"
+                            " hub cache's names), and prepared weights with theirs")  # fmt: skip
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     group.add_argument("--policy", type=_named, metavar="FILE.json", default=AUTO,
                        help="block shape and placement; default: auto, predicted to be quickest")  # fmt: skip
@@ -284,9 +287,11 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
     engine = _engine_class()(
         args.model, args.policy, args.device, args.device_mem, args.host_mem, args.offload_dir, args.dtype,
         trace=args.trace, on_sweep=on_sweep, trust_remote_code=args.trust_remote_code,
-        lossy=args.lossy, allow=args.allow,
+        lossy=args.lossy, allow=args.allow, verify=args.verify,
     )  # fmt: skip
     engine.planner.say = say
+    if engine.verifier:
+        say(f"verified {_verified(vars(engine.verifier))}")
     return engine
 
 
@@ -376,6 +381,7 @@ def summary_line(s: dict[str, Any]) -> str:
         f" {s['generated_tokens']} generated tokens;"
         f" prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
         f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}{_foreseen(s.get('plan'))}"
+        + (f"; verified {_verified(found)}" if (found := s.get("verified")) else "")
     )
 
 
@@ -385,6 +391,10 @@ def _foreseen(plan: dict[str, Any] | None) -> str:
         return ""
     off = [f"{lane} {x['predicted'] / x['measured'] - 1:+.0%}" for lane, x in plan["lanes"].items() if x["measured"]]
     return f"; predicted {plan['predicted_seconds']:.1f} s for these sweeps ({plan['error']:+.0%}; {', '.join(off)})"
+
+
+def _verified(found: dict[str, Any]) -> str:
+    return f"{found['files']} files, {found['bytes'] / 1e9:.2f} GB, in {found['seconds']:.1f} s"
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def test_bin_to_safetensors(tmp_path, shards, monkeypatch):
     assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
     assert len(list(found.directory.glob("*.safetensors"))) > 3
     assert sorted(f.name for f in found.directory.iterdir() if "safetensors" not in f.name) == [
-        "config.json", "generation_config.json", "prepared.json", "tokenizer.json",
+        "SHA256SUMS", "config.json", "generation_config.json", "prepared.json", "tokenizer.json",
     ]  # fmt: skip
     ids = torch.arange(8).reshape(1, 8)
     assert torch.equal(AutoModelForCausalLM.from_pretrained(found.directory)(ids).logits, model(ids).logits)

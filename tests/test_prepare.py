@@ -14,6 +14,7 @@ import pytest
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared
+from flexengine.model.verify import Verifier, read_sums
 
 pytestmark = pytest.mark.usefixtures("cache")
 
@@ -96,7 +97,7 @@ def test_a_killed_conversion_is_cleaned_up_and_done_again(tmp_path, cache, same)
     process.join()
     if same:
         done = prepared(file, [file], small_build)
-        assert sorted(f.name for f in done.iterdir()) == ["config.json", "prepared.json"]
+        assert sorted(f.name for f in done.iterdir()) == ["SHA256SUMS", "config.json", "prepared.json"]
     else:
         other.write_bytes(b"z")
         prepared(other, [other], small_build)
@@ -124,7 +125,7 @@ def test_unfinished_weights_that_nobody_goes_on_with_are_removed(tmp_path, cache
     with parts["written"].with_suffix(".lock").open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         own = prepared(files["own"], [files["own"]], small_build, "codes")
-        assert (own / "one.safetensors").exists()
+        assert set(read_sums(own / "SHA256SUMS")) == {"config.json", "one.safetensors", "prepared.json"}
         prepared(files["other"], [files["other"]], small_build, "codes")
         assert set(cache.glob("*.part")) == {parts["recent"], parts["written"]}
     files["other"].write_text("another")
@@ -132,6 +133,7 @@ def test_unfinished_weights_that_nobody_goes_on_with_are_removed(tmp_path, cache
     assert set(cache.glob("*.part")) == {parts["recent"]}
 
 
+COMPLETE = ["SHA256SUMS", "config.json", "model.safetensors", "prepared.json"]
 STEPS = ("os.mkdir", "os.open", "os.chmod", "os.fsync", "os.rename", "fcntl.flock")
 
 
@@ -168,7 +170,7 @@ def two_files(directory: Path) -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_at_any_step_leaves_nothing_or_all(tmp_path, cache, after):
-    file, complete, steps = tmp_path / "x.gguf", ["config.json", "model.safetensors", "prepared.json"], 0
+    file, complete, steps = tmp_path / "x.gguf", COMPLETE, 0
     file.write_bytes(b"x")
     while dies(file, steps, after):
         steps += 1
@@ -177,6 +179,7 @@ def test_a_crash_at_any_step_leaves_nothing_or_all(tmp_path, cache, after):
             assert (final / "model.safetensors").read_bytes() == b"w" * 100_000
         found = prepared(file, [file], two_files)
         assert sorted(part.name for part in found.iterdir()) == complete
+        Verifier().prepared(found)
         assert not list(cache.glob("*.tmp-*"))
         shutil.rmtree(cache.parent)
     assert steps >= 15  # directories, lock, files, directory, rename
@@ -192,7 +195,7 @@ def test_everything_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch)
     final = prepared(file, [file], two_files)
     at = done.index("rename")
     temporary = f"{final.name}.tmp-{os.getpid()}"
-    assert sorted(done[: at - 1]) == ["config.json", "model.safetensors", "prepared.json"]
+    assert sorted(done[: at - 1]) == COMPLETE
     assert done[at - 1 :] == [temporary, "rename", "prepared"]
 
 

@@ -21,6 +21,7 @@ from flexengine.model.prepare import prepared
 from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room
 from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.model.verify import Verifier
 
 FIT = 1  # part of the key of what is fitted to importances: raise it when codes come out otherwise
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
@@ -70,13 +71,13 @@ def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
 
 def encoded(
     source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
-    importances: Importances | None = None,
+    importances: Importances | None = None, verifier: Verifier | None = None,
 ) -> dict[str, Origin]:  # fmt: skip
     """Where the encoded bytes of every parameter in `chosen` lie, written now if they were not.
 
-    files, stored: of the checkpoint. importances: of a calibration, if there was one. Memory: about one parameter's
-    bytes. What was interrupted goes on with the first file that is not finished. Raises BadCheckpoint, OutOfMemory if
-    the disk is full, InvalidInput.
+    files, stored: of the checkpoint. importances: of a calibration, if there was one. verifier: see prepare.prepared.
+    Memory: about one parameter's bytes. What was interrupted goes on with the first file that is not finished. Raises
+    BadCheckpoint, OutOfMemory if the disk is full, InvalidInput.
     """
     what = json.dumps({name: [form.packed.codec.name, *form.shape, form.transposed] for name, form in chosen.items()})
     if importances is not None:
@@ -85,7 +86,7 @@ def encoded(
     def build(directory: Path) -> None:
         _write(directory, stored, chosen, say, importances)
 
-    directory = prepared(source, files, build, what)
+    directory = prepared(source, files, build, what, verifier)
     found: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
         for name, there in read_header(file).items():

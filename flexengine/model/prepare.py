@@ -1,7 +1,8 @@
 """The prepared-weights cache: checkpoints in other formats and encoded weights, made once, in safetensors directories.
 
 $FLEXENGINE_CACHE or ~/.cache/flexengine
-  prepared/<key>/           a model directory, or encoded weights of one; complete because it appears by rename
+  prepared/<key>/           a model directory, or encoded weights of one, and SHA256SUMS of all files in it; complete
+                            because it appears by rename
   prepared/<key>.part/      encoded weights so far: whoever is interrupted goes on with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ being written by the process that holds the lock; garbage if nobody does
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
@@ -22,6 +23,7 @@ from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.source import regular_file
+from flexengine.model.verify import Verifier, write_sums
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds since something was added
@@ -31,7 +33,7 @@ _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 log = logging.getLogger(__name__)
 
 
-def prepared_gguf(path: Path) -> Path:
+def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
     """The model directory of a GGUF file, converted now if it was not. Raises BadCheckpoint, UnsupportedModel."""
 
     def build(directory: Path) -> None:
@@ -39,10 +41,10 @@ def prepared_gguf(path: Path) -> Path:
 
         gguf.convert(path, directory)
 
-    return prepared(path, [path], build)
+    return prepared(path, [path], build, verifier=verifier)
 
 
-def prepared_bin(path: Path, trust_remote_code: bool = False) -> Path:
+def prepared_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Path:
     """The model directory of a directory with pytorch_model*.bin, converted now if it was not. Raises BadCheckpoint.
 
     trust_remote_code: its Python files are copied too.
@@ -51,7 +53,9 @@ def prepared_bin(path: Path, trust_remote_code: bool = False) -> Path:
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
     copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
-    return prepared(path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory))
+    return prepared(
+        path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory), verifier=verifier
+    )
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
@@ -68,10 +72,13 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
     return digest.hexdigest()[:32]
 
 
-def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "") -> Path:
+def prepared(
+    source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "", verifier: Verifier | None = None
+) -> Path:
     """The finished directory for `files`; if there is none, `build` fills one under a temporary name first.
 
     what: made of the files, if there are several things; then `build` finds what an earlier one had finished.
+    verifier: compares the directory with the sums it was written with.
     Racing processes wait for each other; what killed ones left behind is removed.
     Raises InvalidInput if the cache cannot be written, BadCheckpoint if the files cannot be read, and whatever `build`
     raises (leaving nothing behind).
@@ -81,14 +88,13 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
         final = root / fingerprint(files, what)
     except OSError as error:
         raise BadCheckpoint(f"{source} cannot be read: {error}") from error
-    if final.is_dir():
-        return final
     try:
-        _private_directory(root)
-        with _lock(final):
-            if not final.is_dir():
-                _sweep(final)
-                _build(source, final, build, keep=bool(what))
+        if not final.is_dir():
+            _private_directory(root)
+            with _lock(final):
+                if not final.is_dir():
+                    _sweep(final)
+                    _build(source, final, build, keep=bool(what))
     except OSError as error:
         name = Path(error.filename) if isinstance(error.filename, str) else root
         if name in map(Path, files) or not name.is_relative_to(root):
@@ -97,6 +103,8 @@ def prepared(source: Path, files: Sequence[Path], build: Callable[[Path], None],
             f"{source} must be converted once, but {root} cannot be written: {error};"
             " set FLEXENGINE_CACHE to a directory with room"
         ) from error
+    if verifier:
+        verifier.prepared(final)
     return final
 
 
@@ -109,6 +117,7 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], keep: bool)
         build(temporary)
         note = {"source": str(source.resolve()), "format": FORMAT}
         (temporary / "prepared.json").write_text(json.dumps(note), encoding="utf-8")
+        write_sums(temporary)
         _seal(temporary)
         temporary.rename(final)
         _sync(final.parent)

