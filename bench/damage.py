@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.failing import Fault
+from bench.gguf_files import convert
 from bench.harness import peak_rss
 from bench.trials import Tally, forked, own_cache, real_command
 
@@ -146,8 +147,9 @@ def _prepared(model: Path, work: Path, what: str) -> tuple[Path, Path, Callable[
     """The model to give, which of its files to damage, and how."""
     copy = work / "model"
     shutil.copytree(model, copy)
+    _join(copy)
     if what == "gguf":
-        file = as_gguf(copy, work / "model.gguf")
+        convert(copy, file := work / "model.gguf")
         return file, file, lambda whole, g: damaged(whole, g, None if g.random() < 0.2 else 6000)
     if what == "config":
         return copy, copy / "config.json", hostile_json
@@ -157,6 +159,17 @@ def _prepared(model: Path, work: Path, what: str) -> tuple[Path, Path, Callable[
     file = copy / "model.safetensors"
     head = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
     return copy, file, lambda whole, g: damaged(whole, g, None if g.random() < 0.2 else head)
+
+
+def _join(directory: Path) -> None:
+    """Makes one file of the shards."""
+    from safetensors.torch import load_file, save_file
+
+    shards = sorted(directory.glob("*.safetensors"))
+    tensors = {name: tensor for shard in shards for name, tensor in load_file(shard).items()}
+    for file in (*shards, *directory.glob("*.safetensors.index.json")):
+        file.unlink()
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def _shard(directory: Path) -> None:
@@ -172,32 +185,6 @@ def _shard(directory: Path) -> None:
         weight_map |= dict.fromkeys(names[part::3], file)
     index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-
-
-def as_gguf(directory: Path, file: Path) -> Path:
-    """A Llama checkpoint as a GGUF file (rows of q and k in another order than llama.cpp has them)."""
-    from gguf import MODEL_ARCH, GGUFWriter, get_tensor_name_map
-    from safetensors.torch import load_file
-
-    config = json.loads((directory / "config.json").read_text())
-    names = get_tensor_name_map(MODEL_ARCH.LLAMA, config["num_hidden_layers"])
-    writer = GGUFWriter(file, "llama")
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(config["num_attention_heads"])
-    writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", tensor.float().numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return file
 
 
 def _batch(given: Path, target: Path, whole: bytes, cases: Sequence[bytes], tally: Tally) -> int:

@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import bits, damage, kills
+from bench import bits, damage, gguf_files, kills
 from bench.budgets import Budgets
 from bench.failing import CRASHES, PROTOCOL, Fault
 from bench.harness import emit, machine, now, versions
@@ -312,7 +312,7 @@ def flipped_bits(c: Campaign) -> Iterator[Tally]:
     work.mkdir()
     model = bits.listed(Path(shutil.copytree(c.model, work / "model")))
     (work / "converted").mkdir()
-    gguf = damage.as_gguf(model, work / "converted" / "model.gguf")
+    gguf_files.convert(model, gguf := work / "converted" / "model.gguf")
     yield (tally := Tally("flipped bits: model"))
     bits.found_by_code(model, Verifier().directory, count, c.seed, tally)
     with own_cache(work / "cache") as cache:
@@ -347,8 +347,11 @@ def _workplace(given: str | None) -> Iterator[Path]:
 
 def _import() -> None:
     """What runs need, so that no fork has to import it, or to build it while a clock ticks."""
+    import highspy  # noqa: F401
+    import pulp  # noqa: F401
     import tqdm  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.opt.modeling_opt  # noqa: F401
 
     import flexengine.engine
     import flexengine.job.manifest

@@ -57,13 +57,13 @@ def widen(source: Path, target: Path) -> None:
 
 
 def convert(directory: Path, target: Path) -> None:
-    """A checkpoint in the shape of bench.models.LlamaShape; it has no tokenizer."""
+    """A LLaMA checkpoint as bench.models makes them; without a tokenizer."""
     import gguf
     from safetensors import safe_open
 
     config = json.loads((directory / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    writer = gguf.GGUFWriter(target, "llama", use_temp_file=False)
+    writer = gguf.GGUFWriter(target, "llama")
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -72,7 +72,7 @@ def convert(directory: Path, target: Path) -> None:
     writer.add_head_count_kv(kv_heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
-    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
