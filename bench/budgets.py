@@ -65,11 +65,12 @@ class Budgets:
         print(f"grown {peak_rss() - before}", file=sys.stderr, flush=True)
         return code
 
-    def limited(self, tally: Tally) -> None:
-        """A cgroup around a process that is told nothing of it."""
+    def limited(self, tally: Tally, offload: Path | None = None) -> None:
+        """A cgroup around a process that is told nothing of it. offload: its offload directory, if not on the disk."""
         for size in LIMITS[-self.sizes :]:
-            name = f"limited-{size}"
+            name = f"limited-{size}{'-ram' * (offload is not None)}"
             command = [sys.executable, "-m", "flexengine.run", *self._arguments(name)]
+            command += ["--offload-dir", str(offload)] if offload else []
             try:
                 code, _, said, peak = run_limited(command, size, timeout=SECONDS, env=_environment())
             except NotPermitted as error:

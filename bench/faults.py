@@ -289,6 +289,9 @@ def little_memory(c: Campaign) -> Iterator[Tally]:
     budgets.given(tally)
     yield (tally := Tally("memory limit of a cgroup"))
     budgets.limited(tally)
+    yield (tally := Tally("memory limit, offloading to RAM"))
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flexengine-faults-") as ram:
+        budgets.limited(tally, Path(ram))
 
 
 def bad_input(c: Campaign) -> Iterator[Tally]:

@@ -515,6 +515,26 @@ def test_no_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.cgroup_memory(root) == []
 
 
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+@pytest.mark.parametrize(("given", "ram", "disk"), [(None, 8050, 1150), (4000, 4000, 5200), (9199, 9199, 8.192)])
+def test_an_offload_directory_in_ram_takes_from_the_same_memory(
+    kind: str, given: int | None, ram: int, disk: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a job would be killed by what it thinks lies on a disk. Sizes in thousands of bytes."""
+    mounts = [SimpleNamespace(fstype="tmpfs", mountpoint=str(tmp_path / place)) for place in ("not there", ".")]
+    given = given and 1000 * given
+    monkeypatch.setattr(machine, "usable_memory", lambda: 10_000_000)
+    for there in (mounts, mounts[:1]):
+        monkeypatch.setattr(limits.psutil, "disk_partitions", lambda all, there=there: there)
+        made = make_machine(kind, given, None, tmp_path / "not" / "yet")
+        disk_bytes = made.capacity.disk
+        assert disk_bytes == made.disk.ledger.capacity
+        assert disk_bytes == 1000 * disk if there is mounts else disk_bytes > 10_000_000
+        if kind == "cpu":
+            assert made.capacity.device == (1000 * ram if there is mounts else given or 9_200_000)
+        made.close()
+
+
 def test_usable_disk_of_a_folder_to_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 

@@ -1,5 +1,6 @@
 """What this process may really use: free RAM, cgroup limits of both versions, free disk."""
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ import psutil
 
 from flexengine.errors import InvalidInput
 
+_IN_RAM = ("tmpfs", "ramfs")
 _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
@@ -54,10 +56,25 @@ def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[i
 
 def usable_disk(directory: Path) -> int:
     """Free bytes where `directory` is or would be made. Raises InvalidInput where it cannot be."""
+    here = _nearest(directory)
+    if not here.is_dir() or not os.access(here, os.W_OK):
+        raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
+    return shutil.disk_usage(os.fspath(here)).free
+
+
+def in_ram(directory: Path) -> bool:
+    """Whether the file system where `directory` is or would be made keeps its files in RAM."""
+    device = _nearest(directory).stat().st_dev
+    for mounted in psutil.disk_partitions(all=True):
+        if mounted.fstype in _IN_RAM:
+            with contextlib.suppress(OSError):  # it may be another user's
+                if os.stat(mounted.mountpoint).st_dev == device:
+                    return True
+    return False
+
+
+def _nearest(directory: Path) -> Path:
     here = directory.absolute()
     while not os.path.lexists(here):
         here = here.parent
-    if not here.is_dir() or not os.access(here, os.W_OK):
-        raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
-    directory = here
-    return shutil.disk_usage(os.fspath(directory)).free
+    return here

@@ -18,15 +18,17 @@ from flexengine.errors import InvalidInput
 from flexengine.plan.layout import Capacity
 from flexengine.schedule.program import DIRECT, STAGED, Routes
 from flexengine.tier import cuda
-from flexengine.tier.base import Tier
+from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
-from flexengine.tier.limits import usable_disk, usable_memory
+from flexengine.tier.limits import in_ram, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
 HEADROOM = 0.92  # share of the free memory taken when nobody says how much
+RAM_DISK = 8  # the part of that which an offload directory in RAM gets
+LEAST_DISK = 2 * ALIGN  # bytes of it however little is left: enough to be measured
 
 
 @dataclass(frozen=True)
@@ -97,12 +99,11 @@ def make_machine(
     if kind != "cuda":
         keep_freed()
     _allow_open_files()
-    free_disk = usable_disk(offload_dir)
-    if not free_disk:
-        raise InvalidInput(f"offload directory {offload_dir} is on a file system without free space; set --offload-dir")
+    given = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
+    ram, free_disk = _ram_and_disk(given, offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
-        return _cpu(device_mem, host_mem, disk, free_disk)
+        return _cpu(ram, host_mem, disk, free_disk)
     if kind == "sim":
         links = links or Links()
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
@@ -111,9 +112,8 @@ def make_machine(
         device: Tier = MemoryTier("device", Ledger("device", device_mem))
         return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread")
     device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
-    host_mem = host_mem or int(usable_memory() * HEADROOM)
-    pinned = MemoryTier("host", Ledger("host", host_mem), pinned=True)
-    capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
+    pinned = MemoryTier("host", Ledger("host", ram), pinned=True)
+    capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
     return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream")
 
@@ -125,10 +125,21 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def _cpu(device_mem: int | None, host_mem: int | None, disk: Tier, free_disk: int) -> Machine:
+def _ram_and_disk(given: int | None, offload_dir: Path) -> tuple[int, int]:
+    """Bytes of RAM, `given` or what is free, and of the offload directory. One that is in RAM itself (tmpfs) takes from
+    the same memory: it gets what is left there, or a part if nobody says how much is to be left."""
+    free, usable = usable_disk(offload_dir), int(usable_memory() * HEADROOM)
+    if not free:
+        raise InvalidInput(f"offload directory {offload_dir} is on a file system without free space; set --offload-dir")
+    if not in_ram(offload_dir):
+        return given or usable, free
+    ram = given or usable - min(free, usable // RAM_DISK)
+    return ram, min(free, max(usable - ram, LEAST_DISK))
+
+
+def _cpu(size: int, host_mem: int | None, disk: Tier, free_disk: int) -> Machine:
     if host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
-    size = device_mem or int(usable_memory() * HEADROOM)
     ram = Ledger("device", size)
     capacity = Capacity(size, None, free_disk, shared=True, staged=False)
     device, host = MemoryTier("device", ram), MemoryTier("host", ram)
