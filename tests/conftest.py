@@ -2,13 +2,20 @@
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import flexengine  # noqa: F401 - sets OpenMP's waiting before torch starts threads
+# Torch reads both when it is imported, and so does every process that a test starts. Workers share the processor: each
+# takes its share of the cores, and none spins while another could compute (two threads each on two cores, spinning,
+# take five times as long). Tests of what threads do set their number, as two_threads does.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+
+import torch
 
 _COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
 _GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
@@ -115,6 +122,15 @@ def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
             cache = tmp_path_factory.mktemp("cache")
         request.config.stash[_CACHE] = cache
     monkeypatch.setenv("FLEXENGINE_CACHE", str(cache))
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch and the kernels compute in two threads, however many a worker has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 _CACHE: pytest.StashKey[Path] = pytest.StashKey()

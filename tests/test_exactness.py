@@ -45,6 +45,7 @@ def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [D, H, K, (0.3, 0.3, 0.4)])
 def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
@@ -70,6 +71,7 @@ def test_16_bit_checkpoints(families: Any, family: str, dtype: torch.dtype, weig
         assert len(matrices) > len(engine.skeleton.layers) * 4
 
 
+@pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_default_policy(families: Any, family: str) -> None:
     known = families(family)
