@@ -110,18 +110,20 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
+@pytest.fixture(scope="session")
+def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The cache of this test run, which all workers share: compiling takes half a minute each time."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = tmp_path_factory.getbasetemp().parent / "cache"
+        shared.mkdir(exist_ok=True)
+        return shared
+    return tmp_path_factory.mktemp("cache")
+
+
 @pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    """Compiled kernels and prepared weights of a test run go to a directory of its own, shared within the run."""
-    cache = request.config.stash.get(_CACHE, None)
-    if cache is None:
-        if os.environ.get("PYTEST_XDIST_WORKER"):  # all workers share one: compiling takes half a minute each time
-            cache = tmp_path_factory.getbasetemp().parent / "cache"
-            cache.mkdir(exist_ok=True)
-        else:
-            cache = tmp_path_factory.mktemp("cache")
-        request.config.stash[_CACHE] = cache
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(cache))
+def private_cache(run_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels and prepared weights of a test run go to a directory of its own."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(run_cache))
 
 
 @pytest.fixture
@@ -131,9 +133,6 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
-
-
-_CACHE: pytest.StashKey[Path] = pytest.StashKey()
 
 
 @pytest.fixture
