@@ -110,20 +110,18 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.fixture(scope="session")
-def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache of this test run, which all workers share: compiling takes half a minute each time."""
+@pytest.fixture(scope="session", autouse=True)
+def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled kernels and prepared weights of a test run go to a directory of its own. All workers share it, and
+    fixtures of any scope: compiling takes half a minute each time."""
     if os.environ.get("PYTEST_XDIST_WORKER"):
         shared = tmp_path_factory.getbasetemp().parent / "cache"
         shared.mkdir(exist_ok=True)
-        return shared
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(autouse=True)
-def private_cache(run_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels and prepared weights of a test run go to a directory of its own."""
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(run_cache))
+    else:
+        shared = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXENGINE_CACHE", str(shared))
+        yield shared
 
 
 @pytest.fixture
