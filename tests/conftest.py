@@ -1,5 +1,6 @@
 """Tiny random checkpoints of every family, and what `transformers` generates with them."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -108,6 +109,12 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name, dtype]
 
     return get
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a collection of garbage need not go through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
