@@ -108,14 +108,22 @@ def reload(directory: Path) -> Any:
     return model
 
 
-def reference(config: Any, directory: Path, prompts: list[list[int]]) -> list[list[int]]:
-    """Saves a model in `directory` whose reloaded copy answers decisively, and returns its answers."""
+def reference(
+    config: Any, directory: Path, prompts: list[list[int]], model: Any, first: tuple[list[int], float]
+) -> list[list[int]]:
+    """The answers of a model in `directory`, or of one saved there with other weights, whose reloaded copy answers
+    decisively. model, first: the reloaded copy of what is there, and its continuation of the first prompt."""
     why = ""
     for seed in range(SEEDS):
         if seed:
             make_model(config, seed).save_pretrained(directory)
-        model = reload(directory)
-        answers, gaps = zip(*(continuation(model, prompt) for prompt in prompts), strict=True)
+            model = reload(directory)
+            first = continuation(model, prompts[0])
+        found = [first]
+        for prompt in prompts[1:]:  # one that is not decisive is enough to know
+            if found[-1][1] >= GAP:
+                found.append(continuation(model, prompt))
+        answers, gaps = zip(*found, strict=True)
         varied = sum(len(set(answer)) for answer in answers) / len(answers)
         why = f"least gap {min(gaps):.1e}, {varied:.1f} different tokens a prompt"
         print(f"seed {seed}: {why}, first {answers[0]}")
@@ -124,9 +132,9 @@ def reference(config: Any, directory: Path, prompts: list[list[int]]) -> list[li
     raise NoReferenceError(f"its answers are not decisive: {why}")
 
 
-def engine_answers(directory: Path, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
     rows = [{"prompt_token_ids": prompt} for prompt in prompts]
-    with Engine(directory, offload_dir=directory / "offload", **options) as engine:
+    with engine:
         results = engine.generate(rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
     if errors := [result.error for result in results if result.error]:
         raise RuntimeError(errors[0])
@@ -141,21 +149,21 @@ def check_reference(directory: Path, prompt: list[int], expected: list[int], ans
         raise NoReferenceError(f"its answers with and without its own KV cache differ; the engine's are {which}")
 
 
-def refusal(directory: Path) -> str:
-    """Why the engine refuses the model in `directory`; empty if it does not."""
-    try:
-        Engine(directory, device="cpu", offload_dir=directory / "offload").close()
-    except FlexError as error:
-        named = rf"^\w*(For|LMHead|Model|Decoder)\w*( \({re.escape(directory.name)}\))?:? "
-        return one_line(re.sub(named, "", str(error).replace(f"{directory}/", "")))
-    return ""
+def opened(directory: Path, **options: Any) -> Engine:
+    return Engine(directory, offload_dir=directory / "offload", **options)
+
+
+def refusal(directory: Path, error: FlexError) -> str:
+    """Why the engine refuses the model in `directory`."""
+    named = rf"^\w*(For|LMHead|Model|Decoder)\w*( \({re.escape(directory.name)}\))?:? "
+    return one_line(re.sub(named, "", str(error).replace(f"{directory}/", "")))
 
 
 def compare(directory: Path, prompts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
     """Verdict and reason of the engine on the model in `directory`."""
     spread = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3))
     for name, options in (("spread", dict(policy=spread, device="sim")), ("in memory", dict(device="cpu"))):
-        for j, answer in enumerate(engine_answers(directory, prompts, **options)):
+        for j, answer in enumerate(engine_answers(opened(directory, **options), prompts)):
             if answer != expected[j]:
                 check_reference(directory, prompts[j], expected[j], answer)
                 at = next(i for i, (a, b) in enumerate(zip(answer, expected[j], strict=True)) if a != b)
@@ -173,12 +181,15 @@ def examine(kind: Any, directory: Path) -> tuple[str, str]:
         config = tiny_config(kind)
         prompts = prompts_of(VOCABULARY)
         make_model(config, 0).save_pretrained(directory)
-        continuation(reload(directory), prompts[0])
+        model = reload(directory)
+        first = continuation(model, prompts[0])
         verdict = "crash"
-        if reason := refusal(directory):
-            return "refused", reason
+        try:
+            opened(directory, device="cpu").close()
+        except FlexError as error:
+            return "refused", refusal(directory, error)
         verdict = "no reference"
-        expected = reference(config, directory, prompts)
+        expected = reference(config, directory, prompts, model, first)
         verdict = "crash"
         return compare(directory, prompts, expected)
     except NoReferenceError as error:

@@ -1,14 +1,22 @@
 """Tiny random checkpoints of every family, and what `transformers` generates with them."""
 
+import gc
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import flexengine  # noqa: F401 - sets OpenMP's waiting before torch starts threads
+# Torch reads both when it is imported, and so does every process that a test starts. Workers share the processor: each
+# takes its share of the cores, and none spins while another could compute (two threads each on two cores, spinning,
+# take five times as long). Tests of what threads do set their number, as two_threads does.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // workers)))
+
+import torch
 
 _COMMON = dict(vocab_size=601, hidden_size=64, num_hidden_layers=4, num_attention_heads=4, max_position_embeddings=256)
 _GATED = dict(_COMMON, intermediate_size=112, num_key_value_heads=2, tie_word_embeddings=False)
@@ -103,21 +111,33 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return get
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, request: Any) -> None:
-    """Compiled kernels and prepared weights of a test run go to a directory of its own, shared within the run."""
-    cache = request.config.stash.get(_CACHE, None)
-    if cache is None:
-        if os.environ.get("PYTEST_XDIST_WORKER"):  # all workers share one: compiling takes half a minute each time
-            cache = tmp_path_factory.getbasetemp().parent / "cache"
-            cache.mkdir(exist_ok=True)
-        else:
-            cache = tmp_path_factory.mktemp("cache")
-        request.config.stash[_CACHE] = cache
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(cache))
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: a collection of garbage need not go through them each time."""
+    gc.collect()
+    gc.freeze()
 
 
-_CACHE: pytest.StashKey[Path] = pytest.StashKey()
+@pytest.fixture(scope="session", autouse=True)
+def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Compiled kernels and prepared weights of a test run go to a directory of its own. All workers share it, and
+    fixtures of any scope: compiling takes half a minute each time."""
+    if os.environ.get("PYTEST_XDIST_WORKER"):
+        shared = tmp_path_factory.getbasetemp().parent / "cache"
+        shared.mkdir(exist_ok=True)
+    else:
+        shared = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FLEXENGINE_CACHE", str(shared))
+        yield shared
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch and the kernels compute in two threads, however many a worker has."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

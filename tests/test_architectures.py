@@ -22,9 +22,12 @@ _INTERNAL = re.compile(r"has no attribute|NoneType|\w+Error\b|meta tensor|regist
 
 
 @pytest.fixture(scope="session")
-def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
-    """The whole walk, in a process that has not computed yet: it forks."""
+def findings(tmp_path_factory: pytest.TempPathFactory, run_cache: Path) -> list[Finding]:
+    """The whole walk, in a process that has not computed yet: it forks. Its kernels are those of the other tests."""
     scratch = tmp_path_factory.mktemp("architectures")
+    (scratch / "cache").mkdir()
+    (run_cache / "kernels").mkdir(mode=0o700, exist_ok=True)
+    (scratch / "cache" / "kernels").symlink_to(run_cache / "kernels")
     environment = {**os.environ, "FLEXENGINE_CACHE": str(scratch / "cache")}
     command = [sys.executable, str(TOOL), "--json", str(scratch / "findings.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

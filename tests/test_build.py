@@ -90,13 +90,17 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert build._cache().is_dir()
 
 
-def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path) -> None:
-    if shutil.which("c++") is None:
-        pytest.skip("no C++ compiler here")
-    source = tmp_path / "small.cpp"
+@pytest.mark.parametrize("locks", [True, False], ids=["one waits", "both build"])
+def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, locks: bool) -> None:
+    real = shutil.which("c++") or pytest.skip("no C++ compiler here")
+    source, compiler = tmp_path / "small.cpp", tmp_path / "cc"
     source.write_text(SMALL)
-    environment = {**os.environ, "FLEXENGINE_CACHE": str(tmp_path)}
-    command = [sys.executable, "-c", RACER, str(source)]
+    meet = "sleep 1" if locks else f"while [ $(wc -l < {tmp_path}/compiled) -lt 2 ]; do sleep 0.05; done"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo >> {tmp_path}/compiled; {meet};; esac\n'
+                        f'exec {real} "$@"\n')  # fmt: skip
+    compiler.chmod(0o755)
+    environment = {**os.environ, "FLEXENGINE_CACHE": str(tmp_path), "CXX": str(compiler)}
+    command = [sys.executable, "-c", RACER if locks else UNLOCKED + RACER, str(source)]
     racers = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -108,8 +112,15 @@ def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path) ->
         assert total == "499500"
         assert len(runtimes) == 1
     assert len(list(tmp_path.glob("kernels/*"))) == 1
+    assert len((tmp_path / "compiled").read_text()) == (1 if locks else 2)
 
 
+UNLOCKED = """
+import fcntl
+def flock(*_):
+    raise OSError("not here")
+fcntl.flock = flock
+"""
 SMALL = """
 extern "C" long flex_total(long n) {
     long total = 0;

@@ -28,7 +28,7 @@ def kernel(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed(two_threads: None) -> None:
     torch.manual_seed(0)
 
 

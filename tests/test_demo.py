@@ -1,8 +1,10 @@
 """The demo model through the command line, against transformers' own reading of the same GGUF."""
 
+import copy
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,78 +53,73 @@ def prompts() -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    """Greedy tokens of transformers, which dequantises the GGUF itself."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    from flexengine.model.source import demo_file
-
-    path = demo_file()
-    tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+def theirs() -> tuple[Any, Any]:
+    """Tokenizer and model of transformers, which dequantises the GGUF itself."""
+    try:
+        file = source.demo_file()
+    except ModelNotFound as error:
+        pytest.skip(str(error))
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    ).eval()
-    model.generation_config.eos_token_id = None
-    found = []
-    for prompt in prompts():
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        options = dict(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+    )
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), model.eval()
+
+
+@pytest.fixture(scope="module")
+def expected(theirs: tuple[Any, Any]) -> list[list[int]]:
+    """Greedy tokens of transformers. Prompts of the same length are generated for together, which needs no padding."""
+    tokenizer, model = theirs[0], copy.copy(theirs[1])
+    model.generation_config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    ids = [tokenizer(prompt).input_ids for prompt in prompts()]
+    found: dict[int, list[int]] = {}
+    for length in {len(x) for x in ids}:
+        some = [i for i, x in enumerate(ids) if len(x) == length]
+        batch = torch.tensor([ids[i] for i in some])
         with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+            out = model.generate(batch, attention_mask=torch.ones_like(batch))
+        assert out.shape[1] == length + NEW
+        found.update(zip(some, out[:, length:].tolist(), strict=True))
+    return [found[i] for i in range(len(ids))]
 
 
 # Its conversion.
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory):
-    """(GGUF file, prepared directory) of the demo model."""
-    try:
-        file = source.demo_file()
-    except ModelNotFound as error:
-        pytest.skip(str(error))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLEXENGINE_CACHE", str(tmp_path_factory.mktemp("demo")))
-        found = resolve(None)
-        assert resolve(None) == found
-    return file, found.directory
+@pytest.fixture
+def demo() -> Path:
+    """The prepared directory of the demo model."""
+    found = resolve(None)
+    assert resolve(None) == found
+    return found.directory
 
 
 @pytest.mark.demo
-def test_demo_weights_are_those_of_transformers(demo):
-    file, directory = demo
-    ours = tensors_of(directory)
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
-    )
-    theirs = model.state_dict()
-    assert set(theirs) - set(ours) == {"lm_head.weight"}
+def test_demo_weights_are_those_of_transformers(theirs: tuple[Any, Any], demo: Path) -> None:
+    ours, model = tensors_of(demo), theirs[1]
+    weights = model.state_dict()
+    assert set(weights) - set(ours) == {"lm_head.weight"}
     assert len(ours) == 272
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    config = json.loads((directory / "config.json").read_text())
+    assert all(torch.equal(ours[name], weights[name]) for name in ours)
+    config = json.loads((demo / "config.json").read_text())
     assert config["dtype"] == "float32"
     assert {k: v for k, v in model.config.to_dict().items() if k in config and k not in (
         "architectures", "dtype", "_name_or_path", "_model_name_or_path", "quantization_config"
     )}.items() <= config.items()  # fmt: skip
-    assert GenerationConfig.from_pretrained(directory).eos_token_id == model.generation_config.eos_token_id == 2
+    assert GenerationConfig.from_pretrained(demo).eos_token_id == model.generation_config.eos_token_id == 2
 
 
 @pytest.mark.demo
-def test_demo_tokenizer_is_that_of_transformers(demo):
-    file, directory = demo
-    theirs = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    ours = AutoTokenizer.from_pretrained(directory)
+def test_demo_tokenizer_is_that_of_transformers(theirs: tuple[Any, Any], demo: Path) -> None:
+    known, ours = theirs[0], AutoTokenizer.from_pretrained(demo)
     chat = [{"role": "user", "content": "What is 2+2?"}]
     for text in ("Hello world", "  two  spaces\n\ttab", "Zażółć gęślą jaźń 😀 漢字", "12345.678 x-y_z",
                  "<|im_start|>user\nhi<|im_end|>", "", "def f(x):\n    return x**2\n"):  # fmt: skip
         ids = ours(text)["input_ids"]
-        assert ids == theirs(text)["input_ids"]
-        assert ours.decode(ids) == theirs.decode(ids)
+        assert ids == known(text)["input_ids"]
+        assert ours.decode(ids) == known.decode(ids)
     for generation in (True, False):
         assert ours.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation) == (
-            theirs.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
+            known.apply_chat_template(chat, tokenize=False, add_generation_prompt=generation)
         )
     assert ours.model_max_length == 8192
-    assert (ours.eos_token_id, ours.bos_token_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert (ours.eos_token_id, ours.bos_token_id) == (known.eos_token_id, known.bos_token_id)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,11 +27,8 @@ def kernel(request: pytest.FixtureRequest) -> Kernels:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
+def seed(two_threads: None) -> None:
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 def packed(bits: int, group: int, rows: int, columns: int) -> Packed:

@@ -8,6 +8,7 @@ import torch
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.job.inputs import Row
 
+pytestmark = pytest.mark.usefixtures("two_threads")
 PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
 SHAPES: list[dict[str, Any]] = [
     dict(gpu_batch_size=1, num_gpu_batches=1),

@@ -17,11 +17,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.fixture(autouse=True)
-def seed() -> Iterator[None]:
+def seed(two_threads: None) -> None:
     torch.manual_seed(0)
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(params=["native", "reference", "without oneDNN"])

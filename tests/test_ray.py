@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import _CACHE, NEW
+from conftest import NEW
 
 from flexengine import Engine, SamplingParams
 from flexengine.job.inputs import Row
@@ -39,14 +39,13 @@ def llama(families: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def cluster(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cluster(run_cache: Path) -> Iterator[str]:
     """The address of a Ray of this module's own. Its directory is short: paths of sockets have at most 107 bytes.
-    Actors have the environment of its start, so the cache of this test run is chosen before; Ray keeps a token, with
+    Actors have the environment of its start, so it is told of this run's cache; Ray keeps a token, with
     which those who may use the cluster know each other, in the home directory."""
-    cache = request.config.stash.setdefault(_CACHE, tmp_path_factory.mktemp("cache"))
     directory = tempfile.mkdtemp(prefix="fe", dir="/tmp")
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**OFFLINE, "FLEXENGINE_CACHE": str(cache), "HOME": directory}.items():
+        for name, value in {**OFFLINE, "FLEXENGINE_CACHE": str(run_cache), "HOME": directory}.items():
             patch.setenv(name, value)
         handler = signal.getsignal(signal.SIGTERM)
         try:

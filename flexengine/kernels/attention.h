@@ -133,10 +133,33 @@ void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
     }
 }
 
+// Scores of head j + k over a whole sequence to weights, of which the largest stay; by query head. Writes which tokens
+// have one that stays where only that is asked for; else leaves their numbers in my.tokens, and where their weights
+// are in my.kept. Returns how many there are to weigh.
+int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t seen, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), apart = padded(seen);
+    const int64_t count = int64_t(a.topk * double(seen - 1));
+    memset(my.kept, 0, size_t(seen) * 4);
+    for (int64_t h = k * group; h < (k + 1) * group; h++) {
+        soften(my.all + h * apart, seen, a.softcap, my.top[h], my.sum[h]);
+        keep_largest(my.all + h * apart, seen - 1, count, my.kept);
+    }
+    my.kept[seen - 1] = 1;
+    int64_t some = 0;
+    if (a.chosen) {
+        uint8_t* to = a.chosen + (i * a.kv_heads + j + k) * a.max_pages * a.page_tokens + begin;
+        for (int64_t t = 0; t < seen; t++) to[t] = uint8_t(my.kept[t]);
+        return some;
+    }
+    for (int64_t t = 0, stays; t < seen; t++, some += stays)
+        stays = my.kept[t], my.kept[some] = int32_t(t), my.tokens[some] = int32_t(begin + t);
+    return some;
+}
+
 // The same over a whole sequence with few of its values: those with the largest weights, by query head.
 template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my) {
     const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), seen = a.lengths[i] - begin;
-    const int64_t apart = padded(seen), count = int64_t(a.topk * double(seen - 1));
+    const int64_t apart = padded(seen);
     start(a, i, j * group, J * group, my);
     R rows(a, i, j, J, my);
     for (int64_t from = 0; from < seen; from += PART) {
@@ -151,20 +174,7 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
         }
     }
     for (int64_t k = 0; k < J; k++) {
-        memset(my.kept, 0, size_t(seen) * 4);
-        for (int64_t h = k * group; h < (k + 1) * group; h++) {
-            soften(my.all + h * apart, seen, a.softcap, my.top[h], my.sum[h]);
-            keep_largest(my.all + h * apart, seen - 1, count, my.kept);
-        }
-        my.kept[seen - 1] = 1;
-        if (a.chosen) {
-            uint8_t* to = a.chosen + (i * a.kv_heads + j + k) * a.max_pages * a.page_tokens + begin;
-            for (int64_t t = 0; t < seen; t++) to[t] = uint8_t(my.kept[t]);
-            continue;
-        }
-        int64_t some = 0;
-        for (int64_t t = 0, stays; t < seen; t++, some += stays)
-            stays = my.kept[t], my.kept[some] = int32_t(t), my.tokens[some] = int32_t(begin + t);
+        const int64_t some = choose_top(a, i, j, k, seen, my);
         for (int64_t from = 0; from < some; from += PART) {
             const int64_t left = some - from < PART ? some - from : PART;
             rows.pick(my.tokens + from, left);

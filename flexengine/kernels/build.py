@@ -1,7 +1,9 @@
 """Building what is native: C++ is compiled on first use, and kept in the cache."""
 
 import atexit
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import platform
@@ -10,8 +12,9 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from flexengine.config import cache_root
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
          "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
+SECONDS = 300  # that a compiler may take
 
 
 class BuildFailed(Exception):
@@ -103,13 +107,42 @@ def version() -> str:
 
 
 def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Path:
-    """The library's path. It is written under a temporary name and renamed, so processes may race to build it."""
+    """The library's path. It is written under a temporary name and renamed, so processes may race to build it; they
+    need not, where one can wait for another."""
     built_by = _run([*compiler, "--version"])
     openmp = openmp_runtime()
     key = hashlib.sha256("\0".join([_code(sources), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
     library = _cache() / f"cpu-{key[:32]}.so"
     if library.exists():
         return library
+    with _alone(library):
+        if not library.exists():
+            _compile(compiler, flags, sources, openmp, library)
+    return library
+
+
+@contextlib.contextmanager
+def _alone(library: Path) -> Iterator[None]:
+    """While no other process builds in the same folder; but only for so long as building it may take, or not at all
+    where folders cannot be locked."""
+    folder, deadline = os.open(library.parent, os.O_RDONLY), time.monotonic() + SECONDS
+    try:
+        while not library.exists():
+            try:
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    break
+                time.sleep(0.05)
+            except OSError:
+                break
+        yield
+    finally:
+        os.close(folder)
+
+
+def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], openmp: str | None, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = [f"{folder}/{path.stem}.o" for path in sources], f"{folder}/cpu.so"
         pairs = zip(sources, compiled, strict=True)
@@ -124,7 +157,6 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
         with open(linked, "rb") as written:
             os.fsync(written.fileno())
         os.replace(linked, library)
-    return library
 
 
 def _run(*commands: list[str]) -> str:
@@ -132,7 +164,7 @@ def _run(*commands: list[str]) -> str:
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
     try:
-        said = [process.communicate(timeout=300) for process in running]
+        said = [process.communicate(timeout=SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
