@@ -10,6 +10,7 @@ One JSON line per case and choice of switches: tokens/s (loading excluded), rati
 """
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -269,6 +270,19 @@ def why_not(compared: Comparison) -> str | None:
     return None
 
 
+def given(words: Sequence[str]) -> str:
+    """The command again, but for what belongs to one machine: interpreters and places."""
+    kept, rest = ["python", "-m", "bench.compare"], list(words)
+    while rest:
+        word = rest.pop(0)
+        if word.partition("=")[0] in ("--peer-python", "--out", "--dir", "--model"):
+            if "=" not in word:
+                rest.pop(0)
+        else:
+            kept.append(word)
+    return shlex.join(kept)
+
+
 def main() -> int:
     """The command of the module's docstring; 1 if a side failed, 0 also where a case is not possible here."""
     args, failed = parse(), False
@@ -277,7 +291,7 @@ def main() -> int:
             print(f"SKIPPED: {compared.case.name}: {reason}", file=sys.stderr)
             continue
         for line in compare(compared, args):
-            harness.emit(line, args.out)
+            harness.emit({**line, "command": given(sys.argv[1:])}, args.out)
             failed |= bad(line)
     return int(failed)
 

@@ -21,7 +21,7 @@ from bench.harness import REPO, Record
 RESULTS = REPO / "bench" / "results"
 README = REPO / "README.md"
 MODELS = {"demo": "SmolLM2-135M", "opt-1.3b": "OPT-1.3B shape, fp16", "opt-13b": "OPT-13B shape, fp16",
-          "opt-tiny": "three tiny OPT layers"}  # fmt: skip
+          "llama-1.1b": "LLaMA-1.1B shape, fp16", "opt-tiny": "three tiny OPT layers"}  # fmt: skip
 EARLIER = {"generate": ("demo", "transformers"), "offload": ("opt-1.3b", "accelerate-disk")}  # bench: (model, peer)
 
 
@@ -55,6 +55,7 @@ class Line:
     runs: tuple[int, int]  # rounds of ours, of the peer
     at_least: float | None = None  # the ratio, where the peer was stopped while generating
     why: str | None = None  # why there is no ratio
+    command: str | None = None  # as it was given, where the record has it
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -95,6 +96,7 @@ def lines_of(record: Record) -> list[Line]:
             case, record["model"], record["lossy"], record["limit_bytes"], record["time"], record["ours_tok_s"],
             bound and bound["share"], peer, found["tok_s"], found["ratio"], found["rows_equal"], found["batch"],
             found["dtype"], (len(record["ours"]), len(found["runs"])), found["ratio_at_least"], found["error"],
+            record.get("command"),
         )
         for peer, found in record["peers"].items()
     ]  # fmt: skip
@@ -157,6 +159,8 @@ def ratio_text(line: Line) -> str:
 def command(group: Sequence[Line]) -> str:
     """What measures these lines, of one case and run, again."""
     line = group[0]
+    if line.command:
+        return line.command
     words = [f"python -m bench.compare {line.case.name} --runs {line.runs[0]}"]
     peers = list(dict.fromkeys(x.peer for x in group))
     words.append("--peers " + " ".join(peers))
@@ -269,10 +273,11 @@ def scale_block(folder: Path = RESULTS) -> str:
                          f"{line['rss']['b']:.3g} ± {line['rss']['error']:.1g} bytes" if "rss" in line else "",
                          f"`python -m bench.scale --parts {name}`"))  # fmt: skip
         elif name == "soak":
-            low, high = (x / 1e6 for x in line["ranges"]["rss"])
-            parts = [f"{what} {line['ranges'][what][1]} at most" for what in ("fds", "threads")]
-            rows.append((name, f"{line['rows']:,} rows", ", ".join(parts), f"{low:.0f} to {high:.0f} MB",
-                         f"`python -m bench.scale --soak {line['rows']}`"))  # fmt: skip
+            most = {what: high for what, (_, high) in line["ranges"].items()}
+            grown = f"{', '.join(line['grown'])} grown" if line["grown"] else "nothing grown after the first quarter"
+            rows.append((name, f"{line['rows']:,} rows", f"{short(line['seconds'])} s",
+                         f"at most {most['rss'] / 1e6:.0f} MB, {most['fds']} open files, {most['threads']} threads;"
+                         f" {grown}", f"`python -m bench.scale --soak {line['rows']}`"))  # fmt: skip
     return table(("what grows", "from, to", "time", "memory", "command"), rows) if rows else "Not recorded yet."
 
 

@@ -120,3 +120,8 @@ def test_disk_offload_gives_the_tokens_of_the_engine(tiny: Path, tmp_path: Path)
     assert line["peers"]["accelerate-disk"]["rows_equal"] == [4, 4]
     assert line["bound"]["share"]["median"] > 0
     assert line["peers"]["accelerate-disk"]["versions"]["accelerate"]
+
+
+def test_the_command_of_a_record_is_as_given_but_for_places() -> None:
+    words = "a --runs 1 --peer-python llama-cpp=/x --lossy exact weights=int4,compute=int8 --out=x.jsonl --dir y"
+    assert compare.given(words.split()) == "python -m bench.compare a --runs 1 --lossy exact weights=int4,compute=int8"
