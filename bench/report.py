@@ -3,7 +3,8 @@
 python -m bench.report            writes README's tables and docs/plots/*.svg (needs matplotlib; else prints text)
 python -m bench.report --check    1 if README's tables or the plots are not those of the records; writes nothing
 
-Of every case, choice of switches and peer the latest record counts, whatever it says.
+Of every case, choice of switches and peer the latest record counts, whatever it says; of one
+day, that with most rounds.
 """
 
 import argparse
@@ -103,9 +104,9 @@ def lines_of(record: Record) -> list[Line]:
 
 
 def latest(found: Iterable[Line]) -> list[Line]:
-    """The newest of each key, in the order of case, peer, exact first, ratio."""
+    """The newest of each key (of a day, that with most rounds), in the order of case, peer, exact first, ratio."""
     newest: dict[tuple[str, str, str], Line] = {}
-    for line in sorted(found, key=lambda x: x.time):
+    for line in sorted(found, key=lambda x: (x.time[:10], x.runs[1], x.time)):
         newest[line.key] = line
     return sorted(newest.values(), key=lambda x: (x.case.name, x.peer, x.switches != "exact", rate(x.ours)))
 
@@ -304,6 +305,8 @@ def faults_block(folder: Path = RESULTS) -> str:
     for part, what in FAULTS.items():
         kinds = [record for (name, _), record in newest.items() if name == part]
         if kinds:
+            if missing := [x["kind"] for x in kinds if not x["tried"]]:
+                what += f"; not allowed there: {', '.join(missing)}"
             sums = [sum(x[name] for x in kinds) for name in ("tried", "survived", "lost", "repeated")]
             rows.append((what, *(f"{n:,}" for n in sums), max(x["time"] for x in kinds)[:10], f"`{part}`"))
     totals = [sum(int(row[i].replace(",", "")) for row in rows) for i in range(1, 5)]

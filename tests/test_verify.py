@@ -286,10 +286,35 @@ def test_names_of_our_own_lists_are_read_again(tmp_path: Path, cache: Path) -> N
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=directory, check=True)
 
 
+def test_the_recipe_lists_all_that_is_wanted(model: Path) -> None:
+    """Templates in a folder, and hidden files, which globs find and `sha256sum *` does not."""
+    (model / "additional_chat_templates").mkdir()
+    for name in ("additional_chat_templates/tool.jinja", "._config.json"):
+        (model / name).write_text("x")
+    with pytest.raises(BadCheckpoint, match="does not list"):
+        Verifier().directory(model)
+    (model / SUMS).unlink()
+    with pytest.raises(InvalidInput) as told:
+        Verifier().directory(model)
+    subprocess.run(str(told.value).partition("make them: ")[2], shell=True, check=True)
+    Verifier().directory(model)
+
+
+@pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
+def test_weights_that_an_index_names_must_be_listed(model: Path, index: str) -> None:
+    """Whatever their names."""
+    (model / "hidden.weights").write_bytes(b"x")
+    (model / index).write_text(json.dumps({"weight_map": {"a": "hidden.weights"}}))
+    list_sums(model, [p.name for p in model.iterdir() if p.name not in ("hidden.weights", SUMS)])
+    with pytest.raises(BadCheckpoint, match=r"does not list hidden\.weights"):
+        Verifier().directory(model)
+
+
 def test_without_sums_nothing_is_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / SUMS).unlink()
     monkeypatch.setattr(verify, "digest_of", None)
-    with pytest.raises(InvalidInput, match=re.escape(f"make them: cd {model} && sha256sum * > {SUMS}")):
+    recipe = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
+    with pytest.raises(InvalidInput, match=re.escape(f"make them: cd {model} && {recipe}")):
         resolve(str(model), verifier=Verifier())
     gguf = model / "a file.gguf"
     gguf.touch()
@@ -535,7 +560,7 @@ def test_the_command_refuses_a_damaged_model(job: Job, monkeypatch: pytest.Monke
     assert "model.safetensors (has " in job.err
     (job.model / SUMS).unlink()
     assert job("--verify", *more) == 2
-    assert "sha256sum * > SHA256SUMS" in job.err
+    assert "sha256sum {} + > SHA256SUMS" in job.err
     assert job() == 0  # nobody asked
 
 

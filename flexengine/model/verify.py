@@ -20,13 +20,15 @@ from shlex import quote
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.source import DEMO_PACKAGE, is_snapshot, regular_file
+from flexengine.model.source import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
 
 SUMS = "SHA256SUMS"
 # Whatever transformers or flexengine may open in a model directory; the last ones are vocabularies of tokenizers.
 READ = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*",
         "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer")  # fmt: skip
 _BIN = "pytorch_model*.bin"  # read where there are no safetensors
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
 _MOST = 10_000_000  # bytes of SHA256SUMS; those of a model with 1,000 shards are 100,000
 _NAMED = 8  # files in a message
 _CHUNK = 1 << 20
@@ -50,12 +52,15 @@ class Verifier:
         Raises InvalidInput if it has no sums, BadCheckpoint naming what is missing, differs or is not listed.
         """
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
+        for index in _INDEXES:  # weights may have any name there
+            if os.path.lexists(directory / index):
+                read = sorted({*read, *indexed_files(directory / index)})
         if is_snapshot(directory.resolve()):
             says = f"the names of their blobs in {directory} say"
             return self._compare({file: _blob(file) for file in read}, directory, says)
         if not os.path.lexists(sums := directory / SUMS):
             raise InvalidInput(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
-                               f" make them: cd {quote(str(directory))} && sha256sum * > {SUMS}")  # fmt: skip
+                               f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
         with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
             self._listed(directory, read_sums(sums), read)
 
@@ -67,8 +72,8 @@ class Verifier:
             if (digest := read_sums(places[0]).get(file.name)) is None:
                 raise BadCheckpoint(f"{places[0]} does not list {file.name}")
             says = f"{places[0]} says"
-        elif is_snapshot(file.parent.resolve()):
-            digest, says = _blob(file), "the name of its blob says"
+        elif (target := file.resolve()).parent.name == "blobs" and _HASH.fullmatch(target.name):
+            digest, says = target.name, "the name of its blob says"
         elif (digest := _installed(file)) is not None:
             says = f"was installed with {DEMO_PACKAGE}"
         else:
@@ -235,5 +240,5 @@ def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
     tqdm.monitor_interval = 0  # as in run: no thread of its own
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, delay=_QUIET,
-              mininterval=0.5, leave=False) as bar:  # fmt: skip
+              mininterval=0.5, leave=False, disable=None) as bar:  # fmt: skip
         yield bar.update

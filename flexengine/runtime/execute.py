@@ -58,8 +58,9 @@ class Executor:
         self._ended = True
         if (there := self.lanes.get(lane)) is not None:
             done = Done()
-            there.submit(last, (), done)
-            done.wait()
+            with self._watchdog:
+                there.submit(last, (), done)
+                done.wait()
 
     def run(self, program: Iterable[Task]) -> None:
         """Submits a program and returns when all but its weight loads have ended: those may serve the next one.

@@ -1,9 +1,12 @@
 """Tells people when nothing has ended for long: a silent hang is the one failure that nobody is told of."""
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
+
+_PATIENCE = 1.0  # seconds
 
 
 class Watchdog:
@@ -33,7 +36,7 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(_PATIENCE)  # whoever is told may be slow to listen
 
     def _watch(self) -> None:
         quiet = self._first
@@ -42,5 +45,6 @@ class Watchdog:
             if silent < self._first:
                 quiet = self._first
             elif silent >= quiet:
-                self._say(f"no task has ended for {silent:.0f} s; {self._lasting()}")
+                with contextlib.suppress(Exception):  # that nobody listens is no reason to stop looking
+                    self._say(f"no task has ended for {silent:.0f} s; {self._lasting()}")
                 quiet *= 2

@@ -278,7 +278,10 @@ def _nameless(directory: Path) -> File:
         if error.errno not in _NO_TMPFILE:
             raise
         handle, path = tempfile.mkstemp(prefix="flexengine-", suffix=".spill", dir=directory)
+        os.close(handle)
+        file = File(path, os.O_RDWR)
         os.unlink(path)
+        return file
     try:
         file = File(f"/proc/self/fd/{handle}", os.O_RDWR)
     finally:
