@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,19 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
         return made[name, dtype]
 
     return get
+
+
+# Files whose tests take minutes together, the longest first: a worker that has one of them last ends alone.
+LONGEST = ("test_exactness", "test_architectures", "test_demo", "test_cache_kernels", "test_campaign", "test_fused",
+           "test_lossy", "test_explain", "test_planning", "test_delegation", "test_invariance", "test_search",
+           "test_profile", "test_resume", "test_accounting", "test_topk", "test_bench", "test_recovery")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then those with the most tests; setup.cfg tells xdist to keep to that."""
+    tests = Counter(item.path for item in items)
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: (order.get(item.path.stem, len(order)), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -325,12 +325,12 @@ class TestDecode:
                 kept[:, -1] = True
                 expected.append(weighed(weights * kept, cache.v[i]))
                 for head, wanted in enumerate(kept.view(2, group, -1).any(1)):
-                    for t in (length - seen + (~wanted).nonzero().flatten()).tolist():
-                        page, offset = int(cache.tables[i, t // 32]), t % 32
-                        if cache.form is None:
-                            pool[page, 1, head, offset] = math.nan
-                        else:
-                            cache.form.panels(pool).minimum[page, 1, head, :, offset] = math.nan
+                    t = length - seen + (~wanted).nonzero().flatten()
+                    pages, offsets = cache.tables[i, t // 32].long(), t % 32
+                    if cache.form is None:
+                        pool[pages, 1, head, offsets] = math.nan
+                    else:
+                        cache.form.panels(pool).minimum[pages, 1, head, :, offsets] = math.nan
             found = kernel.decode(
                 q, pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, topk=topk, **options
             )
