@@ -8,6 +8,7 @@ and KV cache spread over three simulated tiers and with everything in memory. On
 """
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -239,6 +240,8 @@ def _warm(fork: Any) -> None:
     compiling = fork.Process(target=kernels.load)
     compiling.start()
     compiling.join()
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page that it shares with its parent
 
 
 def walk(kinds: dict[str, Any], scratch: Path) -> Iterator[Finding]:
