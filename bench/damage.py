@@ -70,6 +70,27 @@ def hostile_json(whole: bytes, generator: random.Random) -> bytes:
     return json.dumps(value).encode()
 
 
+def drawn(one: Callable[[random.Random], bytes], count: int, seed: int) -> list[bytes]:
+    """`count` different cases, their choices drawn by hypothesis: edges and repetitions more often than by chance.
+    They run in processes that may hang or die (_batch), so none is shrunk."""
+    from hypothesis import HealthCheck, Phase, given, settings, strategies
+    from hypothesis import seed as seeded
+
+    cases: dict[bytes, None] = {}
+
+    @settings(max_examples=count, database=None, deadline=None, phases=[Phase.generate],
+              suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(strategies.randoms(use_true_random=False))
+    def draw(generator: random.Random) -> None:
+        cases[one(generator)] = None
+
+    for attempt in range(10 * count):
+        if len(cases) >= count:
+            break
+        seeded(seed + attempt)(draw)()
+    return list(cases)[:count]
+
+
 # Input lines.
 
 
@@ -134,9 +155,8 @@ def model_files(model: Path, work: Path, what: str, count: int, seed: int, tally
     work.mkdir()
     with own_cache(work / "cache") as cache:
         given, target, hurt = _prepared(model, work, what)
-        whole, generator = target.read_bytes(), random.Random(f"{seed} {what}")
-        cases = [hurt(whole, generator) for _ in range(count)]
-        number = 0
+        whole, number = target.read_bytes(), 0
+        cases = drawn(lambda generator: hurt(whole, generator), count, seed)
         while number < count:
             number += _batch(given, target, whole, cases[number : number + BATCH], tally)
         if left := [p.name for p in cache.glob("prepared/*.tmp-*")]:

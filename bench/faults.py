@@ -348,21 +348,29 @@ def _workplace(given: str | None) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _import() -> None:
-    """What runs need, so that no fork has to import it, or to build it while a clock ticks."""
-    import highspy  # noqa: F401
-    import pulp  # noqa: F401
+def _import(engine: bool) -> None:
+    """What runs need, so that no fork has to import it, or to build it while a clock ticks. engine: not only the
+    protocol."""
+    import numpy.ma  # noqa: F401
     import tqdm  # noqa: F401
-    import transformers.models.llama.modeling_llama
-    import transformers.models.opt.modeling_opt  # noqa: F401
 
-    import flexengine.engine
     import flexengine.job.manifest
     import flexengine.job.resume
-    import flexengine.kernels
-    import flexengine.model.gguf
     import flexengine.run
 
+    if not engine:
+        return
+    import highspy  # noqa: F401
+    import pulp  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.opt.modeling_opt  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import flexengine.engine
+    import flexengine.kernels
+    import flexengine.model.gguf
+
+    get_checkpoint_conversion_mapping("llama")  # a thousand expressions, compiled once
     flexengine.kernels.load()
 
 
@@ -377,10 +385,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--out", help="JSON lines are added to this file")
     args = p.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model gains nothing from more
-    if set(args.only) - {"protocol", "crashes", "journal"}:
-        _import()
-    import flexengine.run  # noqa: F401
-
+    _import(engine=bool(set(args.only) - {"protocol", "crashes", "journal"}))
     bad = 0
     for name in args.only:
         with _workplace(args.work) as work:

@@ -63,6 +63,8 @@ MORE = [
     {"model_type": "xglm", "max_position_embeddings": 10**9, "d_model": 64, "num_layers": 2, "attention_heads": 4},
     {"max_position_embeddings": 10**9}, {"head_dim": 10**5}, {"head_dim": 7},
     {"num_attention_heads": 64, "head_dim": 1},
+    *({"rope_parameters": {"rope_type": kind, "rope_theta": 1e4}} for kind in ([], {}, ["linear"], None, 7)),
+    *({"rope_parameters": rope} for rope in (["linear"], "linear", 7, {"rope_type": "linear", "factor": []})),
 ]  # fmt: skip
 
 

@@ -163,9 +163,8 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
 
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(f"{name} is an encoder-decoder; only decoder-only language models are supported")
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type") in _COUPLED_ROPE:
-        raise UnsupportedModel(f"{name} uses {rope['rope_type']} rotary scaling, which ties a batch's rows together")
+    if coupled := _rope_types(config) & _COUPLED_ROPE:
+        raise UnsupportedModel(f"{name} uses {min(coupled)} rotary scaling, which ties a batch's rows together")
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None:
         raise UnsupportedModel(f"{name} ({config.model_type}) is not a causal language model of transformers")
@@ -188,6 +187,13 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
         if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # looks at values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval().requires_grad_(False)
+
+
+def _rope_types(config: Any) -> set[str]:
+    """Of all layers: transformers keeps parameters for each type of layer where they differ."""
+    rope = getattr(config.get_text_config(), "rope_parameters", None)
+    tables = [rope, *rope.values()] if isinstance(rope, dict) else []
+    return {kind for table in tables if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str)}
 
 
 def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
