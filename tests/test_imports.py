@@ -14,6 +14,7 @@ PURE = ("errors", "config", "policy", "schedule", "plan")
 # What each part may import besides itself.
 ALLOWED = {
     "errors": set[str](),
+    "bar": set[str](),
     "config": {"errors"},
     "lossy": {"errors"},
     "policy": {"errors", "config"},
@@ -23,7 +24,7 @@ ALLOWED = {
     "codec": {"errors"},
     "tier": {"errors", "kernels"},
     "kv": {"errors", "kernels"},
-    "model": {"errors", "config", "codec", "kernels"},
+    "model": {"errors", "bar", "config", "codec", "kernels"},
     "runtime": {"errors", "schedule"},
     "worker": {"errors", "config", "lossy", "policy", "schedule", "plan", "codec", "kernels", "tier", "kv", "model"},
     "job": {"errors", "config"},
@@ -39,7 +40,7 @@ ALLOWED = {
     "engine": {"errors", "config", "lossy", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime",
                "worker", "job", "survey", "planning", "generation", "course", "calibration", "recovery"},
     "command": {"errors"},
-    "run": {"command", "errors", "config", "lossy", "policy", "plan", "job", "survey", "generation", "engine",
+    "run": {"command", "errors", "bar", "config", "lossy", "policy", "plan", "job", "survey", "generation", "engine",
             "__version__"},
     "plan command": {"command", "errors", "config", "policy", "plan", "job", "survey", "planning", "run", "tier",
                      "worker", "__version__"},

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -235,10 +234,8 @@ def _remedy(text: str) -> Iterator[None]:
 @contextmanager
 def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
     """A bar in bytes, for those who have to wait."""
-    from tqdm import tqdm
+    from flexengine.bar import Bar
 
-    tqdm.monitor_interval = 0  # as in run: no thread of its own
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, delay=_QUIET,
-              mininterval=0.5, leave=False, disable=None) as bar:  # fmt: skip
+    with Bar(total=total, desc=what, unit="B", unit_scale=True, delay=_QUIET, leave=False, disable=None) as bar:
         yield bar.update
