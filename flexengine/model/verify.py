@@ -20,6 +20,7 @@ from typing import Any
 
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.source import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
+from flexengine.reading import opened
 
 SUMS = "SHA256SUMS"
 # Whatever transformers or flexengine may open in a model directory; the last ones are vocabularies of tokenizers.
@@ -160,7 +161,7 @@ def read_sums(file: Path) -> dict[str, str]:
 
 def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
     """SHA-256 of a file, or git's name for its content. tick: told of the bytes read. Raises OSError."""
-    with file.open("rb", buffering=0) as stream:
+    with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if git else hashlib.sha256()
         view = memoryview(bytearray(min(_CHUNK, size + 1)))
