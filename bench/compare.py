@@ -89,8 +89,8 @@ def measure_bound(job: Job, case: Case, ours: Record) -> Record:
     summary, sweeps = ours["summary"], len(measured["compute_seconds"])
 
     def per_sweep(lane: str) -> float:  # what was moved once, to stay, counts for nothing here
-        moved: int = summary["bytes"].get(lane, 0)
-        return min(moved / max(1, summary["sweeps"]), measured["model_bytes"])
+        moved, most, times = summary["bytes"].get(lane, 0), measured["model_bytes"], max(1, summary["sweeps"])
+        return float(min(moved / times, most))
 
     read, link = per_sweep("disk_read"), measured["rates"]["link"]
     by_sweep = {"disk": [read / max(measured["read_rate"].values())] * sweeps, "memory": measured["memory_seconds"]}
