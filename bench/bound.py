@@ -233,11 +233,12 @@ def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[in
 
 def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
     """Of a token, in all layers, without the scales of an encoded cache."""
-    heads = config["num_attention_heads"]
-    kept = config.get("num_key_value_heads") or heads
-    dim = config.get("head_dim") or config["hidden_size"] // heads
+    heads: int = config["num_attention_heads"]
+    kept: int = config.get("num_key_value_heads") or heads
+    dim: int = config.get("head_dim") or config["hidden_size"] // heads
     bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}.get(lossy.get("cache", ""), 32)
-    return 2 * config["num_hidden_layers"] * kept * dim * bits / 8
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * kept * dim * bits / 8
 
 
 def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
@@ -246,7 +247,8 @@ def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], loss
     from flexengine.codec.packed import Packed
     from flexengine.lossy import Lossy
 
-    head, layers = (config["vocab_size"], config["hidden_size"]), config["num_hidden_layers"]
+    head: tuple[int, int] = config["vocab_size"], config["hidden_size"]
+    layers: int = config["num_hidden_layers"]
     if codec := Lossy(**lossy).coded:
         coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
         return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes

@@ -43,10 +43,12 @@ class Plan:
 
 @dataclass
 class Peered:
-    """What came of a peer. by_batch: tokens/s of each batch size tried. skipped: why it does not run."""
+    """What came of a peer. versions: of what is installed for it. by_batch: tokens/s of each batch size tried. skipped:
+    why it does not run."""
 
     name: str
     job: Job
+    versions: Record = field(default_factory=dict)
     by_batch: dict[str, float] = field(default_factory=dict)
     runs: list[Record] = field(default_factory=list)
     skipped: str | None = None
@@ -87,8 +89,8 @@ def measure_bound(job: Job, case: Case, ours: Record) -> Record:
     summary, sweeps = ours["summary"], len(measured["compute_seconds"])
 
     def per_sweep(lane: str) -> float:  # what was moved once, to stay, counts for nothing here
-        moved: int = summary["bytes"].get(lane, 0)
-        return min(moved / max(1, summary["sweeps"]), measured["model_bytes"])
+        moved, most, times = summary["bytes"].get(lane, 0), measured["model_bytes"], max(1, summary["sweeps"])
+        return float(min(moved / times, most))
 
     read, link = per_sweep("disk_read"), measured["rates"]["link"]
     by_sweep = {"disk": [read / max(measured["read_rate"].values())] * sweeps, "memory": measured["memory_seconds"]}
@@ -142,7 +144,7 @@ def peer_record(case: Case, ours: list[Record], peer: Peered) -> Record:
     """What came of a peer. ratio_at_least: where it was stopped while generating. error: why there is no ratio."""
     rates = harness.stats(harness.good(ours))
     stopped = max((r.get("seconds_at_least", 0.0) for r in peer.runs), default=0.0)
-    versions: Record = {}
+    versions = dict(peer.versions)
     for run in peer.runs:
         versions |= run.get("versions", {})
     return {
@@ -196,7 +198,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-batches", type=int, nargs="+", help="instead of the case's own")
     parser.add_argument("--peer-runs", type=int, help="rounds of the peers (default: --runs)")
     parser.add_argument("--peer-timeout", type=float, help="seconds after which a peer is stopped, its load included")
-    parser.add_argument("--peer-dtype", choices=("float16", "bfloat16", "float32"), help="instead of the case's own")
+    parser.add_argument("--peer-dtype", choices=("float16", "bfloat16", "float32"),
+                        help="instead of the case's own, of peers that leave the choice")
     parser.add_argument("--model", type=Path, help="checkpoint directory (default: the case's, made where needed)")
     parser.add_argument("--dir", type=Path, help="where checkpoints are made or reused (default: the engine's cache)")
     parser.add_argument("--limit", help="memory limit of each side, e.g. 2.0G (default: the case's own)")
@@ -228,7 +231,9 @@ def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace
             options["gguf"] = str(gguf_files.demo() if own else gguf_files.widened(harness.cache() / "bench"))
         elif peer.gguf == "own" and isinstance(SHAPES[compared.model], LlamaShape):
             options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
-    dtype = args.peer_dtype or (peer.dtype if demo or not peer.gguf else None) or compared.dtype
+    dtype = peer.dtype or args.peer_dtype or compared.dtype
+    if peer.gguf and not demo:
+        dtype = SHAPES[compared.model].dtype  # as the file holds it, whatever is asked for
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 
 
@@ -250,7 +255,8 @@ def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
             str(model), tuple(case.requests(harness.vocab_size(model))), device=compared.device, scratch=scratch,
             device_mem=args.device_mem or compared.device_mem, policy=harness.load_policy(args.policy),
         )  # fmt: skip
-        peers = [Peered(name, peer_job(name, job, compared, args)) for name in names]
+        peers = [Peered(name, peer_job(name, job, compared, args),
+                        harness.installed(plan.pythons.get(name, sys.executable))) for name in names]  # fmt: skip
         ours = run_case(case, job, peers, plan, args.peer_batches or case.peer_batches)
         return [record(case, compared, plan, variant, peers) for variant in ours]
 

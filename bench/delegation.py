@@ -128,7 +128,7 @@ def best(sides: Sequence[Side]) -> Side:
     return min(sides, key=lambda side: side.sweep)
 
 
-def crossing(lengths: Sequence[int], moved: Sequence[float], there: Sequence[float]) -> float | None:
+def crossing(lengths: Sequence[float], moved: Sequence[float], there: Sequence[float]) -> float | None:
     """Where the second becomes the smaller for good, on straight lines between the points; None if never."""
     gaps = [m - t for m, t in zip(moved, there, strict=True)]
     if gaps[-1] <= 0:

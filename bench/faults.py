@@ -22,8 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import bits, damage, gguf_files, kills
-from bench.budgets import Budgets
+from bench import bits, budgets, damage, gguf_files, kills
 from bench.failing import CRASHES, PROTOCOL, Fault
 from bench.harness import emit, machine, now, versions
 from bench.trials import Tally, Trials, own_cache, real_command, rows_of, stub_command
@@ -281,17 +280,17 @@ def _together(works: Sequence[Callable[[], int]]) -> list[int]:
 
 
 def little_memory(c: Campaign) -> Iterator[Tally]:
-    """A model in less memory than it needs, five sizes each: --device-mem, and a cgroup."""
+    """A model in less memory than it needs, some sizes each: --device-mem, and a cgroup."""
     work = c.work / "budgets"
     work.mkdir()
-    budgets = Budgets(work, c.several(1, 5))
+    jobs = budgets.Budgets(work, budgets.QUICK if c.quick else budgets.FULL)
     yield (tally := Tally("--device-mem below the model"))
-    budgets.given(tally)
+    jobs.given(tally)
     yield (tally := Tally("memory limit of a cgroup"))
-    budgets.limited(tally)
+    jobs.limited(tally)
     yield (tally := Tally("memory limit, offloading to RAM"))
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="flexengine-faults-") as ram:
-        budgets.limited(tally, Path(ram))
+        jobs.limited(tally, Path(ram))
 
 
 def bad_input(c: Campaign) -> Iterator[Tally]:

@@ -4,6 +4,7 @@ and random LLaMA checkpoints of bench.models, as they are stored."""
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,13 +31,23 @@ def of_llama(directory: Path) -> Path:
 
 
 def _made(path: Path, source: Path) -> Path:
-    """In a process of its own, so that its memory is not ours."""
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        half = path.with_suffix(".part")
+    """In a process of its own, so that its memory is not ours. What it was made of is noted beside it, last."""
+    note, content = path.with_name(f"{path.name}.json"), _marks(source)
+    if path.exists() and note.exists() and note.read_text() == content:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+        half = Path(folder) / path.name
         subprocess.run([sys.executable, "-m", "bench.gguf_files", str(source), str(half)], check=True)
-        half.rename(path)
+        half.replace(path)
+    note.write_text(content)
     return path
+
+
+def _marks(source: Path) -> str:
+    """By which a changed file or directory is known: names, sizes, times of the last change."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def widen(source: Path, target: Path) -> None:

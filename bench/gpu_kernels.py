@@ -45,7 +45,7 @@ SMOKE = GpuKernelCase(((2, 40, 4, 4, 64), (2, 40, 4, 2, 64)), (48, 128), (1, 20)
 
 def seconds_of(call: Call, device: str, least: float) -> float:
     """Seconds of one call, of as many as fill `least` seconds; call(i): the i-th."""
-    settle = torch.cuda.synchronize if device == "cuda" else lambda: None
+    settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     numbers = count()
     for _ in range(3):  # compiles
         call(next(numbers))

@@ -190,6 +190,12 @@ def good(runs: Sequence[Record], key: str = "tok_s") -> list[float]:
     return [run[key] for run in runs if "error" not in run]
 
 
+def installed(python: str) -> Record:
+    """`versions` of that interpreter, asked for beforehand: a side that is stopped reports none."""
+    found = run_module("bench.harness", "", python=python)
+    return {} if "error" in found else found
+
+
 def rows_equal(ours: Record, peer: Record) -> list[int] | None:
     """[rows whose token ids are equal, rows], or None if a side has none."""
     if "token_ids" not in ours or "token_ids" not in peer:
@@ -296,3 +302,7 @@ def load_policy(path: Path | None) -> Record | None:
 def vocab_size(model: Path) -> int:
     """From config.json."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
+
+
+if __name__ == "__main__":
+    print(json.dumps(versions()))

@@ -17,7 +17,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import cycle
@@ -58,7 +58,7 @@ CASES = {
 }
 
 
-def in_turns(calls: dict[str, Call], runs: int) -> dict[str, float]:
+def in_turns(calls: Mapping[str, Call], runs: int) -> dict[str, float]:
     """Least seconds of one call of each, taken in turns."""
     best = dict.fromkeys(calls, float("inf"))
     for attempt in range(runs + 1):
@@ -188,17 +188,18 @@ def model(case: KernelCase, runs: int) -> Record:
     import torch
 
     import flexengine
-    from flexengine.model import skeleton
+    from flexengine.model import fused, skeleton
 
     rows, length, out = case.model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(10, 40_000, (rows, length), generator=generator).tolist()
     prompts = [{"prompt_token_ids": row} for row in ids]
-    fused, sides = skeleton.use_fused, {}
-    for name, used in (("as transformers has them", lambda _: None), ("fused", fused)):
-        skeleton.use_fused = used
+    sides: dict[str, Any] = {}
+    place: Any = skeleton  # where the function is looked up
+    for name, used in (("as transformers has them", lambda _: None), ("fused", fused.use_fused)):
+        place.use_fused = used
         sides[name] = flexengine.Engine(device="cpu", lossy=flexengine.Lossy(**case.lossy))
-    skeleton.use_fused = fused
+    place.use_fused = fused.use_fused
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for attempt in range(min(runs, 3) + 1):
         for name, engine in sides.items():

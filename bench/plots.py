@@ -153,7 +153,8 @@ def draw(name: str, folder: Path = FOLDER) -> bool:
         figure = Figure(figsize=(9, 4.5), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.subplots()
-        {Bars: bars, Curve: curve, Gantt: gantt}[type(shown)](axes, shown)
+        draw: dict[type, Callable[[Any, Any], None]] = {Bars: bars, Curve: curve, Gantt: gantt}
+        draw[type(shown)](axes, shown)
         axes.set_title(shown.title)
         path = folder / f"{name}.svg"
         figure.savefig(path, format="svg", metadata={"Date": None, "Description": f"digest:{digest(name)}"})

@@ -330,8 +330,8 @@ def between(name: str) -> re.Pattern[str]:
 def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> str:
     """README with its blocks made anew. Raises ValueError where a marker is missing."""
     for name, block in (blocks or BLOCKS).items():
-        made = block()
-        text, n = between(name).subn(lambda m, made=made: m[1] + made + "\n" + m[2], text)
+        made = block().replace("\\", "\\\\")  # in what is put in, re gives backslashes a meaning
+        text, n = between(name).subn(rf"\g<1>{made}\n\g<2>", text)
         if n != 1:
             raise ValueError(f"README has the markers of {name} {n} times, not once")
     return text

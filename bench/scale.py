@@ -26,7 +26,7 @@ from typing import Any
 
 from bench import harness
 from bench.harness import Record
-from bench.models import SHAPES, OptShape, make
+from bench.models import SHAPES, make
 
 TOKENS = 8  # generated per row
 SEED = 1
@@ -200,8 +200,7 @@ def by_prompt(folder: Path, size: Size) -> Record:
 def by_layers(folder: Path, size: Size) -> Record:
     """Seconds of a decode sweep by layers, one row: what a layer's task costs."""
     def measure(n: int) -> Record:
-        shape: OptShape = replace(TINY, layers=n)
-        return timed(make(shape, folder / f"layers{n}"), [8], size.tokens, one(1), size.repeats)
+        return timed(make(replace(TINY, layers=n), folder / f"layers{n}"), [8], size.tokens, one(1), size.repeats)
 
     return points(size.layers, measure, sweep_seconds, "layer and sweep")
 
@@ -222,7 +221,8 @@ def by_batches(folder: Path, size: Size) -> Record:
 
 def sweep_seconds(point: Record) -> float:
     """Of a decode sweep."""
-    return float(point["decode_seconds"]) / max(1, point["sweeps"] - 1)
+    seconds, sweeps = float(point["decode_seconds"]), int(point["sweeps"])
+    return seconds / max(1, sweeps - 1)
 
 
 def one_sweep(folder: Path, size: Size) -> Record:

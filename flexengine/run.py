@@ -361,10 +361,9 @@ class _Bar:
             self._bar.write(f"row {result.index}: {result.error}"[:300], file=sys.stderr)
 
     def __enter__(self) -> "_Bar":
-        from tqdm import tqdm
+        from flexengine.bar import Bar
 
-        tqdm.monitor_interval = 0  # no thread of its own: threads begin with heaps of their own
-        self._bar = tqdm(unit="tok", file=sys.stderr, dynamic_ncols=True, mininterval=0.5, smoothing=0.1)
+        self._bar = Bar(unit="tok", smoothing=0.1)
         return self
 
     def __exit__(self, *_: object) -> None:

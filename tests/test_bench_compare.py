@@ -31,6 +31,8 @@ class Pretended:
         rate = self.rates[side]
         if isinstance(rate, str):
             return {"skipped": rate, "error": f"skipped: {rate}"}
+        if rate is None:
+            return {"error": "stopped after 9 s", "seconds_at_least": 5.0}
         rate = rate[job.batch] if isinstance(rate, dict) else rate
         tokens = [[1] * r.max_tokens for r in job.requests]
         return {
@@ -38,7 +40,9 @@ class Pretended:
             "summary": {"bytes": {"disk_read": 400}, "sweeps": 4},
         }  # fmt: skip
 
-    def bound(self, module: str, stdin: str, *rest: Any) -> Record:
+    def module(self, module: str, stdin: str, *rest: Any, python: str = sys.executable) -> Record:
+        if module == "bench.harness":
+            return {"airllm": f"2.11 of {python}"}
         assert module == "bench.bound"
         return {"model_bytes": 1000, "read_rate": {"buffered": 100.0}, "rates": {"link": None},
                 "memory_seconds": [0.1, 0.1], "compute_seconds": [3.0, 0.5]}  # fmt: skip
@@ -47,7 +51,7 @@ class Pretended:
 def run(tiny: Path, monkeypatch: pytest.MonkeyPatch, rates: dict[str, Any], *words: str) -> tuple[Any, list[Record]]:
     pretended = Pretended(rates)
     monkeypatch.setattr(harness, "run_side", pretended.side)
-    monkeypatch.setattr(harness, "run_module", pretended.bound)
+    monkeypatch.setattr(harness, "run_module", pretended.module)
     args = compare.parse(["smoke", "--model", str(tiny), *words])
     return pretended, compare.compare(COMPARISONS["smoke"], args)
 
@@ -61,7 +65,7 @@ def test_sides_take_turns_with_the_best_batch_of_each_peer(tiny: Path, monkeypat
     assert ran.order[3:] == [ours, theirs, ours, theirs]
     peer = line["peers"]["transformers"]
     assert (peer["batch"], peer["ratio"]["median"], peer["rows_equal"]) == (4, 2.0, [4, 4])
-    assert peer["versions"] == {"torch": "transformers_generate"}
+    assert peer["versions"] == {"airllm": f"2.11 of {sys.executable}", "torch": "transformers_generate"}
     assert line["skipped"] == {"accelerate-disk": "no reason"}
     assert list(line["peers"]) == ["transformers"]
     assert not compare.bad(line)
@@ -87,6 +91,36 @@ def test_each_choice_of_switches_is_a_record(tiny: Path, monkeypatch: pytest.Mon
     assert report.command(rows) == (
         "python -m bench.compare smoke --runs 2 --peers transformers --peer-runs 1 --lossy exact weights=int4"
     )
+
+
+def test_a_peer_that_is_stopped_leaves_its_version(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["--runs", "1", "--peers", "airllm", "--peer-python", f"airllm={sys.executable}", "--peer-batches", "4"]
+    _, (line,) = run(tiny, monkeypatch, {"flexengine_side": 10.0, "airllm_layers": None}, *words)
+    peer = line["peers"]["airllm"]
+    assert peer["error"] == "stopped after 9 s"
+    assert peer["versions"] == {"airllm": f"2.11 of {sys.executable}"}
+    assert not compare.bad(line)
+
+
+def test_an_interpreter_says_what_it_has() -> None:
+    assert harness.installed(sys.executable) == harness.versions()
+    assert harness.installed("/bin/false") == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "dtype"),
+    [("d", "llama-cpp", "float16"), ("d", "airllm", "bfloat16"), ("a", "llama-cpp", "Q4_1"),
+     ("a", "llama-cpp-f32", "float32"), ("a", "transformers", "bfloat16"), ("g", "flexgen", "float16"),
+     ("g", "deepspeed", "float16")],
+)  # fmt: skip
+def test_what_is_recorded_is_what_a_peer_computes_in(
+    case: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not what was asked for, where it leaves no choice or its file is of another type."""
+    for make_gguf in ("demo", "widened", "of_llama"):
+        monkeypatch.setattr(compare.gguf_files, make_gguf, lambda *place: Path("model.gguf"))
+    args = compare.parse([case, "--peer-dtype", "bfloat16"])
+    assert compare.peer_job(name, Job("model", ()), COMPARISONS[case], args).dtype == dtype
 
 
 def test_every_case_has_peers_and_every_peer_an_adapter() -> None:

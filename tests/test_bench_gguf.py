@@ -1,6 +1,10 @@
 """GGUF files made for peers hold what the checkpoints hold: read by the engine, they give the same tokens."""
 
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -38,3 +42,37 @@ def test_a_llama_checkpoint_as_gguf_and_widened(checkpoint: Path) -> None:
     assert tokens_of(wide) == expected
     before = wide.stat().st_mtime_ns
     assert gguf_files.widened(checkpoint.parent / "wide", made).stat().st_mtime_ns == before  # made once
+
+
+def test_a_changed_checkpoint_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the same name is another one if it was made anew; the file before it is not reused."""
+    runs: list[list[str]] = []
+
+    def convert(command: list[str], check: bool) -> None:
+        runs.append(command)
+        Path(command[-1]).write_text(f"conversion {len(runs)}")
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    model = tmp_path / "llama"
+    for seed, wanted in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        made = gguf_files.of_llama(make(replace(SHAPES["llama-tiny"], seed=seed), model))
+        assert made.read_text() == f"conversion {wanted}"
+    (tmp_path / "llama.gguf.json").unlink()  # as if it had been stopped before that
+    assert gguf_files.of_llama(model).read_text() == "conversion 3"
+
+
+def test_two_processes_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=30)
+
+    def convert(command: list[str], check: bool) -> None:
+        Path(command[-1]).write_bytes(b"half")
+        both.wait()
+        Path(command[-1]).write_bytes(b"whole")
+        both.wait()
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    (tmp_path / "llama").mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(gguf_files.of_llama, [tmp_path / "llama"] * 2))
+    assert [path.read_bytes() for path in made] == [b"whole"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "llama.gguf", "llama.gguf.json"]

@@ -1,5 +1,6 @@
 """How the native kernels are built and kept, and which set of kernels is chosen where they cannot be."""
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,15 +94,17 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 @pytest.mark.parametrize("locks", [True, False], ids=["one waits", "both build"])
 def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, locks: bool) -> None:
+    """Who compiles goes on when the other one waits for the lock, or compiles too: so they do meet."""
     real = shutil.which("c++") or pytest.skip("no C++ compiler here")
     source, compiler = tmp_path / "small.cpp", tmp_path / "cc"
     source.write_text(SMALL)
-    meet = "sleep 1" if locks else f"while [ $(wc -l < {tmp_path}/compiled) -lt 2 ]; do sleep 0.05; done"
+    apart = f"[ $(wc -l < {tmp_path}/compiled) -lt 2 ] && ! [ -e {tmp_path}/waits ]"
+    meet = f"while {apart}; do sleep 0.05; done"
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -c "*) echo >> {tmp_path}/compiled; {meet};; esac\n'
                         f'exec {real} "$@"\n')  # fmt: skip
     compiler.chmod(0o755)
     environment = {**os.environ, "FLEXENGINE_CACHE": str(tmp_path), "CXX": str(compiler)}
-    command = [sys.executable, "-c", RACER if locks else UNLOCKED + RACER, str(source)]
+    command = [sys.executable, "-c", (TOLD if locks else UNLOCKED) + RACER, str(source)]
     racers = [
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -115,6 +119,33 @@ def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, lo
     assert len((tmp_path / "compiled").read_text()) == (1 if locks else 2)
 
 
+def test_who_waits_is_told_once_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(build, "QUIET", 0.1)
+    monkeypatch.setattr(build, "SECONDS", 0.5)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    with build._alone(tmp_path / "library.so"):
+        pass
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(tmp_path) in caplog.text
+    os.close(folder)
+    caplog.clear()
+    with build._alone(tmp_path / "library.so"):
+        pass
+    assert not caplog.records
+
+
+TOLD = """
+import fcntl, os, pathlib
+real = fcntl.flock
+def flock(*how):
+    try:
+        real(*how)
+    except BlockingIOError:
+        pathlib.Path(os.environ["FLEXENGINE_CACHE"], "waits").touch()
+        raise
+fcntl.flock = flock
+"""
 UNLOCKED = """
 import fcntl
 def flock(*_):

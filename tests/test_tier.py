@@ -15,10 +15,11 @@ import torch
 
 from bench.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
+from flexengine.reading import PAUSES
 from flexengine.tier import limits, machine
 from flexengine.tier.base import ALIGN, Home, Tier
 from flexengine.tier.disk import CHUNK, DiskTier
-from flexengine.tier.file import _PAUSES, FasterWay
+from flexengine.tier.file import FasterWay
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.machine import Links, make_machine
 from flexengine.tier.memory import MemoryTier, aligned_buffer
@@ -663,7 +664,7 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     """Whichever read it is; one that goes on failing ends in an error that names file and byte."""
-    monkeypatch.setattr("flexengine.tier.file._PAUSES", [0.0] * len(_PAUSES))
+    monkeypatch.setattr("flexengine.reading.PAUSES", [0.0] * len(PAUSES))
     values = some(5 * CHUNK // 4)
     path = tmp_path / "x"
     path.write_bytes(values.numpy().tobytes())
@@ -684,10 +685,10 @@ def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monke
     assert len(caplog.records) == 5
     with Failing([tmp_path], Fault(("read",), 3, lasting=True)) as calls, pytest.raises(OSError) as caught:  # noqa: PT011
         tier.load(home, torch.zeros_like(values))
-    assert calls.made == 3 + len(_PAUSES)
+    assert calls.made == 3 + len(PAUSES)
     assert caught.value.errno == errno.EIO
     assert caught.value.filename == str(home.place.path)
-    assert f"{len(_PAUSES) + 1} times, reading byte {2 * CHUNK:,}" in str(caught.value)
+    assert f"{len(PAUSES) + 1} times, reading byte {2 * CHUNK:,}" in str(caught.value)
     with Failing([tmp_path], Fault(("read",), 1, "EINTR")), pytest.raises(OSError, match="reading byte 0"):
         tier.load(home, torch.zeros_like(values))
     tier.load(home, target.zero_())

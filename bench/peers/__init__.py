@@ -9,8 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """module: of bench.peers. options: of the job. dtype: what it computes in, where the case does not choose.
-    gguf: reads models as GGUF, "own" as published or as stored, or "f32" with the demo model's weights in fp32."""
+    """module: of bench.peers. options: of the job. dtype: what it computes in if it leaves no choice; with `gguf`, what
+    the demo model's file holds. gguf: reads models as GGUF, "own" as published or as stored, or "f32" with the demo
+    model's weights in fp32."""
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -26,5 +27,5 @@ PEERS = {
     "llama-cpp": Peer("llama_cpp_batched", dtype="Q4_1", gguf="own"),
     "llama-cpp-f32": Peer("llama_cpp_batched", dtype="float32", gguf="f32"),
     "flexgen": Peer("flexgen_opt", dtype="float16"),
-    "deepspeed": Peer("deepspeed_zero"),
+    "deepspeed": Peer("deepspeed_zero", dtype="float16"),
 }

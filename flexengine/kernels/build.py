@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -24,6 +25,9 @@ SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
          "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
 SECONDS = 300  # that a compiler may take
+QUIET = 5  # seconds of waiting for another process before it is told of
+
+log = logging.getLogger(__name__)
 
 
 class BuildFailed(Exception):
@@ -125,15 +129,20 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
 def _alone(library: Path) -> Iterator[None]:
     """While no other process builds in the same folder; but only for so long as building it may take, or not at all
     where folders cannot be locked."""
-    folder, deadline = os.open(library.parent, os.O_RDONLY), time.monotonic() + SECONDS
+    folder, began, told = os.open(library.parent, os.O_RDONLY), time.monotonic(), False
     try:
         while not library.exists():
             try:
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                if time.monotonic() > deadline:
+                waited = time.monotonic() - began
+                if waited > SECONDS:
                     break
+                if waited > QUIET and not told:
+                    told = True
+                    log.warning("waiting for another process that builds kernels: it has locked %s; after %s s they are"
+                                " built here as well", library.parent, SECONDS)  # fmt: skip
                 time.sleep(0.05)
             except OSError:
                 break

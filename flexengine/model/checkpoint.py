@@ -13,6 +13,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint
 from flexengine.model.source import indexed_files, regular_file
+from flexengine.reading import opened
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip
@@ -39,7 +40,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     regular_file(path)
     try:
         size = os.path.getsize(path)
-        with path.open("rb") as f:
+        with opened(path) as f:
             start = f.read(8)
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else -1
             if not 2 <= length <= min(_MAX_HEADER, size - 8):

@@ -22,6 +22,7 @@ from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room
 from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.model.verify import Verifier
+from flexengine.reading import opened
 
 FIT = 1  # part of the key of what is fitted to importances: raise it when codes come out otherwise
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
@@ -159,7 +160,7 @@ def _read(origin: Origin, start: int, nbytes: int) -> Tensor:
     for run in origin.runs:
         low, high = max(start, at), min(start + nbytes, at + run.nbytes)
         if low < high:
-            with run.path.open("rb") as file:
+            with opened(run.path) as file:
                 file.seek(run.start + low - at)
                 if file.readinto(memoryview(data)[done : done + high - low]) != high - low:  # type: ignore[arg-type]
                     raise BadCheckpoint(f"{run.path} ends before byte {run.start + high - at}")

@@ -16,6 +16,7 @@ from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import Header, Stored, read_header
 from flexengine.model.shards import ShardWriter, check_room
+from flexengine.reading import opened
 
 if TYPE_CHECKING:
     import numpy as np
@@ -184,7 +185,11 @@ def _read(path: Path, tensor: Stored) -> "np.ndarray[Any, Any]":
     from gguf.quants import dequantize
 
     rows = math.prod(tensor.shape[:-1])
-    stored = np.fromfile(path, dtype=np.uint8, count=tensor.nbytes, offset=tensor.offset).reshape(rows, -1)
+    stored = np.empty((rows, tensor.nbytes // rows), dtype=np.uint8)
+    with opened(path) as file:
+        file.seek(tensor.offset)
+        if file.readinto(stored.data.cast("B")) != tensor.nbytes:
+            raise BadCheckpoint(f"{path} ends before byte {tensor.offset + tensor.nbytes}")
     out = np.empty((rows, tensor.shape[-1]), dtype=np.float32)
     step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
     try:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.reading import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -53,7 +54,7 @@ def read_header(path: Path) -> Header:
     gguf.GGUFReader does the same in seconds and hundreds of megabytes when there is a vocabulary.
     Raises BadCheckpoint (no GGUF, damaged, cut off) and UnsupportedModel (one of several parts).
     """
-    with path.open("rb") as file:
+    with opened(path) as file:
         if (magic := file.read(4)) != b"GGUF":
             raise BadCheckpoint(f"{path} is not a GGUF file: it starts with {magic!r}")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:

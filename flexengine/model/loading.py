@@ -20,6 +20,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import Stored
+from flexengine.reading import opened
 
 # Buffers that old checkpoints carry along; models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
@@ -130,7 +131,7 @@ def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
         return False
     if (one.nbytes, one.dtype) != (other.nbytes, other.dtype):
         return True
-    with one.path.open("rb") as first, other.path.open("rb") as second:
+    with opened(one.path) as first, opened(other.path) as second:
         first.seek(one.start)
         second.seek(other.start)
         for at in range(0, one.nbytes, _PIECE):
@@ -156,7 +157,7 @@ def fingerprint(directory: Path, blocks: int = 64) -> str:
             digest.update(path.read_bytes())
             continue
         digest.update(str(stat.st_mtime_ns).encode())
-        with path.open("rb") as file:
+        with opened(path) as file:
             for block in range(blocks + 1):
                 file.seek(block * max(0, size - _BLOCK) // blocks)
                 digest.update(file.read(_BLOCK))

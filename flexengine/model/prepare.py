@@ -24,6 +24,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.source import regular_file
 from flexengine.model.verify import Verifier, write_sums
+from flexengine.reading import opened
 
 FORMAT = 1  # part of every key: raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds since something was added
@@ -65,7 +66,7 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
     for file in files:
         stat = file.stat()
         digest.update(f"{file.name}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
-        with file.open("rb") as stream:
+        with opened(file) as stream:
             digest.update(stream.read(_MIB))
             stream.seek(max(stat.st_size - _MIB, 0))
             digest.update(stream.read(_MIB))

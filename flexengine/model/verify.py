@@ -11,7 +11,6 @@ import base64
 import hashlib
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import Any
 
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.source import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
+from flexengine.reading import opened
 
 SUMS = "SHA256SUMS"
 # Whatever transformers or flexengine may open in a model directory; the last ones are vocabularies of tokenizers.
@@ -161,7 +161,7 @@ def read_sums(file: Path) -> dict[str, str]:
 
 def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
     """SHA-256 of a file, or git's name for its content. tick: told of the bytes read. Raises OSError."""
-    with file.open("rb", buffering=0) as stream:
+    with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if git else hashlib.sha256()
         view = memoryview(bytearray(min(_CHUNK, size + 1)))
@@ -235,10 +235,8 @@ def _remedy(text: str) -> Iterator[None]:
 @contextmanager
 def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
     """A bar in bytes, for those who have to wait."""
-    from tqdm import tqdm
+    from flexengine.bar import Bar
 
-    tqdm.monitor_interval = 0  # as in run: no thread of its own
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with tqdm(total=total, desc=what, unit="B", unit_scale=True, file=sys.stderr, dynamic_ncols=True, delay=_QUIET,
-              mininterval=0.5, leave=False, disable=None) as bar:  # fmt: skip
+    with Bar(total=total, desc=what, unit="B", unit_scale=True, delay=_QUIET, leave=False, disable=None) as bar:
         yield bar.update

@@ -2,21 +2,17 @@
 
 import ctypes
 import errno
-import logging
 import os
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from flexengine.reading import located, patiently
 from flexengine.tier.base import ALIGN
 
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # what file systems without direct I/O answer (tmpfs, some network ones)
-_PAUSES = (0.1, 0.4, 1.6)  # seconds before a failed read is tried again: a cable or a network disk may have recovered
-
-log = logging.getLogger(__name__)
 
 
 class File:
@@ -59,7 +55,7 @@ def memory(tensor: torch.Tensor) -> memoryview:
 def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int:
     """Reads until `target` is full or the file ends; returns the bytes read. direct: if the file can be.
 
-    A read that fails with EIO is tried again after each of _PAUSES. Raises OSError that names file and byte.
+    A read that fails with EIO is tried again. Raises OSError that names file and byte.
     """
     got = 0
     while got < len(target):
@@ -73,18 +69,7 @@ def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int
 
 
 def _read(file: File, target: memoryview, offset: int, direct: bool) -> int:
-    for pause in _PAUSES:
-        try:
-            return file.transfer(os.preadv, target, offset, direct)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise _located(error, "reading", file, offset) from error
-            log.warning("%s: reading byte %s failed (%s); trying again", file.path, f"{offset:,}", error.strerror)
-        time.sleep(pause)
-    try:
-        return file.transfer(os.preadv, target, offset, direct)
-    except OSError as error:
-        raise _located(error, f"{len(_PAUSES) + 1} times, reading", file, offset) from error
+    return patiently(lambda: file.transfer(os.preadv, target, offset, direct), file.path, offset)
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:
@@ -98,11 +83,7 @@ def write_fully(file: File, source: memoryview, offset: int) -> None:
         try:
             done += file.transfer(os.pwritev, source[done:], offset + done, direct=done % ALIGN == 0)
         except OSError as error:
-            raise _located(error, "writing", file, offset + done) from error
-
-
-def _located(error: OSError, doing: str, file: File, offset: int) -> OSError:
-    return OSError(error.errno, f"{error.strerror} ({doing} byte {offset:,})", str(file.path))
+            raise located(error, "writing", file.path, offset + done) from error
 
 
 class FasterWay:

@@ -1,0 +1,16 @@
+"""The progress bar: on standard error, and without a thread of its own."""
+
+import sys
+from typing import Any
+
+from tqdm import tqdm
+
+
+class Bar(tqdm):  # type: ignore[misc]
+    """tqdm without the thread that watches its bars, which would begin with a heap of its own; other bars of the
+    process keep theirs."""
+
+    monitor_interval = 0
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(file=sys.stderr, dynamic_ncols=True, mininterval=0.5, **options)
