@@ -198,7 +198,7 @@ def _shard(directory: Path) -> None:
     tensors = load_file(directory / "model.safetensors")
     names = sorted(tensors)
     (directory / "model.safetensors").unlink()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for part in range(3):
         file = f"model-{part}.safetensors"
         save_file({name: tensors[name] for name in names[part::3]}, directory / file)
