@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import LENGTHS, NEW
 
+from bench.models import OptShape, make, shard_files
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import Workload
@@ -211,14 +212,8 @@ with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
 
 def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
     """A model of four times --device-mem is streamed; the process grows by no more than 1.1 x that."""
-    from transformers import OPTConfig, OPTForCausalLM
-
-    torch.manual_seed(0)
-    shape = dict(hidden_size=1024, ffn_dim=4096, word_embed_proj_dim=1024, num_attention_heads=16, vocab_size=50272)
-    model = OPTForCausalLM(OPTConfig(num_hidden_layers=36, max_position_embeddings=512, **shape)).to(torch.float16)
-    model.save_pretrained(tmp_path, max_shard_size="200MB")
-    size = sum(p.numel() * 2 for p in model.parameters())
-    del model
+    make(OptShape(layers=36, hidden=1024, ffn=4096, heads=16, positions=512), tmp_path)
+    size = sum(file.stat().st_size for file in shard_files(tmp_path))
     budget = size // 4
     out = subprocess.run(
         [sys.executable, "-c", _STREAM, str(tmp_path), str(budget)], capture_output=True, text=True, check=True
