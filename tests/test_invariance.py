@@ -9,7 +9,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.job.inputs import Row
 
 pytestmark = pytest.mark.usefixtures("two_threads")
-PARAMS = SamplingParams(max_tokens=9, ignore_eos=True, logprobs=2)
+PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
 SHAPES: list[dict[str, Any]] = [
     dict(gpu_batch_size=1, num_gpu_batches=1),
     dict(gpu_batch_size=3, num_gpu_batches=2, schedule="diagonal"),
