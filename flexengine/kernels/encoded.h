@@ -1,103 +1,14 @@
 // Matrix products with weights encoded in 2, 3, 4 or 8 bits as packed.py lays them out.
 #pragma once
 #include "linear.h"
+#include "quads.h"
 
 namespace {
 
 // W rows of an encoded matrix are read at a time; a quad of them, four neighbouring columns of a row in 32 bits, fills
-// one register whatever W is, although a block holds LANES rows. A quad of codes meets four columns of x in `dot`: u8
-// times s8, summed to 32 bits. WIDE: codes of more than 4 bits, of which two products together may leave 16 bits; NARROW
-// is what WIDE is for fewer bits, true where they need no way of their own. The instruction made for this is written by
-// hand: through its intrinsic GCC 12 copies each sum before and after, and half of the speed is gone.
+// one register whatever W is, although a block holds LANES rows. A quad of codes meets four columns of x in `dot`.
 constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, of which planes of any width take whole registers
 constexpr int LONGEST = 4 * OCTET;  // columns of a group
-
-#if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))
-#define FLEX_VNNI 1
-#endif
-#if defined(FLEX_VNNI) || !(defined(FLEX_AVX512) || defined(FLEX_AVX2))
-constexpr bool NARROW = true;
-#else
-constexpr bool NARROW = false;
-#endif
-
-#if defined(FLEX_AVX512)
-inline vp qload(const void* p) { return _mm512_loadu_si512(p); }
-inline vp qset(int32_t x) { return _mm512_set1_epi32(x); }
-inline void qstore(void* p, vp a) { _mm512_storeu_si512(p, a); }
-inline vp qleft(vp a, int by) { return _mm512_slli_epi32(a, unsigned(by)); }
-inline vp qright(vp a, int by) { return _mm512_srli_epi32(a, unsigned(by)); }
-inline vp qand(vp a, uint32_t m) { return _mm512_and_si512(a, _mm512_set1_epi32(int(m))); }
-inline vp qor(vp a, vp b) { return _mm512_or_si512(a, b); }
-inline vf qfloat(vp a) { return _mm512_cvtepi32_ps(a); }
-inline vp qtop(vp a, vp b) { return _mm512_max_epi32(a, b); }
-inline int32_t qtop(vp a) { return _mm512_reduce_max_epi32(a); }
-inline void qbytes(int8_t* p, vf a) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(a))); }
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
-#if defined(FLEX_VNNI)
-    asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(x));
-    return sum;
-#else
-    const vp ones = _mm512_set1_epi16(1);
-    if (!WIDE) return _mm512_add_epi32(sum, _mm512_madd_epi16(_mm512_maddubs_epi16(u, x), ones));
-    vp even = _mm512_madd_epi16(qand(u, 0x00ff00ff), _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8));
-    vp odd = _mm512_madd_epi16(_mm512_srli_epi16(u, 8), _mm512_srai_epi16(x, 8));
-    return _mm512_add_epi32(sum, _mm512_add_epi32(even, odd));
-#endif
-}
-#elif defined(FLEX_AVX2)
-inline vp qload(const void* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline vp qset(int32_t x) { return _mm256_set1_epi32(x); }
-inline void qstore(void* p, vp a) { _mm256_storeu_si256((__m256i*)p, a); }
-inline vp qleft(vp a, int by) { return _mm256_slli_epi32(a, by); }
-inline vp qright(vp a, int by) { return _mm256_srli_epi32(a, by); }
-inline vp qand(vp a, uint32_t m) { return _mm256_and_si256(a, _mm256_set1_epi32(int(m))); }
-inline vp qor(vp a, vp b) { return _mm256_or_si256(a, b); }
-inline vf qfloat(vp a) { return _mm256_cvtepi32_ps(a); }
-inline vp qtop(vp a, vp b) { return _mm256_max_epi32(a, b); }
-inline int32_t qtop(vp a) {
-    __m128i x = _mm_max_epi32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
-    x = _mm_max_epi32(x, _mm_shuffle_epi32(x, 0x4e));
-    return _mm_cvtsi128_si32(_mm_max_epi32(x, _mm_shuffle_epi32(x, 0xb1)));
-}
-inline void qbytes(int8_t* p, vf a) {
-    const __m256i whole = _mm256_cvtps_epi32(a);
-    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
-    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
-}
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
-#if defined(FLEX_VNNI)
-    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(u), "x"(x));
-    return sum;
-#else
-    const vp ones = _mm256_set1_epi16(1);
-    if (!WIDE) return _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(u, x), ones));
-    vp even = _mm256_madd_epi16(qand(u, 0x00ff00ff), _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8));
-    vp odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(x, 8));
-    return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
-#endif
-}
-#else
-inline vp qload(const void* p) { vp a; memcpy(&a, p, sizeof a); return a; }
-inline vp qset(int32_t x) { const uint32_t u = uint32_t(x); return vp{u, u, u, u}; }
-inline void qstore(void* p, vp a) { memcpy(p, &a, sizeof a); }
-inline vp qleft(vp a, int by) { return a << by; }
-inline vp qright(vp a, int by) { return a >> by; }
-inline vp qand(vp a, uint32_t m) { return a & m; }
-inline vp qor(vp a, vp b) { return a | b; }
-inline vf qfloat(vp a) { return __builtin_convertvector((vi)a, vf); }
-inline vp qtop(vp a, vp b) { return (vp)vpick((vi)a > (vi)b, (vf)a, (vf)b); }
-inline int32_t qtop(vp a) {
-    int32_t top = int32_t(a[0]);
-    for (int e = 1; e < W; e++) top = int32_t(a[e]) > top ? int32_t(a[e]) : top;
-    return top;
-}
-inline void qbytes(int8_t* p, vf a) { for (int e = 0; e < W; e++) p[e] = int8_t(a[e]); }
-template <bool WIDE> inline vp dot(vp sum, vp u, vp x) {
-    for (int e = 0; e < 4; e++) sum += (u >> (8 * e) & 255) * (vp)((vi)(x << (24 - 8 * e)) >> 24);
-    return sum;
-}
-#endif
 
 // x: [rows, k], fp32 or, to be multiplied as bf16, pairs; then k and x_row count pairs, as in Linear. w: [n, k], encoded;
 // scratch: for int8, see `Rounded`.

@@ -18,7 +18,6 @@ namespace {
 // columns with a row in each lane. `even` and `odd` widen the two columns of a pair. `lo32` to `hi64` mix two registers
 // as the x86 instructions unpack do, within each 128 bits.
 #if defined(FLEX_AVX512)
-typedef __m512i vp;
 inline vp vload_pairs(const void* p, int n) {
     if (n == 2 * W) return _mm512_loadu_si512(p);
     return _mm512_maskz_loadu_epi16((__mmask32(1) << n) - 1, p);
@@ -40,7 +39,6 @@ INLINE void spread(const vp* b, vp* a) {
     }
 }
 #elif defined(FLEX_AVX2)
-typedef __m256i vp;
 inline vp vload_pairs(const void* p, int n) {
     uint16_t part[2 * W] = {};
     if (n < 2 * W) p = memcpy(part, p, size_t(n) * 2);
@@ -64,7 +62,6 @@ INLINE void spread(const vp* b, vp* a) {
     }
 }
 #else
-typedef uint32_t vp __attribute__((vector_size(16)));
 inline vp vload_pairs(const void* p, int n) {
     vp a = {};
     if (n == 2 * W) memcpy(&a, p, sizeof a);  // one load; a size unknown to the compiler is a call

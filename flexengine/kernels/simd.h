@@ -59,6 +59,7 @@ template <> inline fp16 narrow<fp16>(float x) {
 #if defined(FLEX_AVX512)
 constexpr int W = 16, HEADS = 4;  // HEADS: query heads that share a loaded K/V vector; bounded by the registers
 typedef __m512 vf;
+typedef __m512i vp;
 inline vf vset(float x) { return _mm512_set1_ps(x); }
 inline vf vadd(vf a, vf b) { return _mm512_add_ps(a, b); }
 inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
@@ -101,6 +102,7 @@ inline __m256 vfold(vf a) {
 #elif defined(FLEX_AVX2)
 constexpr int W = 8, HEADS = 2;
 typedef __m256 vf;
+typedef __m256i vp;
 inline vf vset(float x) { return _mm256_set1_ps(x); }
 inline vf vadd(vf a, vf b) { return _mm256_add_ps(a, b); }
 inline vf vsub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -145,6 +147,7 @@ inline __m256 vfold(vf a) { return a; }
 constexpr int W = 4, HEADS = 2;
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
+typedef uint32_t vp __attribute__((vector_size(16)));
 inline vf vset(float x) { return vf{x, x, x, x}; }
 inline vf vadd(vf a, vf b) { return a + b; }
 inline vf vsub(vf a, vf b) { return a - b; }
