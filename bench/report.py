@@ -293,7 +293,7 @@ FAULTS = {
     "shared": "pairs of jobs on one offload directory or one output",
     "memory": "models in less memory than they need: `--device-mem` and cgroups, five sizes each",
     "input": "mutated input lines",
-    "files": "models with damaged safetensors, index, config or GGUF",
+    "files": "models with damaged safetensors, index, config or GGUF, drawn by hypothesis",
     "bits": "flipped bits in weights, found by `--verify`",
 }  # fmt: skip
 
