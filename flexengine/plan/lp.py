@@ -102,18 +102,17 @@ class Solution:
     phase_seconds: dict[str, float]
 
 
-def solve(problem: Problem, solver: str | None = None) -> Solution:
+def solve(problem: Problem) -> Solution:
     """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
 
-    solver: "HiGHS" or "CBC"; None takes the first that is installed. Raises OutOfMemory naming the memory that is
-    shortest, InvalidInput for a latency limit that nothing meets (with the least possible), for numbers that are not
-    finite and where no solver is installed.
+    Raises OutOfMemory naming the memory that is shortest, InvalidInput for a latency limit that nothing meets (with the
+    least possible), for numbers that are not finite and where the solver is not installed.
     """
     problem = _checked(problem)
     try:
-        fractions = _fractions(optimum(_job_program(problem), solver))
+        fractions = _fractions(optimum(_job_program(problem)))
     except Infeasible as error:
-        raise _why(problem, solver) or error from None
+        raise _why(problem) or error from None
     seconds = {phase.label: _seconds(phase, problem, fractions) for phase in problem.phases}
     return Solution(fractions, sum(phase.times * seconds[phase.label] for phase in problem.phases), seconds)
 
@@ -243,9 +242,9 @@ def _fractions(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value / totals[name[0]] for name, value in clean.items()}
 
 
-def _why(problem: Problem, solver: str | None) -> Exception | None:
+def _why(problem: Problem) -> Exception | None:
     """Why no placement will do: the memory that is shortest, and by how much; or the latency limit."""
-    fractions = _fractions(optimum(_shortage_program(problem), solver))
+    fractions = _fractions(optimum(_shortage_program(problem)))
     short = [(m.used.value(fractions) - m.capacity, m) for m in problem.memories]
     short = [(lack, m) for lack, m in short if lack > _NOISE * max(abs(m.capacity), 1.0)]
     if short:
@@ -256,7 +255,7 @@ def _why(problem: Problem, solver: str | None) -> Exception | None:
         return OutOfMemory(worst.label, "the block in its tightest placement", needed, 0, capacity, remedy)
     if problem.latency_limit is None:
         return None
-    fractions = _fractions(optimum(_latency_program(problem), solver))
+    fractions = _fractions(optimum(_latency_program(problem)))
     least = sum(phase.life * _seconds(phase, problem, fractions) for phase in problem.phases)
     return InvalidInput(f"latency limit is {problem.latency_limit:g} s; this block needs at least {least:.6g} s;"
                         " raise the limit or make the block smaller")  # fmt: skip
