@@ -1,10 +1,11 @@
 """Where things live: fractions become whole tensors, sequences and gpu_batches."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from flexengine.policy import Split
+from flexengine.policy import TIERS, Split
 
 _ORDER = ("disk", "host", "device")
 
@@ -17,14 +18,21 @@ def place(sizes: Sequence[int], split: Split) -> list[str]:
     """
     device, host, disk = split
     edges = (disk, disk + host, 1.0 + 1e-9)
-    allowed = [name for name, share in zip(_ORDER, (disk, host, device), strict=True) if share > 0]
+    last = "device" if device > 0 else "host" if host > 0 else "disk"
+    allowed = [name if share > 0 else last for name, share in zip(_ORDER, (disk, host, device), strict=True)]
     total, before, homes = sum(sizes), 0, []
     for size in sizes:
         middle = (before + size / 2) / total if total else 0.5
-        home = _ORDER[bisect_right(edges, middle)]
-        homes.append(home if home in allowed else allowed[-1])
+        homes.append(allowed[bisect_right(edges, middle)])
         before += size
     return homes
+
+
+@lru_cache(maxsize=1024)
+def places(count: int, split: Split) -> Mapping[str, int]:
+    """How many of so many items of one size place() puts on each tier that gets any. Kept, as place_groups() is."""
+    homes = Counter(place([1] * count, split))
+    return {tier: homes[tier] for tier in TIERS if homes[tier]}
 
 
 @lru_cache(maxsize=256)
