@@ -303,8 +303,7 @@ class Cost:
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""
-        resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
-        return resident / at(self.hardware.checkpoint_read, LOADED)
+        return (layout.stored["device"] + layout.stored["host"]) / at(self.hardware.checkpoint_read, LOADED)
 
     def _touched(self, layout: Layout, missing: float) -> tuple[float, float]:
         """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before.
@@ -331,9 +330,9 @@ class Cost:
     def realised(self, layout: Layout, split: Mapping[str, float]) -> dict[str, float]:
         """The nine fractions as they came out of rounding to tensors, sequences and gpu_batches."""
         names = dict(zip(TIERS, "gcd", strict=True))
-        weights = dict.fromkeys(TIERS, 0.0)
-        for t in (*(t for layer in self.model.layers for t in layer), self.model.edges[0]):
-            weights[layout.homes[t.name]] += t.stored_bytes
+        weights = dict(layout.stored)
+        for t in (*self.model.others, *self.model.edges[1:]):  # who are never streamed
+            weights[layout.homes[t.name]] -= t.stored_bytes
         batches = max(1, -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size))
         hidden = places(batches, layout.policy.activations)
         found = {f"w{names[t]}": n / self.streamed_bytes for t, n in weights.items()}

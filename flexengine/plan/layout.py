@@ -114,6 +114,13 @@ class ModelFacts:
         return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
 
     @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each layer, the first whose tensors have the same bytes."""
+        first: dict[tuple[tuple[int, int], ...], int] = {}
+        sizes = (tuple((t.held_bytes, t.stored_bytes) for t in layer) for layer in self.layers)
+        return tuple(first.setdefault(size, j) for j, size in enumerate(sizes))
+
+    @cached_property
     def groups(self) -> tuple[tuple[TensorFact, ...], ...]:
         """The weights that have a home: of each layer, then the edges, each alone."""
         return (*self.layers, *((t,) for t in self.edges))
@@ -211,7 +218,8 @@ class Capacity:
 class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
-    homes: tier of every tensor by name; head_rows: vocabulary rows per head chunk.
+    homes: tier of every tensor by name; stored: bytes of their checkpoint's by tier; head_rows: vocabulary rows per
+    head chunk.
     slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
@@ -221,6 +229,7 @@ class Layout:
 
     policy: Policy
     homes: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
@@ -325,20 +334,28 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     layout = Layout(policy)
     homes = place_groups(model.group_sizes, policy.weights)
     for group, at in zip(model.groups, homes, strict=True):
-        layout.homes.update((t.name, home) for t, home in zip(group, at, strict=True))
+        layout.homes.update(zip((t.name for t in group), at, strict=True))
     layout.homes.update((t.name, "device") for t in model.others)
-    for layer, at in zip(model.layers, homes, strict=False):  # after which the edges come
-        placed = list(zip(layer, at, strict=True))
+    layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
+    for (j, at), times in layers.items():
+        placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
         layout.stage = max(layout.stage, slot_bytes(t.stored_bytes for t, home in placed if home == "disk"))
+        _book_weights(layout, placed, times)
+    _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
-    for home in ("device", "host"):  # the disk home of a weight is the user's own checkpoint
-        here = (t for t in model.tensors if layout.homes[t.name] == home)
-        layout.book(home, "weights", sum(aligned(t.held_bytes if home == "device" else t.stored_bytes) for t in here))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
     return layout
+
+
+def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
+    """Of tensors with their homes, so many times."""
+    for t, home in placed:
+        layout.stored[home] += times * t.stored_bytes
+        if home != "disk":  # the disk home of a weight is the user's own checkpoint
+            layout.book(home, "weights", times * aligned(t.held_bytes if home == "device" else t.stored_bytes))
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:

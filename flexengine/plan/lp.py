@@ -24,6 +24,7 @@ from flexengine.plan.solver import Infeasible, Program, Row, Variable, optimum
 KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
 PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
 FRACTIONS = tuple(kind + place for kind in KINDS for place in PLACES)
+_NAMES = frozenset(FRACTIONS)
 GB = 1e9  # bytes
 # What it costs, among equals, to hold a kind one tier further away; unequal, so that which gives way is no accident.
 _TIES = {"w": 1.0, "c": 1.1, "h": 1.23}
@@ -324,7 +325,7 @@ def _check_number(what: str, value: float) -> None:
 
 
 def _check_line(what: str, line: Linear) -> None:
-    if unknown := line.coefficients.keys() - set(FRACTIONS):
+    if unknown := line.coefficients.keys() - _NAMES:
         raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
     if not all(map(math.isfinite, (line.constant, *line.coefficients.values()))):
         raise InvalidInput(f"{what} is {shown(line)}; its numbers must be finite")

@@ -44,19 +44,17 @@ def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tup
     whoever searches a policy asks for the same placements over and over.
     """
     if max(split) == 1.0:
-        home = ("device", "host", "disk")[split.index(1.0)]
+        home = TIERS[split.index(1.0)]
         return tuple((home,) * len(sizes) for sizes in groups)
     homes: list[tuple[str, ...]] = []
-    owed = dict.fromkeys(_ORDER, 0.0)  # per tier, what it should have got so far less what it got
-    shares = dict(zip(("device", "host", "disk"), split, strict=True))
+    owed = dict.fromkeys(TIERS, 0.0)  # what each should have got so far less what it got
     for sizes in groups:
         total = sum(sizes)
-        for name, share in shares.items():
-            owed[name] += share * total
-        due = {name: max(0.0, owed[name]) if shares[name] else 0.0 for name in shares}
-        whole = sum(due.values())
-        shared: Split = tuple(n / whole for n in due.values()) if whole else split  # type: ignore[assignment]
-        homes.append(tuple(place(sizes, shared)))
+        for tier, share in zip(TIERS, split, strict=True):
+            owed[tier] += share * total
+        device, host, disk = (max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True))
+        whole = device + host + disk
+        homes.append(tuple(place(sizes, (device / whole, host / whole, disk / whole) if whole else split)))
         for size, home in zip(sizes, homes[-1], strict=True):
             owed[home] -= size
     return tuple(homes)
