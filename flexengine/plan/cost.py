@@ -25,7 +25,7 @@ from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
-from flexengine.schedule.place import place
+from flexengine.schedule.place import places
 
 SAMPLE = 256  # prompts that stand for all when batches are formed
 LOADED = 8 << 20  # bytes of a read, when weights are brought to where they stay
@@ -88,9 +88,10 @@ class Cost:
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
-        self.longest = max(workload.longest(1), default=1)
-        self.away_page = page_tokens(model, "host", self.longest)
+        self.away_page = page_tokens(model, "host", workload.longest)
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
+        ends = sum((p + n - 1) * times for (p, n), times in workload.sizes.items())
+        self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of a mean sequence at its end
         streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
         head = model.edges[0]
         self.unit_bytes = max(streamed)
@@ -136,15 +137,14 @@ class Cost:
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
         found["device"][""] = self._compute(policy, sweeps, list(split))
 
-        def link(lane: str, name: str, nbytes: Array | float, transfer: float) -> None:
+        def link(lane: str, name: str, nbytes: Array, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
-            seconds = np.broadcast_to(np.asarray(nbytes, dtype=float) / rate, sweeps.times.shape)
+            seconds = nbytes / rate
             found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
-        weights = self.streamed_bytes
+        weights = np.full(sweeps.times.shape, float(self.streamed_bytes))
         link("h2d", "wc", weights, self.unit_bytes)
-        weights_disk = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
-        found["disk_read"]["wd"] = np.full(sweeps.times.shape, weights_disk)
+        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
         page = self.away_page * model.kv_token
         coming = sweeps.loaded
         if model.topk is not None:
@@ -303,8 +303,7 @@ class Cost:
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""
-        resident = sum(t.stored_bytes for t in self.model.tensors if layout.homes[t.name] != "disk")
-        return resident / at(self.hardware.checkpoint_read, LOADED)
+        return (layout.stored["device"] + layout.stored["host"]) / at(self.hardware.checkpoint_read, LOADED)
 
     def _touched(self, layout: Layout, missing: float) -> tuple[float, float]:
         """Seconds it takes that RAM is written to for the first time: by the KV cache as it fills, and before.
@@ -318,32 +317,27 @@ class Cost:
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page
         tokens there are."""
-        homes = place([1] * layout.policy.block_size, layout.policy.cache)
+        homes = places(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
-        each, room, counts = self._mean_peak(), 0.0, dict.fromkeys(TIERS, 0.0)
+        room, counts = 0.0, dict.fromkeys(TIERS, 0.0)
         for tier, pool in layout.pools.items():
             tokens = pool.pages * pool.page_tokens
-            counts[tier] = max(0.0, min(homes.count(tier), tokens / each, live - sum(counts.values())))
+            counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, live - sum(counts.values())))
             room += tokens
         whole = sum(counts.values()) or 1.0
         return {tier: n / whole for tier, n in counts.items()}, room
 
-    def _mean_peak(self) -> float:
-        """Cached tokens of a mean sequence at its end."""
-        sizes = self.workload.sizes.items()
-        return max(1.0, sum((p + n - 1) * times for (p, n), times in sizes) / max(1, self.workload.count))
-
     def realised(self, layout: Layout, split: Mapping[str, float]) -> dict[str, float]:
         """The nine fractions as they came out of rounding to tensors, sequences and gpu_batches."""
         names = dict(zip(TIERS, "gcd", strict=True))
-        weights = dict.fromkeys(TIERS, 0.0)
-        for t in (*(t for layer in self.model.layers for t in layer), self.model.edges[0]):
-            weights[layout.homes[t.name]] += t.stored_bytes
-        batches = -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size)
-        hidden = place([1] * max(1, batches), layout.policy.activations)
+        weights = dict(layout.stored)
+        for t in (*self.model.others, *self.model.edges[1:]):  # who are never streamed
+            weights[layout.homes[t.name]] -= t.stored_bytes
+        batches = max(1, -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size))
+        hidden = places(batches, layout.policy.activations)
         found = {f"w{names[t]}": n / self.streamed_bytes for t, n in weights.items()}
         found |= {f"c{names[t]}": share for t, share in split.items()}
-        return found | {f"h{names[t]}": hidden.count(t) / len(hidden) for t in TIERS}
+        return found | {f"h{names[t]}": hidden.get(t, 0) / batches for t in TIERS}
 
     # The linear program's parts.
 
@@ -353,28 +347,15 @@ class Cost:
         terms, times = self.terms(policy, sweeps, (1.0,)), sweeps.times.copy()
         entering = sweeps.prompt > 1e-9
         first = int(np.argmax(entering))
-        found = [self._phase("first", terms, np.array([first]), np.minimum(1.0, times[first : first + 1]), sweeps)]
+        found = [_phase("first", terms, np.array([first]), np.minimum(1.0, times[first : first + 1]), sweeps)]
         found[0] = replace(found[0], lanes=_together(found[0].lanes, self._settling()))
         times[first] -= min(1.0, times[first])
         for kind, there in (("prefill", entering), ("decode", ~entering)):
             chosen = np.flatnonzero(there & (times > 0))
             order = chosen[np.argsort(terms["device"][""][chosen], kind="stable")]
             for number, group in enumerate(g for g in np.array_split(order, GROUPS) if len(g)):
-                found.append(self._phase(f"{kind} {number + 1}", terms, group, times[group], sweeps))
+                found.append(_phase(f"{kind} {number + 1}", terms, group, times[group], sweeps))
         return tuple(found)
-
-    def _phase(self, label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
-        """group: the sweeps it stands for, each so many times."""
-
-        def mean(x: Array) -> float:
-            return float((x[group] * times).sum() / times.sum())
-
-        lanes = {
-            lane: Linear(mean(by[""]) if "" in by else 0.0, {n: mean(x) for n, x in by.items() if n})
-            for lane, by in terms.items()
-        }
-        life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
-        return Phase(label, float(times.sum()), lanes, life)
 
     def _settling(self) -> dict[str, Linear]:
         """Work of reading what stays in memory, once. Its RAM is new; who waits for a disk lets others write there."""
@@ -401,6 +382,18 @@ class Cost:
 
     def _cache_bytes(self, peak: float) -> float:
         return peak * self.model.kv_token * len(self.model.layers)
+
+
+def _phase(label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
+    """group: the sweeps it stands for, each so many times."""
+    every = np.array([x[group] for by in terms.values() for x in by.values()])  # [seconds, sweeps]
+    means = iter(((every * times).sum(axis=1) / times.sum()).tolist())
+    lanes = {}
+    for lane, by in terms.items():
+        found = {name: next(means) for name in by}
+        lanes[lane] = Linear(found.pop("", 0.0), found)
+    life = float((times * sweeps.live[group]).sum() / max(1, sweeps.rows))
+    return Phase(label, float(times.sum()), lanes, life)
 
 
 def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[str, Linear]:

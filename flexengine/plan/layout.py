@@ -5,14 +5,14 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import pages_for
-from flexengine.schedule.place import place, place_groups
+from flexengine.schedule.place import place_groups, places
 from flexengine.schedule.sweeps import Pool
 
 ALIGN = 4096
@@ -53,11 +53,11 @@ class TensorFact:
     encoded: int = 0
     form: str = ""
 
-    @property
+    @cached_property
     def stored_bytes(self) -> int:
         return self.encoded or self.elements * self.stored
 
-    @property
+    @cached_property
     def held_bytes(self) -> int:
         return self.encoded or self.elements * self.held
 
@@ -108,10 +108,27 @@ class ModelFacts:
         """Bytes one token's attention takes on its way back."""
         return self.heads * self.head_dim * self.itemsize
 
-    @property
-    def tensors(self) -> list[TensorFact]:
+    @cached_property
+    def tensors(self) -> tuple[TensorFact, ...]:
         """Every weight."""
-        return [*(t for layer in self.layers for t in layer), *self.others, *self.edges]
+        return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each layer, the first whose tensors have the same bytes."""
+        first: dict[tuple[tuple[int, int], ...], int] = {}
+        sizes = (tuple((t.held_bytes, t.stored_bytes) for t in layer) for layer in self.layers)
+        return tuple(first.setdefault(size, j) for j, size in enumerate(sizes))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[TensorFact, ...], ...]:
+        """The weights that have a home: of each layer, then the edges, each alone."""
+        return (*self.layers, *((t,) for t in self.edges))
+
+    @cached_property
+    def group_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Elements of each weight of `groups`."""
+        return tuple(tuple(t.elements for t in group) for group in self.groups)
 
     @property
     def edges(self) -> list[TensorFact]:
@@ -160,23 +177,27 @@ class Workload:
         """(Prompt tokens, number of sequences), falling."""
         return sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True)
 
-    def longest(self, count: int) -> list[int]:
-        """Peak cached tokens of the `count` longest sequences; the last token generated is never cached."""
-        return _first(self._ends, count)
+    @cached_property
+    def longest(self) -> int:
+        """Peak cached tokens of the longest sequence; the last token generated is never cached."""
+        return max((n for n, _ in self._ends), default=1)
+
+    def pages(self, count: int, page_tokens: int) -> int:
+        """Pages that the `count` longest sequences take at their peak."""
+        return sum(times * pages_for(n, page_tokens) for n, times in _first(self._ends, count))
 
     def prompt_tokens(self, count: int) -> int:
         """Tokens of the `count` longest prompts together."""
-        return sum(_first(self._prompts, count))
+        return sum(times * n for n, times in _first(self._prompts, count))
 
 
-def _first(numbers: Iterable[tuple[int, int]], count: int) -> list[int]:
-    """The first `count` of (number, how often it occurs)."""
-    found: list[int] = []
+def _first(numbers: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
+    """The first `count` of numbers given as (number, how often it occurs)."""
     for number, times in numbers:
-        if len(found) >= count:
-            break
-        found += [number] * min(times, count - len(found))
-    return found
+        if count <= 0:
+            return
+        yield number, min(times, count)
+        count -= times
 
 
 @dataclass(frozen=True)
@@ -197,7 +218,8 @@ class Capacity:
 class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
-    homes: tier of every tensor by name; head_rows: vocabulary rows per head chunk.
+    homes: tier of every tensor by name; stored: bytes of their checkpoint's by tier; head_rows: vocabulary rows per
+    head chunk.
     slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
@@ -207,6 +229,7 @@ class Layout:
 
     policy: Policy
     homes: dict[str, str] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
@@ -240,6 +263,11 @@ def slot_offsets(tensors: Sequence[tuple[str, int]]) -> tuple[dict[str, int], in
     return offsets, at
 
 
+def slot_bytes(sizes: Iterable[int]) -> int:
+    """Of a slot with tensors of so many bytes."""
+    return sum(aligned(n, TENSOR_ALIGN) for n in sizes)
+
+
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that computing one gpu_batch may take at once: activations of its widest moments and two sets of logits.
 
@@ -270,7 +298,7 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 def delegated(policy: Policy) -> int:
     """Most sequences that attend on the host at once."""
-    return place([1] * policy.block_size, policy.cache).count("host") if policy.delegate else 0
+    return places(policy.block_size, policy.cache).get("host", 0) if policy.delegate else 0
 
 
 def suspended(model: ModelFacts, policy: Policy) -> int:
@@ -304,25 +332,30 @@ def lay_out(
 def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     """The part of a layout that depends on the policy's weights and slots alone. staged: see Capacity."""
     layout = Layout(policy)
-    groups = [*model.layers, *((t,) for t in model.edges)]
-    homes = place_groups(tuple(tuple(t.elements for t in group) for group in groups), policy.weights)
-    for group, at in zip(groups, homes, strict=True):
-        layout.homes |= {t.name: home for t, home in zip(group, at, strict=True)}
-    layout.homes |= {t.name: "device" for t in model.others}
-    slots = [slot_offsets([(t.name, t.held_bytes) for t in layer if layout.homes[t.name] != "device"])[1]
-             for layer in model.layers]  # fmt: skip
-    stages = [slot_offsets([(t.name, t.stored_bytes) for t in layer if layout.homes[t.name] == "disk"])[1]
-              for layer in model.layers]  # fmt: skip
-    layout.slot, layout.stage = max(slots, default=0), max(stages, default=0)
+    homes = place_groups(model.group_sizes, policy.weights)
+    for group, at in zip(model.groups, homes, strict=True):
+        layout.homes.update(zip((t.name for t in group), at, strict=True))
+    layout.homes.update((t.name, "device") for t in model.others)
+    layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
+    for (j, at), times in layers.items():
+        placed = list(zip(model.layers[j], at, strict=True))
+        layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
+        layout.stage = max(layout.stage, slot_bytes(t.stored_bytes for t, home in placed if home == "disk"))
+        _book_weights(layout, placed, times)
+    _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
-    for t in model.tensors:
-        home = layout.homes[t.name]
-        if home != "disk":  # the disk home of a weight is the user's own checkpoint
-            layout.book(home, "weights", aligned(t.held_bytes if home == "device" else t.stored_bytes))
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
     return layout
+
+
+def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
+    """Of tensors with their homes, so many times."""
+    for t, home in placed:
+        layout.stored[home] += times * t.stored_bytes
+        if home != "disk":  # the disk home of a weight is the user's own checkpoint
+            layout.book(home, "weights", times * aligned(t.held_bytes if home == "device" else t.stored_bytes))
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:
@@ -390,14 +423,13 @@ def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy, layers = layout.policy, len(model.layers)
-    homes = place([1] * policy.block_size, policy.cache)
-    places = {tier: homes.count(tier) for tier in TIERS if tier in homes}
-    longest = max(workload.longest(1), default=1)
-    for tier in places:
+    homes = places(policy.block_size, policy.cache)
+    longest = workload.longest
+    for tier in homes:
         tokens = page_tokens(model, tier, longest)
         layout.page_bytes[tier] = tokens * model.kv_token
         if tier != "device":
-            batch = sum(pages_for(n, tokens) for n in workload.longest(min(policy.gpu_batch_size, places[tier])))
+            batch = workload.pages(min(policy.gpu_batch_size, homes[tier]), tokens)
             layout.pools[tier] = Pool(0, tokens, batch)
             layout.cache_buffer = max(layout.cache_buffer, batch * layout.page_bytes[tier])
     layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
@@ -407,24 +439,24 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
-    if "disk" in places and capacity.staged:
+    if "disk" in homes and capacity.staged:
         layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")
-    for tier, count in places.items():
+    for tier, count in homes.items():
         page = layout.page_bytes[tier] * layers
         tokens = page // (model.kv_token * layers)
-        needed = sum(pages_for(n, tokens) for n in workload.longest(count))
+        needed = workload.pages(count, tokens)
         room = _left(layout, tier, capacity)
         pages = needed if room is None else min(needed, max(0, (room - ALIGN) // page))
         if pages < pages_for(longest, tokens):
-            pages = 0 if len(places) > 1 else pages_for(longest, tokens)
+            pages = 0 if len(homes) > 1 else pages_for(longest, tokens)
         old = layout.pools.get(tier)
         layout.pools[tier] = Pool(pages, tokens, old.batch_pages if old else None)
         layout.book(tier, "KV cache", aligned(pages * page))
         _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
     if not any(p.pages for p in layout.pools.values()):
-        tier = next(iter(places))
+        tier = next(iter(homes))
         page = layout.page_bytes[tier] * layers
         needed = page * pages_for(longest, layout.pools[tier].page_tokens)
         raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed,

@@ -15,6 +15,7 @@ busy and used are linear in the nine fractions. `problem_text` prints a program 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from flexengine.config import shown
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -23,6 +24,7 @@ from flexengine.plan.solver import Infeasible, Program, Row, Variable, optimum
 KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
 PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
 FRACTIONS = tuple(kind + place for kind in KINDS for place in PLACES)
+_NAMES = frozenset(FRACTIONS)
 GB = 1e9  # bytes
 # What it costs, among equals, to hold a kind one tier further away; unequal, so that which gives way is no accident.
 _TIES = {"w": 1.0, "c": 1.1, "h": 1.23}
@@ -92,6 +94,11 @@ class Problem:
     allowed: frozenset[str]
     latency_limit: float | None = None
 
+    @cached_property
+    def bounds(self) -> tuple[tuple[tuple[str, Linear], ...], ...]:
+        """What a sweep of each phase takes at least: labels and seconds."""
+        return tuple(tuple(_bounds(phase, self)) for phase in self.phases)
+
 
 @dataclass(frozen=True)
 class Solution:
@@ -102,20 +109,25 @@ class Solution:
     phase_seconds: dict[str, float]
 
 
-def solve(problem: Problem, solver: str | None = None) -> Solution:
+def solve(problem: Problem) -> Solution:
     """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
 
-    solver: "HiGHS" or "CBC"; None takes the first that is installed. Raises OutOfMemory naming the memory that is
-    shortest, InvalidInput for a latency limit that nothing meets (with the least possible), for numbers that are not
-    finite and where no solver is installed.
+    Raises OutOfMemory naming the memory that is shortest, InvalidInput for a latency limit that nothing meets (with the
+    least possible), for numbers that are not finite and where the solver is not installed.
     """
     problem = _checked(problem)
     try:
-        fractions = _fractions(optimum(_job_program(problem), solver))
+        return _solved(problem)
     except Infeasible as error:
-        raise _why(problem, solver) or error from None
-    seconds = {phase.label: _seconds(phase, problem, fractions) for phase in problem.phases}
-    return Solution(fractions, sum(phase.times * seconds[phase.label] for phase in problem.phases), seconds)
+        raise _why(problem) or error from None
+
+
+def solution(problem: Problem) -> Solution | None:
+    """The same, for whoever has many to try: None where there is none, without finding out why."""
+    try:
+        return _solved(_checked(problem))
+    except Infeasible:
+        return None
 
 
 def problem_text(problem: Problem) -> str:
@@ -141,6 +153,14 @@ def _sum_text(terms: Mapping[str, float]) -> str:
             sign = (" - " if k < 0 else " + ") if text else ("-" if k < 0 else "")
             text += sign + (symbol if abs(k) == 1 else f"{abs(k):.6g} {symbol}")
     return text or "0"
+
+
+def _solved(problem: Problem) -> Solution:
+    """Raises Infeasible."""
+    fractions = _fractions(optimum(_job_program(problem)))
+    seconds = _seconds(problem, fractions)
+    by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
+    return Solution(fractions, sum(p.times * s for p, s in zip(problem.phases, seconds, strict=True)), by_label)
 
 
 # The programs: fewest seconds of the job; and, where that has no solution, what it would take.
@@ -190,8 +210,8 @@ def _share_rows(problem: Problem) -> list[Row]:
 def _time_part(problem: Problem, costs: Sequence[float]) -> tuple[list[Variable], list[Row]]:
     """T1, T2, ...: seconds of one sweep of each phase, and what each is at least."""
     variables, rows = [], []
-    for i, (phase, cost) in enumerate(zip(problem.phases, costs, strict=True), 1):
-        bounds = [(label, _open(least, problem)) for label, least in _bounds(phase, problem)]
+    for i, (phase, all_bounds, cost) in enumerate(zip(problem.phases, problem.bounds, costs, strict=True), 1):
+        bounds = [(label, _open(least, problem)) for label, least in all_bounds]
         numbers = (abs(k) for _, least in bounds for k in (least.constant, *least.coefficients.values()))
         scale = max(numbers, default=0.0) or 1.0
         time = Variable(f"T{i}", f"seconds of one {phase.label} sweep; the job has {phase.times:g}", "s", cost, scale)
@@ -226,9 +246,9 @@ def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
     ]  # fmt: skip
 
 
-def _seconds(phase: Phase, problem: Problem, fractions: Mapping[str, float]) -> float:
-    """Of one sweep of the phase."""
-    return max((0.0, *(least.value(fractions) for _, least in _bounds(phase, problem))))
+def _seconds(problem: Problem, fractions: Mapping[str, float]) -> list[float]:
+    """Of one sweep of each phase."""
+    return [max((0.0, *(least.value(fractions) for _, least in bounds))) for bounds in problem.bounds]
 
 
 def _open(line: Linear, problem: Problem) -> Linear:
@@ -243,9 +263,9 @@ def _fractions(values: Mapping[str, float]) -> dict[str, float]:
     return {name: value / totals[name[0]] for name, value in clean.items()}
 
 
-def _why(problem: Problem, solver: str | None) -> Exception | None:
+def _why(problem: Problem) -> Exception | None:
     """Why no placement will do: the memory that is shortest, and by how much; or the latency limit."""
-    fractions = _fractions(optimum(_shortage_program(problem), solver))
+    fractions = _fractions(optimum(_shortage_program(problem)))
     short = [(m.used.value(fractions) - m.capacity, m) for m in problem.memories]
     short = [(lack, m) for lack, m in short if lack > _NOISE * max(abs(m.capacity), 1.0)]
     if short:
@@ -256,8 +276,9 @@ def _why(problem: Problem, solver: str | None) -> Exception | None:
         return OutOfMemory(worst.label, "the block in its tightest placement", needed, 0, capacity, remedy)
     if problem.latency_limit is None:
         return None
-    fractions = _fractions(optimum(_latency_program(problem), solver))
-    least = sum(phase.life * _seconds(phase, problem, fractions) for phase in problem.phases)
+    fractions = _fractions(optimum(_latency_program(problem)))
+    seconds = _seconds(problem, fractions)
+    least = sum(phase.life * s for phase, s in zip(problem.phases, seconds, strict=True))
     return InvalidInput(f"latency limit is {problem.latency_limit:g} s; this block needs at least {least:.6g} s;"
                         " raise the limit or make the block smaller")  # fmt: skip
 
@@ -267,8 +288,8 @@ def _why(problem: Problem, solver: str | None) -> Exception | None:
 
 def _checked(problem: Problem) -> Problem:
     """The problem with phases of unique labels. Raises InvalidInput naming what is no number or no fraction."""
-    phases = [replace(p, label=label) for p, label in zip(problem.phases, _unique(problem.phases), strict=True)]
-    for phase in phases:
+    labels = _unique(problem.phases)
+    for phase in problem.phases:
         _check_number(f"{phase.label}: times", phase.times)
         _check_number(f"{phase.label}: life", phase.life)
         for lane, busy in phase.lanes.items():
@@ -281,6 +302,9 @@ def _checked(problem: Problem) -> Problem:
     limit = problem.latency_limit
     if limit is not None and not 0 < limit < math.inf:
         raise InvalidInput(f"latency limit is {shown(limit)}; it must be positive seconds, or None")
+    if labels == [phase.label for phase in problem.phases]:
+        return problem
+    phases = (replace(phase, label=label) for phase, label in zip(problem.phases, labels, strict=True))
     return replace(problem, phases=tuple(phases))
 
 
@@ -301,7 +325,7 @@ def _check_number(what: str, value: float) -> None:
 
 
 def _check_line(what: str, line: Linear) -> None:
-    if unknown := line.coefficients.keys() - set(FRACTIONS):
+    if unknown := line.coefficients.keys() - _NAMES:
         raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
     if not all(map(math.isfinite, (line.constant, *line.coefficients.values()))):
         raise InvalidInput(f"{what} is {shown(line)}; its numbers must be finite")

@@ -7,6 +7,7 @@ sizes of its tensors and the rates of the machine's kernels.
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -71,9 +72,14 @@ class Rates:
 
     def decode_attention(self, tokens: Array | float, length: Array | float) -> Array:
         """One layer: `tokens` cached tokens read by sequences of about `length` each."""
-        lengths, rates = np.log(np.array(self.hardware.decode_attention)).T  # as plan.hardware.at, for many at once
+        lengths, rates = self._decode_rates
         rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
+
+    @cached_property
+    def _decode_rates(self) -> Array:
+        """Logarithms of lengths and of rates: for many lengths at once, as plan.hardware.at."""
+        return np.asarray(np.log(np.array(self.hardware.decode_attention)).T)
 
     def host_attention(self, tokens: Array | float) -> Array:
         """One layer: `tokens` cached tokens read where they live, on the host. Where nothing is known of it, that is
@@ -99,12 +105,12 @@ class Rates:
                 known[other] = max(least, self.streaming[what])
         return found
 
-    @property
+    @cached_property
     def streaming(self) -> Mapping[str, float]:
         """`Hardware.streaming` of this model."""
         return self.hardware.streaming.get(self.model.signature(0), {})
 
-    @property
+    @cached_property
     def windows(self) -> dict[int | None, int]:
         """How many layers see so many tokens."""
         return dict(Counter(self.model.windows or (None,) * len(self.model.layers)))

@@ -8,6 +8,7 @@ are then tried with other gpu_batches, micro-batches, slots and schedules, and t
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import product
 from operator import attrgetter
 
@@ -15,7 +16,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, delegated, lay_out, lay_out_weights
-from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
+from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solution
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
@@ -114,7 +115,7 @@ class _Searching:
     corners: dict[Policy, Layout] = field(default_factory=dict)
     asked: dict[tuple[Policy, bool, bool, bool], Prediction | None] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def capacity(self) -> Capacity:
         return planned(self.cost.hardware.capacity)
 
@@ -330,18 +331,13 @@ class _Searching:
 
     def _placed(self, shape: Policy, problem: Problem, delegate: bool) -> Prediction | None:
         for margin in MARGINS:
-            policy = _meant(_rounded(shape, self._solved(problem).fractions, delegate))
+            if (solved := _solved(problem)) is None:
+                return None
+            policy = _meant(_rounded(shape, solved.fractions, delegate))
             if (prediction := self.attempt(policy)) is not None:
                 return prediction
             problem = _with_less(problem, self.refused[policy], margin)
         return None
-
-    def _solved(self, problem: Problem) -> Solution:
-        """Without the latency limit where nothing keeps it: so that it can be said what there is."""
-        try:
-            return solve(problem)
-        except InvalidInput:
-            return solve(replace(problem, latency_limit=None))
 
     def _problem(self, shape: Policy, cache: bool, hidden: bool, delegate: bool) -> Problem:
         cost, shared = self.cost, self.cost.hardware.shared
@@ -350,7 +346,7 @@ class _Searching:
         sweeps = cost.sweeps(shape, share=0.5 if cache else 0.0)
         places = "gd" if shared else "gcd"  # where RAM is the device, host RAM serves weights alone
         allowed = {"wg", "wc", "wd", "cg", "hg"}
-        if shared and not self._narrow():
+        if shared and not self._narrow:
             allowed.discard("wc")
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
@@ -358,6 +354,7 @@ class _Searching:
             cost.slowing(priced), cost.overlaps(shape), frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 
+    @cached_property
     def _narrow(self) -> bool:
         """Whether weights take fewer bytes as they are stored than as they are held on the device."""
         tensors = self.cost.model.tensors
@@ -405,6 +402,14 @@ def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Poli
 
     cache = split("c")
     return replace(shape, weights=split("w"), cache=cache, activations=split("h"), delegate=delegate and cache[1] > 0)
+
+
+def _solved(problem: Problem) -> Solution | None:
+    """Without the latency limit where nothing keeps it: so that it can be said what there is."""
+    found = solution(problem)
+    if found is None and problem.latency_limit is not None:
+        found = solution(replace(problem, latency_limit=None))
+    return found
 
 
 def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:

@@ -1,20 +1,15 @@
-"""Linear programs as rows for people, and their solution by what solver pulp finds."""
+"""Linear programs as rows for people, and their solution by HiGHS."""
 
-import warnings
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from operator import attrgetter
 from typing import Any
 
-from flexengine.config import shown
 from flexengine.errors import InvalidInput
 
-SOLVERS: dict[str, dict[str, dict[str, str]]] = {  # to pulp's names and options, in order of preference
-    "HiGHS": {"HiGHS": {"presolve": "off"}},  # which takes longer than such a small program
-    "CBC": {"COIN_CMD": {}, "PULP_CBC_CMD": {}},
-}
 _TIE = 1e-9  # cost, relative to the job's, of a unit of tie
-_COST = 1e4  # the job's cost as solvers see it: the ties then stand clear of their tolerance of 1e-7
+_COST = 1e4  # the job's cost as the solver sees it: the ties then stand clear of its tolerance of 1e-7
 
 
 @dataclass(frozen=True)
@@ -51,50 +46,56 @@ class Program:
     rows: list[Row]
 
 
-@cache
-def _solver(name: str | None) -> Any:
-    """Pulp's solver of this name, quiet; None: the first installed."""
-    if name is not None and name not in SOLVERS:
-        raise InvalidInput(f"solver is {shown(name)}; it must be one of {', '.join(SOLVERS)}")
-    try:
-        import pulp
-    except ImportError as error:
-        raise InvalidInput("the planner needs pulp, which is not installed; pip install 'pulp[highs]'") from error
-    wanted = [(key, pulp_name) for key in ([name] if name else SOLVERS) for pulp_name in SOLVERS[key]]
-    installed = set(pulp.listSolvers(onlyAvailable=True))
-    for key, pulp_name in wanted:
-        if pulp_name in installed:
-            with warnings.catch_warnings():  # pulp 3 warns of its own CBC, which pulp 4 will not bring
-                warnings.simplefilter("ignore", DeprecationWarning)
-                return pulp.getSolver(pulp_name, msg=False, **SOLVERS[key][pulp_name])
-    missing = " or ".join([name] if name else SOLVERS)
-    raise InvalidInput(f"the planner needs a solver, and pulp finds no {missing}; pip install highspy")
-
-
 class Infeasible(InvalidInput):
     """No values satisfy the rows."""
 
 
-def optimum(program: Program, solver: str | None) -> dict[str, float]:
-    """Values by symbol. Raises Infeasible."""
-    chosen = _solver(solver)
-    import pulp
+_solvers = threading.local()  # a solver takes longer to make than such a small program to solve
 
-    # Expressions are made from dictionaries: pulp's operators copy one for every term.
-    lp = pulp.LpProblem("placement")
-    new = getattr(lp, "add_variable", pulp.LpVariable)  # the method came late in pulp 3; pulp 4 has only that
-    unknown = {v.symbol: new(v.symbol, 0.0) for v in program.variables}
-    scale = {v.symbol: v.scale for v in program.variables}
+
+def _solver(highspy: Any) -> Any:
+    """This thread's solver, quiet."""
+    if not hasattr(_solvers, "highs"):
+        highs = highspy.Highs()
+        highs.setOptionValue("output_flag", False)
+        highs.setOptionValue("presolve", "off")  # which takes longer than such a small program
+        _solvers.highs = highs
+    return _solvers.highs
+
+
+def optimum(program: Program) -> dict[str, float]:
+    """Values by symbol. Raises Infeasible, and InvalidInput where the solver is not installed."""
+    try:
+        import highspy
+    except ImportError as error:
+        raise InvalidInput("the planner needs highspy, which is not installed; pip install highspy") from error
+    # Of optima that are equal, which one is found depends on the order of the columns: that of the symbols.
+    variables = sorted(program.variables, key=attrgetter("symbol"))
+    column = {v.symbol: i for i, v in enumerate(variables)}
+    scale = {v.symbol: v.scale for v in variables}
     total = sum(v.cost * v.scale for v in program.variables) or 1.0
-    lp.objective = pulp.LpAffineExpression(
-        {unknown[v.symbol]: _COST * (v.cost * v.scale / total + _TIE * v.tie) for v in program.variables}
-    )
-    for i, row in enumerate(program.rows):
-        terms = {unknown[symbol]: k * scale[symbol] / row.scale for symbol, k in row.terms.items()}
-        sense = pulp.LpConstraintEQ if row.equal else pulp.LpConstraintLE
-        expression = pulp.LpAffineExpression(terms)
-        lp.addConstraint(pulp.LpConstraint(expression, sense, rhs=row.limit / row.scale), f"{i} {row.label}")
-    if (status := lp.solve(chosen)) != pulp.LpStatusOptimal:
-        raise Infeasible(f"the placement cannot be solved for ({pulp.LpStatus[status]});"
+    starts, columns, values = [0], list[int](), list[float]()
+    for row in program.rows:
+        columns += [column[symbol] for symbol in row.terms]
+        values += [k * scale[symbol] / row.scale for symbol, k in row.terms.items()]
+        starts.append(len(columns))
+    limits = [row.limit / row.scale for row in program.rows]
+
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = len(variables), len(limits)
+    lp.col_cost_ = [_COST * (v.cost * v.scale / total + _TIE * v.tie) for v in variables]
+    lp.col_lower_, lp.col_upper_ = [0.0] * len(variables), [highspy.kHighsInf] * len(variables)
+    lp.row_lower_ = [
+        limit if row.equal else -highspy.kHighsInf for row, limit in zip(program.rows, limits, strict=True)
+    ]
+    lp.row_upper_ = limits
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, columns, values
+    highs = _solver(highspy)
+    highs.passModel(lp)
+    highs.run()
+    if (status := highs.getModelStatus()) != highspy.HighsModelStatus.kOptimal:
+        raise Infeasible(f"the placement cannot be solved for ({highs.modelStatusToString(status)});"
                           " check the units of the seconds and bytes given")  # fmt: skip
-    return {symbol: (variable.varValue or 0.0) * scale[symbol] for symbol, variable in unknown.items()}
+    found = highs.getSolution().col_value
+    return {v.symbol: value * v.scale for v, value in zip(variables, found, strict=True)}

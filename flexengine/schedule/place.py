@@ -1,10 +1,11 @@
 """Where things live: fractions become whole tensors, sequences and gpu_batches."""
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from flexengine.policy import Split
+from flexengine.policy import TIERS, Split
 
 _ORDER = ("disk", "host", "device")
 
@@ -17,14 +18,21 @@ def place(sizes: Sequence[int], split: Split) -> list[str]:
     """
     device, host, disk = split
     edges = (disk, disk + host, 1.0 + 1e-9)
-    allowed = [name for name, share in zip(_ORDER, (disk, host, device), strict=True) if share > 0]
+    last = "device" if device > 0 else "host" if host > 0 else "disk"
+    allowed = [name if share > 0 else last for name, share in zip(_ORDER, (disk, host, device), strict=True)]
     total, before, homes = sum(sizes), 0, []
     for size in sizes:
         middle = (before + size / 2) / total if total else 0.5
-        home = _ORDER[bisect_right(edges, middle)]
-        homes.append(home if home in allowed else allowed[-1])
+        homes.append(allowed[bisect_right(edges, middle)])
         before += size
     return homes
+
+
+@lru_cache(maxsize=1024)
+def places(count: int, split: Split) -> Mapping[str, int]:
+    """How many of so many items of one size place() puts on each tier that gets any. Kept, as place_groups() is."""
+    homes = Counter(place([1] * count, split))
+    return {tier: homes[tier] for tier in TIERS if homes[tier]}
 
 
 @lru_cache(maxsize=256)
@@ -36,19 +44,17 @@ def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tup
     whoever searches a policy asks for the same placements over and over.
     """
     if max(split) == 1.0:
-        home = ("device", "host", "disk")[split.index(1.0)]
+        home = TIERS[split.index(1.0)]
         return tuple((home,) * len(sizes) for sizes in groups)
     homes: list[tuple[str, ...]] = []
-    owed = dict.fromkeys(_ORDER, 0.0)  # per tier, what it should have got so far less what it got
-    shares = dict(zip(("device", "host", "disk"), split, strict=True))
+    owed = dict.fromkeys(TIERS, 0.0)  # what each should have got so far less what it got
     for sizes in groups:
         total = sum(sizes)
-        for name, share in shares.items():
-            owed[name] += share * total
-        due = {name: max(0.0, owed[name]) if shares[name] else 0.0 for name in shares}
-        whole = sum(due.values())
-        shared: Split = tuple(n / whole for n in due.values()) if whole else split  # type: ignore[assignment]
-        homes.append(tuple(place(sizes, shared)))
+        for tier, share in zip(TIERS, split, strict=True):
+            owed[tier] += share * total
+        device, host, disk = (max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True))
+        whole = device + host + disk
+        homes.append(tuple(place(sizes, (device / whole, host / whole, disk / whole) if whole else split)))
         for size, home in zip(sizes, homes[-1], strict=True):
             owed[home] -= size
     return tuple(homes)
