@@ -360,7 +360,6 @@ def _import(engine: bool) -> None:
     if not engine:
         return
     import highspy  # noqa: F401
-    import pulp  # noqa: F401
     import transformers.models.llama.modeling_llama
     import transformers.models.opt.modeling_opt  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

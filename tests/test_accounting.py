@@ -195,7 +195,7 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
 
 _STREAM = """
 import json, sys
-import torch, transformers, psutil, greenlet, tqdm, pulp, highspy, flexengine.engine, flexengine.run
+import torch, transformers, psutil, greenlet, tqdm, highspy, flexengine.engine, flexengine.run
 from transformers import AutoModelForCausalLM
 from transformers.models.opt import modeling_opt
 def rss(key): return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
