@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import frontier, search
+from flexengine.plan.search import Search, frontier, search
 from flexengine.policy import TIERS, Policy
 
 GPU = Hardware(
@@ -48,6 +49,11 @@ def model(layers: int = 8, hidden: int = 1024, bytes_: int = 2) -> ModelFacts:
 def predicted(policy: Policy, hardware: Hardware = GPU, facts: ModelFacts | None = None) -> Prediction:
     facts = facts or model()
     return Cost(facts, hardware, WORK).predict(lay_out(facts, policy, WORK, hardware.capacity))
+
+
+@cache
+def toy_search() -> Search:
+    return search(model(), GPU, WORK)
 
 
 def in_bytes(text: str) -> float:
@@ -169,7 +175,7 @@ def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
 
 
 def test_when_time_is_up_the_rest_is_a_lower_bound() -> None:
-    best = search(model(), GPU, WORK).best
+    best = toy_search().best
     whole = {h.label: h for h in whatif.helps(model(), GPU, WORK, best, budget=1e9)}
     ticks = itertools.count()
     hurried = whatif.helps(model(), GPU, WORK, best, budget=3, now=lambda: float(next(ticks)))
@@ -225,7 +231,7 @@ def test_compare_ranks_and_says_why_one_does_not_fit() -> None:
 
 
 def test_frontier_holds_what_nothing_beats() -> None:
-    found = search(model(), GPU, WORK)
+    found = toy_search()
     kept = frontier(found)
 
     def beaten(p: Prediction) -> bool:
@@ -251,7 +257,7 @@ def test_plot_draws(tmp_path: Path, curve: bool) -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.image import imread
 
-    found = search(model(), GPU, WORK)
+    found = toy_search()
     picture.plot(found.best, GPU, tmp_path / "a.png", frontier=frontier(found) if curve else ())
     image = imread(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
@@ -276,6 +282,16 @@ TINY = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_si
         "max_position_embeddings": 2048, "torch_dtype": "float16", "tie_word_embeddings": False}  # fmt: skip
 
 
+ANSWERS: dict[str, Search] = {}  # by question: most commands here ask the same ones
+
+
+def answered(*question: Any) -> Search:
+    """What is searched, once for all tests."""
+    if (key := repr(question)) not in ANSWERS:
+        ANSWERS[key] = search(*question)
+    return ANSWERS[key]
+
+
 class Line:
     """A config-only model and a hardware file; calls the command with them."""
 
@@ -296,7 +312,9 @@ class Line:
 
 
 @pytest.fixture
-def line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Line:
+def line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Line:
+    for asks in (command, whatif):
+        monkeypatch.setattr(asks, "search", answered)
     return Line(tmp_path, capsys)
 
 

@@ -1,6 +1,5 @@
 """Linear programs as rows for people, and their solution by HiGHS."""
 
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import attrgetter
@@ -50,17 +49,18 @@ class Infeasible(InvalidInput):
     """No values satisfy the rows."""
 
 
-_solvers = threading.local()  # a solver takes longer to make than such a small program to solve
+_idle: list[Any] = []  # solvers that take no turn now: making one takes longer than solving such a small program
 
 
 def _solver(highspy: Any) -> Any:
-    """This thread's solver, quiet."""
-    if not hasattr(_solvers, "highs"):
+    """One that no other thread has, quiet."""
+    try:
+        return _idle.pop()
+    except IndexError:
         highs = highspy.Highs()
-        highs.setOptionValue("output_flag", False)
-        highs.setOptionValue("presolve", "off")  # which takes longer than such a small program
-        _solvers.highs = highs
-    return _solvers.highs
+    highs.setOptionValue("output_flag", False)
+    highs.setOptionValue("presolve", "off")  # which takes longer than such a small program
+    return highs
 
 
 def optimum(program: Program) -> dict[str, float]:
@@ -94,8 +94,9 @@ def optimum(program: Program) -> dict[str, float]:
     highs = _solver(highspy)
     highs.passModel(lp)
     highs.run()
-    if (status := highs.getModelStatus()) != highspy.HighsModelStatus.kOptimal:
+    status, found = highs.getModelStatus(), highs.getSolution().col_value
+    _idle.append(highs)
+    if status != highspy.HighsModelStatus.kOptimal:
         raise Infeasible(f"the placement cannot be solved for ({highs.modelStatusToString(status)});"
                           " check the units of the seconds and bytes given")  # fmt: skip
-    found = highs.getSolution().col_value
     return {v.symbol: value * v.scale for v, value in zip(variables, found, strict=True)}
