@@ -5,6 +5,7 @@ weights: it has read no more of files than the headers and the places that tell 
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ LOOKED = 0.1  # of the model's bytes may be read before it is refused
 SECONDS = 300.0
 REFUSED = 2
 COUNTED = """
-import os, sys
-real, count = os.preadv, 0
+import os, sys, threading
+real, count, lock = os.preadv, 0, threading.Lock()
 def preadv(*how):
     global count
-    count += (got := real(*how))
+    got = real(*how)
+    with lock:
+        count += got
     return got
 os.preadv = preadv  # all that is read of models passes there
 from flexengine import run
@@ -111,7 +114,8 @@ class Budgets:
             refused = code == REFUSED and size in self.sizes.refusable and "Traceback" not in said
             wrong = [] if refused else self._judged(name, code, said)
             if not wrong:
-                wrong = self._misread(int(said.rpartition("bytes read: ")[2]), refused)
+                counted = re.search(r"bytes read: (\d+)", said)
+                wrong = self._misread(int(counted[1]), refused) if counted else [f"nothing was counted: {said[-400:]}"]
             tally.note(f"limit of {size:,}", wrong)
 
     def _judged(self, name: str, code: int, said: str) -> list[str]:

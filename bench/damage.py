@@ -84,10 +84,12 @@ def drawn(one: Callable[[random.Random], bytes], count: int, seed: int) -> list[
     def draw(generator: random.Random) -> None:
         cases[one(generator)] = None
 
-    for attempt in range(10 * count):
-        if len(cases) >= count:
-            break
+    attempt = known = 0
+    while len(cases) < count:
         seeded(seed + attempt)(draw)()
+        if len(cases) == known:
+            raise ValueError(f"there are {known} different cases; {count} are wanted")
+        attempt, known = attempt + 1, len(cases)
     return list(cases)[:count]
 
 

@@ -25,7 +25,7 @@ from bench.limit import run, run_limited
 
 REPO = Path(__file__).resolve().parents[1]
 PACKAGES = ("torch", "transformers", "accelerate", "safetensors", "flexengine", "airllm", "llama-cpp-python", "flexgen",
-            "deepspeed")  # fmt: skip
+            "deepspeed", "highspy", "hypothesis")  # fmt: skip
 Record = dict[str, Any]
 
 
@@ -192,7 +192,7 @@ def good(runs: Sequence[Record], key: str = "tok_s") -> list[float]:
 
 def installed(python: str) -> Record:
     """`versions` of that interpreter, asked for beforehand: a side that is stopped reports none."""
-    found = run_module("bench.harness", "", python=python)
+    found = run_module("bench.harness", "", Limits(seconds=60.0), python)
     return {} if "error" in found else found
 
 

@@ -1,4 +1,5 @@
-"""Reads that fail and are tried again: wherever models are read, with the same result, or an error that says where."""
+"""Reads that fail and are tried again, with the same result, or an error that says where: wherever models are read and
+not mapped, as GGUF headers and .bin files are."""
 
 import errno
 import hashlib

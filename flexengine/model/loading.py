@@ -154,7 +154,8 @@ def fingerprint(directory: Path, blocks: int = 64) -> str:
         size = stat.st_size
         digest.update(f"{path.relative_to(directory)}\0{size}\0".encode())
         if path.suffix != ".safetensors":
-            digest.update(path.read_bytes())
+            with opened(path) as file:
+                digest.update(file.read())
             continue
         digest.update(str(stat.st_mtime_ns).encode())
         with opened(path) as file:

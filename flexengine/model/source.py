@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint, ModelNotFound
+from flexengine.reading import opened
 
 if TYPE_CHECKING:
     from flexengine.model.verify import Verifier
@@ -84,7 +85,8 @@ def read_json(file: Path, most: int) -> Any:
     try:
         if (size := regular_file(file).stat().st_size) > most:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
-        return json.loads(file.read_bytes().decode("utf-8"))
+        with opened(file) as stream:
+            return json.loads(stream.read().decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{file} is unreadable: {type(error).__name__}: {error}") from error
 

@@ -139,7 +139,8 @@ def read_sums(file: Path) -> dict[str, str]:
     try:
         if (size := regular_file(file).stat().st_size) > _MOST:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MOST:,} are read")
-        lines = os.fsdecode(file.read_bytes()).removesuffix("\n").split("\n")
+        with opened(file) as stream:
+            lines = os.fsdecode(stream.read()).removesuffix("\n").split("\n")
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read: {error}") from error
     found: dict[str, str] = {}
