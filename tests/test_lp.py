@@ -5,7 +5,6 @@ import math
 import random
 import sys
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import solver
 from flexengine.plan.lp import FRACTIONS, Linear, Memory, Phase, Problem, Solution, problem_text, solve
 
 ALL = frozenset(FRACTIONS)
@@ -277,13 +277,14 @@ def test_the_same_problem_has_the_same_answer() -> None:
     assert solve(problem) == solve(problem)
 
 
-def test_the_answer_does_not_depend_on_what_was_solved_before() -> None:
-    """Threads keep their solvers: here one that is new for each problem, and one that has seen the others."""
+def test_the_answer_does_not_depend_on_what_was_solved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle solvers are kept: here one that is new for each problem, and one that has seen the others."""
     problems = [problem_of(seed) for seed in range(40, 52)]
 
     def anew(problem: Problem) -> Solution | None:
-        with ThreadPoolExecutor(1) as one:
-            return one.submit(solved, problem).result()
+        with monkeypatch.context() as fresh:
+            fresh.setattr(solver, "_idle", [])
+            return solved(problem)
 
     assert [solved(p) for p in reversed(problems)] == [anew(p) for p in reversed(problems)]
     assert [solved(p) for p in problems] == [anew(p) for p in problems]
@@ -453,14 +454,14 @@ def test_without_the_solver_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch)
 def test_solving_is_quiet_and_leaves_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """In a thread of its own, where the solver is made anew."""
+    """Also where the solver is made anew."""
     monkeypatch.chdir(tmp_path)
     for name in ("TMPDIR", "TEMP", "TMP"):
         monkeypatch.setenv(name, str(tmp_path))
-    with ThreadPoolExecutor(1) as one:
-        one.submit(solve, toy(LANES)).result()
-        with pytest.raises(OutOfMemory):
-            one.submit(solve, roomy(toy(LANES), 10.0)).result()
+    monkeypatch.setattr(solver, "_idle", [])
+    solve(toy(LANES))
+    with pytest.raises(OutOfMemory):
+        solve(roomy(toy(LANES), 10.0))
     assert capfd.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
