@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan import solver
+from flexengine.plan import lp, solver
 from flexengine.plan.lp import FRACTIONS, Linear, Memory, Phase, Problem, Solution, problem_text, solve
-from flexengine.plan.solver import NoSolver
+from flexengine.plan.solver import NoSolver, Program, optimum
 
 ALL = frozenset(FRACTIONS)
 ROUNDING = 1e-6  # relative
@@ -287,6 +287,25 @@ def test_the_answer_does_not_depend_on_what_was_solved_before(monkeypatch: pytes
 
     assert [solve(p) for p in reversed(problems)] == [anew(p) for p in reversed(problems)]
     assert [solve(p) for p in problems] == [anew(p) for p in problems]
+
+
+@pytest.mark.parametrize("seed", range(40, 52))
+def test_which_of_equal_optima_is_found_depends_on_no_order(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Symbols change places, too, as columns are in the order of the symbols."""
+    programs: list[Program] = []
+    monkeypatch.setattr(lp, "optimum", programs.append)  # as if there were none
+    assert solve(problem_of(seed)) is None
+    (program,), rng = programs, random.Random(seed)
+    symbols = [v.symbol for v in program.variables]
+    other = dict(zip(symbols, rng.sample(symbols, len(symbols)), strict=True))
+    variables = [replace(v, symbol=other[v.symbol]) for v in program.variables]
+    rows = [replace(row, terms={other[symbol]: k for symbol, k in row.terms.items()}) for row in program.rows]
+    mixed = replace(program, variables=variables, rows=rng.sample(rows, len(rows)))
+    before, after = optimum(program), optimum(mixed)
+    assert (before is None) == (after is None)
+    if before and after:
+        fractions = {symbol: before[symbol] for symbol in symbols if symbol in ALL}
+        assert {symbol: after[other[symbol]] for symbol in fractions} == pytest.approx(fractions, abs=1e-4)
 
 
 # What cannot be solved
