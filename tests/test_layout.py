@@ -6,7 +6,17 @@ from dataclasses import replace
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import Capacity, Layout, ModelFacts, TensorFact, Workload, lay_out, slot_offsets, workspace
+from flexengine.plan.layout import (
+    Capacity,
+    Layout,
+    ModelFacts,
+    TensorFact,
+    Workload,
+    lay_out,
+    slot_bytes,
+    slot_offsets,
+    workspace,
+)
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.place import place, place_groups
 
@@ -175,8 +185,17 @@ def test_head_chunks_cover_the_vocabulary() -> None:
 
 
 def test_slot_offsets() -> None:
-    assert slot_offsets([("a", 1), ("b", 64), ("c", 65), ("d", 3)]) == ({"a": 0, "b": 64, "c": 128, "d": 256}, 320)
-    assert slot_offsets([]) == ({}, 0)
+    assert slot_offsets([("a", 1), ("b", 64), ("c", 65), ("d", 3)]) == {"a": 0, "b": 64, "c": 128, "d": 256}
+    assert slot_offsets([]) == {}
+    assert slot_bytes([]) == 0
+
+
+def test_a_slot_ends_where_its_last_tensor_does() -> None:
+    rng = random.Random(5)
+    for _ in range(100):
+        sizes = [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
+        last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)])[str(len(sizes) - 1)]
+        assert last + up(sizes[-1], 64) == slot_bytes(sizes)
 
 
 @pytest.mark.parametrize("shared", [False, True])

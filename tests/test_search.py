@@ -1,6 +1,7 @@
 """plan.search: what it chooses always fits, no policy drawn at random is better, a better machine is never slower."""
 
 import random
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -14,6 +15,7 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ModelFacts, Workload, lay_out
 from flexengine.plan.search import Options, Search, frontier, planned, search
+from flexengine.plan.solver import NoSolver
 from flexengine.policy import TIERS, Policy
 
 SMALL = opt(24, 256, 4, 4096)
@@ -84,6 +86,12 @@ def test_streamed_when_it_does_not(kind: str) -> None:
     best = search(SMALL, hardware, WORK).best
     assert best.policy.weights[0] < 1
     assert "disk" in best.layout.homes.values()
+
+
+def test_without_the_solver_nothing_is_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "highspy", None)
+    with pytest.raises(NoSolver, match="pip install highspy"):
+        search(SMALL, squeezed(machine_of(random.Random(2), "sim"), 0.7, 0.3), WORK)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -218,8 +218,8 @@ class Capacity:
 class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
-    homes: tier of every tensor by name; stored: bytes of their checkpoint's by tier; head_rows: vocabulary rows per
-    head chunk.
+    homes: tier of every tensor by name; stored: sum of their `stored_bytes` by tier; head_rows: vocabulary
+    rows per head chunk.
     slot, stage: bytes of one weight slot and of its host staging.
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
@@ -254,13 +254,13 @@ class Layout:
         return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
 
 
-def slot_offsets(tensors: Sequence[tuple[str, int]]) -> tuple[dict[str, int], int]:
-    """Where each (name, nbytes) starts in a slot, and the bytes of them all."""
+def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
+    """Where each (name, nbytes) starts in a slot; the slot's size is `slot_bytes`."""
     offsets, at = {}, 0
     for name, nbytes in tensors:
         offsets[name] = at
         at += aligned(nbytes, TENSOR_ALIGN)
-    return offsets, at
+    return offsets
 
 
 def slot_bytes(sizes: Iterable[int]) -> int:

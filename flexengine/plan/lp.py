@@ -13,13 +13,13 @@ busy and used are linear in the nine fractions. `problem_text` prints a program 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.config import shown
-from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.solver import Infeasible, Program, Row, Variable, optimum
+from flexengine.errors import InvalidInput
+from flexengine.plan.solver import Program, Row, Variable, optimum
 
 KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
 PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
@@ -29,7 +29,7 @@ GB = 1e9  # bytes
 # What it costs, among equals, to hold a kind one tier further away; unequal, so that which gives way is no accident.
 _TIES = {"w": 1.0, "c": 1.1, "h": 1.23}
 _SPREAD = 1e-4  # least capacity a memory row is scaled by, relative to its largest coefficient
-_NOISE = 1e-9  # fractions and relative excesses below this are rounding
+_NOISE = 1e-9  # fractions below this are rounding
 
 
 @dataclass(frozen=True)
@@ -109,25 +109,20 @@ class Solution:
     phase_seconds: dict[str, float]
 
 
-def solve(problem: Problem) -> Solution:
+def solve(problem: Problem) -> Solution | None:
     """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
 
-    Raises OutOfMemory naming the memory that is shortest, InvalidInput for a latency limit that nothing meets (with the
-    least possible), for numbers that are not finite and where the solver is not installed.
+    None where no placement fits, or none keeps the latency limit. Raises InvalidInput for numbers that are not finite,
+    and NoSolver.
     """
     problem = _checked(problem)
-    try:
-        return _solved(problem)
-    except Infeasible as error:
-        raise _why(problem) or error from None
-
-
-def solution(problem: Problem) -> Solution | None:
-    """The same, for whoever has many to try: None where there is none, without finding out why."""
-    try:
-        return _solved(_checked(problem))
-    except Infeasible:
+    values = optimum(_job_program(problem))
+    if values is None:
         return None
+    fractions = _fractions(values)
+    seconds = _seconds(problem, fractions)
+    by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
+    return Solution(fractions, sum(p.times * s for p, s in zip(problem.phases, seconds, strict=True)), by_label)
 
 
 def problem_text(problem: Problem) -> str:
@@ -155,40 +150,13 @@ def _sum_text(terms: Mapping[str, float]) -> str:
     return text or "0"
 
 
-def _solved(problem: Problem) -> Solution:
-    """Raises Infeasible."""
-    fractions = _fractions(optimum(_job_program(problem)))
-    seconds = _seconds(problem, fractions)
-    by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(fractions, sum(p.times * s for p, s in zip(problem.phases, seconds, strict=True)), by_label)
-
-
-# The programs: fewest seconds of the job; and, where that has no solution, what it would take.
-
-
 def _job_program(problem: Problem) -> Program:
-    times, time_rows = _time_part(problem, [phase.times for phase in problem.phases])
+    times, time_rows = _time_part(problem)
     rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
     if problem.latency_limit is not None:
         lives = {v.symbol: phase.life for v, phase in zip(times, problem.phases, strict=True)}
         rows.append(Row("latency of a row", "s", lives, problem.latency_limit, scale=problem.latency_limit))
     return Program("seconds of the job", [*_share_variables(problem), *times], rows)
-
-
-def _latency_program(problem: Problem) -> Program:
-    """Fewest seconds that a row lives."""
-    times, time_rows = _time_part(problem, [phase.life for phase in problem.phases])
-    rows = [*_share_rows(problem), *time_rows, *_memory_rows(problem)]
-    return Program("seconds a row lives", [*_share_variables(problem), *times], rows)
-
-
-def _shortage_program(problem: Problem) -> Program:
-    """Fewest bytes too many, each memory's relative to its capacity; seconds do not matter."""
-    rows = _memory_rows(problem)
-    slacks = [Variable(f"S{i}", f"too much in {row.label}", "GB", 1 / row.scale, row.scale)
-              for i, row in enumerate(rows, 1)]  # fmt: skip
-    loose = [replace(row, terms={**row.terms, s.symbol: -1.0}) for row, s in zip(rows, slacks, strict=True)]
-    return Program("relative excess", [*_share_variables(problem), *slacks], [*_share_rows(problem), *loose])
 
 
 def _share_variables(problem: Problem) -> list[Variable]:
@@ -207,14 +175,15 @@ def _share_rows(problem: Problem) -> list[Row]:
     ]
 
 
-def _time_part(problem: Problem, costs: Sequence[float]) -> tuple[list[Variable], list[Row]]:
+def _time_part(problem: Problem) -> tuple[list[Variable], list[Row]]:
     """T1, T2, ...: seconds of one sweep of each phase, and what each is at least."""
     variables, rows = [], []
-    for i, (phase, all_bounds, cost) in enumerate(zip(problem.phases, problem.bounds, costs, strict=True), 1):
+    for i, (phase, all_bounds) in enumerate(zip(problem.phases, problem.bounds, strict=True), 1):
         bounds = [(label, _open(least, problem)) for label, least in all_bounds]
         numbers = (abs(k) for _, least in bounds for k in (least.constant, *least.coefficients.values()))
         scale = max(numbers, default=0.0) or 1.0
-        time = Variable(f"T{i}", f"seconds of one {phase.label} sweep; the job has {phase.times:g}", "s", cost, scale)
+        meaning = f"seconds of one {phase.label} sweep; the job has {phase.times:g}"
+        time = Variable(f"T{i}", meaning, "s", phase.times, scale)
         variables.append(time)
         rows += [
             Row(f"{phase.label}: {label}", "s", {**least.coefficients, time.symbol: -1.0}, -least.constant, scale)
@@ -261,26 +230,6 @@ def _fractions(values: Mapping[str, float]) -> dict[str, float]:
     clean = {name: value if (value := values.get(name, 0.0)) > _NOISE else 0.0 for name in FRACTIONS}
     totals = {kind: sum(clean[kind + place] for place in PLACES) for kind in KINDS}
     return {name: value / totals[name[0]] for name, value in clean.items()}
-
-
-def _why(problem: Problem) -> Exception | None:
-    """Why no placement will do: the memory that is shortest, and by how much; or the latency limit."""
-    fractions = _fractions(optimum(_shortage_program(problem)))
-    short = [(m.used.value(fractions) - m.capacity, m) for m in problem.memories]
-    short = [(lack, m) for lack, m in short if lack > _NOISE * max(abs(m.capacity), 1.0)]
-    if short:
-        (_, worst), *others = sorted(short, key=lambda pair: -pair[0] / max(pair[1].capacity, 1.0))
-        also = "".join(f"; {m.label} memory lacks {math.ceil(lack):,} bytes too" for lack, m in others)
-        remedy = f"give more memory, make the block smaller, or allow more to lie in another tier{also}"
-        needed, capacity = math.ceil(worst.used.value(fractions)), math.floor(worst.capacity)
-        return OutOfMemory(worst.label, "the block in its tightest placement", needed, 0, capacity, remedy)
-    if problem.latency_limit is None:
-        return None
-    fractions = _fractions(optimum(_latency_program(problem)))
-    seconds = _seconds(problem, fractions)
-    least = sum(phase.life * s for phase, s in zip(problem.phases, seconds, strict=True))
-    return InvalidInput(f"latency limit is {problem.latency_limit:g} s; this block needs at least {least:.6g} s;"
-                        " raise the limit or make the block smaller")  # fmt: skip
 
 
 # What is given

@@ -16,7 +16,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, delegated, lay_out, lay_out_weights
-from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solution
+from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
@@ -81,7 +81,7 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
 
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
     """The policy with which the job ends first. Raises OutOfMemory, with the numbers, where nothing fits, and
-    InvalidInput where no policy keeps the latency limit."""
+    InvalidInput where no policy keeps the latency limit, and NoSolver where one is needed and not installed."""
     options = options or Options()
     found = _Searching(Cost(model, hardware, workload, options.overlap), options)
     lay_out(model, found.smallest(), workload, found.capacity)  # raises where nothing fits
@@ -406,9 +406,9 @@ def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Poli
 
 def _solved(problem: Problem) -> Solution | None:
     """Without the latency limit where nothing keeps it: so that it can be said what there is."""
-    found = solution(problem)
+    found = solve(problem)
     if found is None and problem.latency_limit is not None:
-        found = solution(replace(problem, latency_limit=None))
+        found = solve(replace(problem, latency_limit=None))
     return found
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
-from flexengine.errors import InvalidInput
+from flexengine.errors import FlexError
 
 _TIE = 1e-9  # cost, relative to the job's, of a unit of tie
 _COST = 1e4  # the job's cost as the solver sees it: the ties then stand clear of its tolerance of 1e-7
@@ -45,8 +45,8 @@ class Program:
     rows: list[Row]
 
 
-class Infeasible(InvalidInput):
-    """No values satisfy the rows."""
+class NoSolver(FlexError):
+    """It is not installed. Not InvalidInput, which a search takes for a placement that will not do."""
 
 
 _idle: list[Any] = []  # solvers that take no turn now: making one takes longer than solving such a small program
@@ -63,12 +63,12 @@ def _solver(highspy: Any) -> Any:
     return highs
 
 
-def optimum(program: Program) -> dict[str, float]:
-    """Values by symbol. Raises Infeasible, and InvalidInput where the solver is not installed."""
+def optimum(program: Program) -> dict[str, float] | None:
+    """Values by symbol; None where none satisfy the rows. Raises NoSolver."""
     try:
         import highspy
     except ImportError as error:
-        raise InvalidInput("the planner needs highspy, which is not installed; pip install highspy") from error
+        raise NoSolver("the planner needs highspy, which is not installed; pip install highspy") from error
     # Of optima that are equal, which one is found depends on the order of the columns: that of the symbols.
     variables = sorted(program.variables, key=attrgetter("symbol"))
     column = {v.symbol: i for i, v in enumerate(variables)}
@@ -97,6 +97,5 @@ def optimum(program: Program) -> dict[str, float]:
     status, found = highs.getModelStatus(), highs.getSolution().col_value
     _idle.append(highs)
     if status != highspy.HighsModelStatus.kOptimal:
-        raise Infeasible(f"the placement cannot be solved for ({highs.modelStatusToString(status)});"
-                          " check the units of the seconds and bytes given")  # fmt: skip
+        return None
     return {v.symbol: value * v.scale for v, value in zip(variables, found, strict=True)}

@@ -160,7 +160,7 @@ class Weights:
 
     def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
-        offsets, _ = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
+        offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
         stage = self._stages[slot]
         return {n: Home(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
@@ -170,7 +170,7 @@ class Weights:
         if key not in self._views:
             parts, held = self.units[unit], self._held
             sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
-            offsets, _ = slot_offsets(list(sizes.items()))
+            offsets = slot_offsets(list(sizes.items()))
             place, view = self._slots[slot].place, self.machine.device.view
             self._views[key] = {
                 n: _parameter(view(Home(place, offsets[n], sizes[n], held[n])).view(shape))
