@@ -195,14 +195,15 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), help="instead of the case's own")
     parser.add_argument("--peer-python", action="append", type=interpreter, default=[], metavar="NAME=PATH",
                         help="interpreter that has this peer installed (default: ours)")
-    parser.add_argument("--peer-batches", type=int, nargs="+", help="instead of the case's own")
-    parser.add_argument("--peer-runs", type=int, help="rounds of the peers (default: --runs)")
+    parser.add_argument("--peer-batches", type=harness.at_least_one, nargs="+", help="instead of the case's own")
+    parser.add_argument("--peer-runs", type=harness.at_least_one, help="rounds of the peers (default: --runs)")
     parser.add_argument("--peer-timeout", type=float, help="seconds after which a peer is stopped, its load included")
     parser.add_argument("--peer-dtype", choices=("float16", "bfloat16", "float32"),
                         help="instead of the case's own, of peers that leave the choice")
-    parser.add_argument("--model", type=Path, help="checkpoint directory (default: the case's, made where needed)")
+    parser.add_argument("--model", type=directory, help="checkpoint directory (default: the case's, made where needed)")
     parser.add_argument("--dir", type=Path, help="where checkpoints are made or reused (default: the engine's cache)")
-    parser.add_argument("--limit", help="memory limit of each side, e.g. 2.0G (default: the case's own)")
+    parser.add_argument("--limit", type=limit_bytes, metavar="BYTES",
+                        help="memory limit of each side, e.g. 2.0G (default: the case's own)")
     parser.add_argument("--no-limit", action="store_true", help="run all sides without a memory limit")
     harness.common_arguments(parser)
     return parser.parse_args(words)
@@ -211,7 +212,17 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 def limit_bytes(text: str) -> int:
     """Bytes of 2.0G, 800M or a plain number."""
     units = {"K": 10**3, "M": 10**6, "G": 10**9}
-    return int(float(text[:-1]) * units[text[-1].upper()]) if text[-1].upper() in units else int(text)
+    size = int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].upper() in units else int(text)
+    if size <= 0:
+        raise ValueError(text)
+    return size
+
+
+def directory(text: str) -> Path:
+    """One that exists."""
+    if not Path(text).is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is no directory")
+    return Path(text)
 
 
 def checkpoint(compared: Comparison, args: argparse.Namespace) -> Path:
@@ -240,7 +251,7 @@ def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace
 def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
     """The records of a case."""
     case = compared.case
-    memory = None if args.no_limit else limit_bytes(args.limit) if args.limit else compared.memory
+    memory = None if args.no_limit else args.limit or compared.memory
     if memory is not None and (reason := limit.why_not()):
         print(f"SKIPPED: {case.name}: {reason}; --no-limit runs without a memory limit", file=sys.stderr)
         return []

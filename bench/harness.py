@@ -264,7 +264,7 @@ def emit(record: Record, out: str | None) -> None:
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
     """--runs, --out, --device-mem, --policy."""
-    parser.add_argument("--runs", type=int, default=3, help="alternating rounds (default 3)")
+    parser.add_argument("--runs", type=at_least_one, default=3, help="alternating rounds (default 3)")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     parser.add_argument("--device-mem", help="passed to the engine, e.g. 1200M (default: its own choice)")
     parser.add_argument("--lossy", nargs="+", type=lossy, default=[{}], metavar="NAME=VALUE,...",
@@ -272,10 +272,25 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", type=Path, help="policy file for the engine (default: its own choice)")
 
 
+def at_least_one(text: str) -> int:
+    """A number for the command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: it must be 1 or more")
+    return number
+
+
 def lossy(text: str) -> Record:
-    """Switches as in "weights=int4,compute=int8"; "exact" has none."""
-    pairs = [] if text == "exact" else [part.split("=", 1) for part in text.split(",")]
-    return {name: float(value) if name == "topk" else value for name, value in pairs}
+    """Switches as in "weights=int4,compute=int8"; "exact" has none. What the engine refuses is refused here, by a
+    process of its own: importing flexengine changes the environment."""
+    if text == "exact":
+        return {}
+    pairs = [part.partition("=")[::2] for part in text.split(",")]
+    switches: Record = {name: float(value) if name == "topk" else value for name, value in pairs}
+    code = "import json, sys; from flexengine.lossy import Lossy; Lossy(**json.loads(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", code, json.dumps(switches)], cwd=REPO, capture_output=True, text=True)
+    if done.returncode:
+        raise argparse.ArgumentTypeError(f"{text}: {done.stderr.strip().splitlines()[-1]}")
+    return switches
 
 
 def named(switches: Record) -> str:

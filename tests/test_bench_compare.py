@@ -137,6 +137,18 @@ def test_an_interpreter_that_is_not_there_is_refused() -> None:
             compare.parse(["smoke", "--peer-python", text])
 
 
+@pytest.mark.parametrize(("words", "told"), [
+    ("--runs 0", "must be 1 or more"), ("--peer-runs -3", "must be 1 or more"), ("--peer-batches 4 0", "1 or more"),
+    ("--lossy weights=int9", "'int9'; it must be"), ("--lossy weight=int4", "'weight'"), ("--lossy topk", "topk"),
+    ("--limit abc", "'abc'"), ("--limit 0", "'0'"), ("--model /nonexistent", "/nonexistent is no directory"),
+])  # fmt: skip
+def test_what_cannot_be_run_is_refused_at_once(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        compare.parse(["smoke", *words.split()])
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in ("transformers", "accelerate-disk")])
 def test_peers_that_cannot_run_this_job_say_why(tiny: Path, name: str) -> None:
     """On a model of another kind, without a GPU or without the package: a reason, never a traceback."""
