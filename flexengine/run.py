@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # --policy
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
+_TOLD = 5  # errors of rows that are shown while a job runs
 
 
 def _named(text: str) -> str:
@@ -356,9 +357,13 @@ class _Bar:
         self._bar.update(progress.tokens - self._bar.n)
 
     def note(self, result: Result) -> None:
-        if result.error and self._failed < 5:
-            self._failed += 1
+        if not result.error:
+            return
+        self._failed += 1
+        if self._failed <= _TOLD:
             self._bar.write(f"row {result.index}: {result.error}"[:300], file=sys.stderr)
+        elif self._failed == _TOLD + 1:
+            self._bar.write("more rows failed; their errors are in the output", file=sys.stderr)
 
     def __enter__(self) -> "_Bar":
         from flexengine.bar import Bar

@@ -97,6 +97,8 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
         assert error.startswith(f"line {2 * line + 2}: ")
     assert all(r["finish_reason"] is None and r["token_ids"] == [] for r in job.rows[1::2])
     assert "8 rows done, 8 failed" in job.err
+    assert sum(line.startswith("row ") for line in job.err.splitlines()) == 5
+    assert job.err.count("more rows failed; their errors are in the output") == 1
 
 
 def test_2000_mutated_lines(job: Job) -> None:
