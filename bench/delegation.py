@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="decode sweeps with attention on the host and without")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--case", choices=sorted(CASES), default="small")
-    parser.add_argument("--runs", type=int, default=3, help="rounds of each side (default 3)")
+    parser.add_argument("--runs", type=harness.at_least_one, default=3, help="rounds of each side (default 3)")
     parser.add_argument("--up", type=float, help="bytes per second of the link to the device")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     args = parser.parse_args()

@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="kernels against torch's")
     parser.add_argument("--case", choices=sorted(CASES), default="all")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--runs", type=int, default=5, help="rounds of each side (default 5)")
+    parser.add_argument("--runs", type=harness.at_least_one, default=5, help="rounds of each side (default 5)")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
