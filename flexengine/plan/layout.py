@@ -305,7 +305,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
     there are any) to the end, and its hidden states where their home is the device.
     """
-    if policy.block_size == policy.gpu_batch_size and workload.prompt_tokens(policy.block_size) <= policy.prefill_tokens:
+    prompts = workload.prompt_tokens(policy.block_size)
+    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
     tokens = sweep_tokens(policy, workload) + hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
