@@ -37,6 +37,7 @@ from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
@@ -324,7 +325,6 @@ class Engine:
             if times == REPLANS:
                 raise exhausted(found, layout, times)
             times += 1
-            self.machine.give_back()
             try:
                 smaller = self.planner.smaller(workload, layout, found.tier, found.needed, self._placed)
             except OutOfMemory as error:
@@ -343,7 +343,9 @@ class Engine:
             means = self._prepare(watch)
         except Exception as error:
             if (found := shortage(error, self.machine.kind == "cuda")) is None:
+                forget_variables(error)
                 raise
+            self.machine.give_back()
             return found
         course.loaded += time.perf_counter() - began
         course.before = course.before or self._traffic()
@@ -357,9 +359,10 @@ class Engine:
             lack = error.with_traceback(None)
             course.again(generation.unfinished(), generation.feed)
         finally:
+            means.worker.close()
+            self.machine.give_back()
             course.worked(means.executor.busy)
             self.summary = self._summarise(course, means)
-            means.worker.close()
             self._write_trace()
         if lack is None:
             self.planner.learn(watch)

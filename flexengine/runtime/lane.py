@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from flexengine.runtime.frames import forget_variables
+
 
 class Done:
     """A task that has ended, or will. `error` is its own failure or that of something it waited for."""
@@ -90,6 +92,7 @@ class Thread(Lane):
                 try:
                     self._run(work, after, done)
                 except BaseException as error:  # every failure travels to whoever waits
+                    forget_variables(error)
                     done.set(error)
                 else:
                     done.set()

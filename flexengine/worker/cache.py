@@ -318,7 +318,10 @@ class Cache:
                 self.machine.host.store(self.machine.device.view(near), far)
 
     def close(self) -> None:
-        """Gives all memory back to the ledgers."""
+        """Free all memory of the pools and buffers, whatever still refers to this cache."""
+        self._device = self._means = self._values = None
+        for held in (self._homes, self._buffers, self._stages):
+            held.clear()
         self._regions.free()
 
 
