@@ -13,7 +13,8 @@ realised ones. Both are priced by the same terms.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -33,6 +34,7 @@ GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
 
 Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
 Fractions = Mapping[str, float]
+T = TypeVar("T")
 Indices = np.ndarray[tuple[Any, ...], np.dtype[np.signedinteger[Any]]]
 
 
@@ -97,9 +99,9 @@ class Cost:
         self.unit_bytes = max(streamed)
         self.head_chunks = -(-head.stored_bytes // self.unit_bytes)  # as slots are as large as a layer
         self.streamed_bytes = sum(streamed) + head.stored_bytes
-        self._units = cache(self._unit)
-        self._prefills = cache(self._prefill)
-        self._profiles = cache(self._profile)
+        self._units = _cached(self._unit)
+        self._prefills = _cached(self._prefill)
+        self._profiles = _cached(self._profile)
 
     # The job's sweeps.
 
@@ -382,6 +384,18 @@ class Cost:
 
     def _cache_bytes(self, peak: float) -> float:
         return peak * self.model.kv_token * len(self.model.layers)
+
+
+def _cached(method: Callable[..., T]) -> Callable[..., T]:
+    """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> T:
+        found = weak()
+        assert found is not None
+        return found(*args)
+
+    return cache(call)
 
 
 def _phase(label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
