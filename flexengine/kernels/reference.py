@@ -15,7 +15,7 @@ from flexengine.kernels import base
 
 SCORES = 2**22  # fp32 scores held at once by the explicit path: 16 MiB
 CACHED = 2**20  # elements of K and V that the explicit path reads at once
-DECODED = 24  # most bytes held per element of cached K and V: fp32, and what unpacking codes takes
+DECODED = 24  # most bytes held per element of these: fp32, and what unpacking codes takes
 BLOCK = 128  # queries per call on a CPU
 WIDENED = 16 << 20  # bytes of a 16-bit weight widened at a time
 
@@ -130,7 +130,7 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        return (4 + 1) * SCORES + DECODED * 2 * CACHED  # scores and their mask; keys and values
+        return (4 + 1) * SCORES + DECODED * CACHED  # scores and their mask; keys and values
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
@@ -382,23 +382,23 @@ def _blockwise(
     top = torch.full((batch, heads, count, 1), torch.finfo(torch.float32).min, device=q.device)
     total = torch.zeros_like(top)
     for positions, k, v in keys:
-        shape = (batch, count, k.shape[2], -1, dim)
-        k, v = k.float().permute(0, 2, 3, 1)[:, :, None], v.float().transpose(1, 2)[:, :, None]
+        kv_heads = k.shape[2]
+        k, v = k.float().permute(0, 2, 3, 1), v.float().transpose(1, 2)
         step = max(1, SCORES // max(1, batch * heads * len(positions)))
         for low in range(max(0, positions.start - first), count, step):
             rows = slice(low, min(low + step, count))
-            queries, sums = (x.view(shape)[:, rows].permute(0, 2, 3, 1, 4) for x in (q, acc))
-            scores = (queries.float() * scale) @ k  # [B, kv_heads, group, rows, keys]
+            seen = _visible(range(first + low, first + rows.stop), positions, window, q.device)
+            queries = (q[:, rows].float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, dim)
+            scores = (queries @ k).view(batch, heads, len(seen), -1)
             if softcap is not None:
                 scores.div_(softcap).tanh_().mul_(softcap)
-            seen = _visible(range(first + low, first + rows.stop), positions, window, q.device)
             scores.masked_fill_(~seen, float("-inf"))
-            tops, totals = (x.view(*scores.shape[:3], count, 1)[..., rows, :] for x in (top, total))
-            most = torch.maximum(tops, scores.amax(-1, keepdim=True))
-            keep, weights = (tops - most).exp_(), scores.sub_(most).exp_()
-            tops.copy_(most)
-            totals.mul_(keep).add_(weights.sum(-1, keepdim=True))
-            sums.mul_(keep).add_(weights @ v)
+            most = torch.maximum(top[:, :, rows], scores.amax(-1, keepdim=True))
+            keep, weights = (top[:, :, rows] - most).exp_(), scores.sub_(most).exp_()
+            top[:, :, rows] = most
+            total[:, :, rows] = total[:, :, rows] * keep + weights.sum(-1, keepdim=True)
+            more = weights.view(*queries.shape[:3], -1) @ v
+            acc[:, rows] = acc[:, rows] * keep.transpose(1, 2) + more.view(batch, heads, -1, dim).transpose(1, 2)
     if sinks is not None:
         total += (sinks.float()[:, None, None] - top).exp_()
     return acc.div_(total.transpose(1, 2)).to(q.dtype)
