@@ -70,6 +70,7 @@ class ModelFacts:
     kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
     past values that attention reads, None for all.
+    scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
     """
@@ -92,6 +93,7 @@ class ModelFacts:
     kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
+    scratch: int = 0
 
     @property
     def kv_token(self) -> int:
@@ -269,7 +271,8 @@ def slot_bytes(sizes: Iterable[int]) -> int:
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that computing one gpu_batch may take at once: activations of its widest moments and two sets of logits.
+    """Bytes that computing one gpu_batch may take at once: activations of its widest moments, two sets of logits, and
+    the scratch of the attention kernels.
 
     A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
     holds q, k, v with and without rotation.
@@ -278,14 +281,15 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
     logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
-    return aligned(tokens * moment * model.itemsize + logits)
+    return aligned(tokens * moment * model.itemsize + logits + model.scratch)
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states unless those of all are at home elsewhere.
+    there are any) to the end, and its hidden states unless those of all are at home elsewhere; of every token also
+    cosines and sines of rotary positions in fp32, its id and its position.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
@@ -293,7 +297,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     tokens = prompts + policy.block_size
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
     held = 2 if policy.activations[0] else 1
-    return aligned(held * tokens * model.hidden * model.itemsize + logits)
+    token = held * model.hidden * model.itemsize + 2 * 4 * model.head_dim + 2 * 8
+    return aligned(tokens * token + logits)
 
 
 def delegated(policy: Policy) -> int:
