@@ -69,9 +69,13 @@ def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def evict(paths: Sequence[Path]) -> None:
-    """Drops these files from the page cache."""
+    """Drop these files from the page cache. A file that has vanished since it was listed is skipped: another process may
+    rename or remove prepared weights at any time."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         try:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

@@ -319,6 +319,7 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_rest(
     families: Any, tmp_path: Path, monkeypatch: Any, kind: str
