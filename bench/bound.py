@@ -69,8 +69,10 @@ def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def evict(paths: Sequence[Path]) -> None:
-    """Drop these files from the page cache. A file that has vanished since it was listed is skipped: another process may
-    rename or remove prepared weights at any time."""
+    """Drop these files from the page cache.
+
+    A file that has vanished since it was listed is skipped: other processes rename and remove prepared weights.
+    """
     for path in paths:
         try:
             fd = os.open(path, os.O_RDONLY)

@@ -148,8 +148,10 @@ def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def sigint() -> Iterator[None]:
-    """SIGINT interrupts, as in a terminal, in this process and in those that the test starts. A test run in the background
-    of a script, or under nohup in some shells, starts with SIGINT ignored, and child processes inherit that."""
+    """SIGINT interrupts, as in a terminal, in this process and in those that the test starts.
+
+    A test run in the background of a script starts with SIGINT ignored, and child processes inherit that.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

@@ -274,7 +274,7 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
     job.input.write_text(text)
     job.family = families("qwen2")
     assert job() == 2
-    assert "model_fingerprint: was" in job.err
+    assert "model file model.safetensors had" in job.err
     assert job("--restart") == 0
 
 
