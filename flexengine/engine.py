@@ -412,6 +412,8 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
+        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property

@@ -297,6 +297,8 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
         lossy=args.lossy, allow=args.allow, verify=args.verify,
     )  # fmt: skip
     engine.planner.say = say
+    if engine.machine.no_offload:
+        say(f"nothing is offloaded to disk: {engine.machine.no_offload}")
     if engine.verifier:
         say(f"verified {_verified(vars(engine.verifier))}")
     return engine

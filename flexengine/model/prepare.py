@@ -102,11 +102,12 @@ def prepared(
                     _build(source, final, build, keep=bool(what))
     except OSError as error:
         name = Path(error.filename) if isinstance(error.filename, str) else root
-        if name in map(Path, files) or not name.is_relative_to(root):
+        if name in map(Path, files) or not (name.is_relative_to(root) or root.is_relative_to(name)):
             raise BadCheckpoint(f"{source} cannot be read: {error}") from error
+        done = "encoded or calibrated" if what else "converted"
         raise InvalidInput(
-            f"{source} must be converted once, but {root} cannot be written: {error};"
-            " set FLEXENGINE_CACHE to a directory with room"
+            f"{source} must be {done} once, but {root} cannot be written: {error};"
+            " set FLEXENGINE_CACHE to a directory that can be written, and has room"
         ) from error
     if verifier:
         verifier.prepared(final)
