@@ -61,6 +61,11 @@ class Opened:
         paths = {run.path for origin in self.stored.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
+    @property
+    def given(self) -> list[Path]:
+        """The files that the user gave, which name what is made of the weights: converted files may be made again."""
+        return list(self.source.given) or self.files
+
     def use(self, lossy: Lossy) -> None:
         """From now on keeps and multiplies what `lossy` says. Weights must not be loaded.
 
@@ -108,7 +113,7 @@ class Opened:
         they have been; raises as `model.encoding.encoded`."""
         if not self.forms:
             return self.stored
-        checkpoint = self.source.directory, self.files, self.stored
+        checkpoint = self.source.directory, self.given, self.stored
         made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
         return {**self.stored, **made}
 
