@@ -312,6 +312,8 @@ class Cost:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
         both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        if self.hardware.kind != "cuda":  # the processor that computes also gets the pages
+            both["device"] = both.get("device", 0.0) + touched
         return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
