@@ -13,6 +13,7 @@ from bench.cases import Case, Lengths, fixed
 
 Fields = dict[str, Any]
 Split = tuple[float, float, float]
+Lossy = dict[str, str] | None
 
 DEMO, OPT, TINY = "demo", "opt-1.3b", "opt-tiny"
 GROUPED, WINDOWED, EXPERTS = "llama-0.2b", "mistral-0.2b", "mixtral-0.3b"
@@ -73,7 +74,7 @@ class ErrorCase:
     machine: MachineCase
     case: Case
     shape: Shape | None
-    lossy: dict[str, str] | None = None
+    lossy: Lossy = None
 
 
 @dataclass(frozen=True)
@@ -222,6 +223,10 @@ _SLOW = {"h2d": 2e8, "d2h": 2e8}
 ERROR_QUICK = (
     ErrorCase(TINY, CPU, _FEW, Shape(2, 2, weights=(0.5, 0.0, 0.5), schedule="zigzag")),
     ErrorCase(TINY, MachineCase("sim", links=_SLOW), _FEW, Shape(3, 1, HOST, HOST, HOST, slots=1)),
+)
+HELD_OUT_QUICK = (
+    ErrorCase(TINY, CPU, _FEW, Shape(2, 2), {"cache": "int8"}),
+    ErrorCase(TINY, CPU, _FEW, None, INT4_BY_INT8),
 )
 _QUICK_GRID = (Shape(2, 1, ALL), *product([(2, 1), (2, 3), (6, 1)], to_host(0.0, 0.3)))
 AUTO_QUICK = {
