@@ -6,8 +6,8 @@ python -m bench.plan auto --model-dir DIR [--cases resident host disk] [--pairs 
 
 DIR is where the models are made (or reused). `error`: given policies on cpu and sim, predicted and measured seconds.
 `held-out`: the same for 16 cases that the cost model was not developed on: formats and shapes of attention, windows,
-experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory. `auto`: the planner's own choice against a grid of 24 policies, and against the best of them run again beside
-it. Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
+experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory. `auto`: the
+planner's own choice against a grid of 24 policies, and against the best of them run again beside it. Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
 machine a process measures both, and all those runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as
 they are, with what earlier jobs corrected; with an empty directory there, they are measured.
 --quick: a model of three small layers and rates that are assumed, to see that all is in order.
@@ -36,7 +36,6 @@ from bench.plan_cases import (
     HELD_OUT,
     HELD_OUT_QUICK,
     OPT,
-    TINY,
     AutoCase,
     ErrorCase,
     Lossy,
@@ -319,7 +318,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--model-dir", type=Path, required=True, help="where the models are made or reused")
     parser.add_argument("--cases", nargs="+", choices=sorted(AUTO), default=list(AUTO), help="of auto (default: all)")
     parser.add_argument("--pairs", type=int, default=2, help="runs of the grid's best beside auto (default 2)")
-    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of error and held-out: these runs, counted from 1")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of error, held-out: these runs, from 1")
     parser.add_argument("--quick", action="store_true", help="a model of three small layers, rates assumed")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     return parser.parse_args()

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from test_layout import model_of
 
-from flexengine.plan.clock import Clock, simulated
 from flexengine.plan.attention import Attention
+from flexengine.plan.clock import Clock, simulated
 from flexengine.plan.cost import LOADED, Cost, Prediction
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout, ModelFacts, TensorFact, Workload, lay_out

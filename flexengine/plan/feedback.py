@@ -117,8 +117,8 @@ class Watch:
         homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
         away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted for these alone
         profile = Profile(
-            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count, peak=0.0,
-            counted=away,
+            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
+            peak=0.0, counted=away,
         )  # fmt: skip
         terms = self.cost.terms(policy, profile, homes.mean(0))
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))

@@ -116,7 +116,8 @@ class Hardware:
         for name, factor in _object("corrected", self.corrected).items():
             _positive(f"corrected {name}", factor)
         _positive("elementwise", self.elementwise)
-        for name in ("host_attention", "vector_flops", "host_flops", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "touch"):
+        seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
+        for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch"):
             if _number(name, getattr(self, name)) != 0:
                 _positive(name, getattr(self, name))
         if not isinstance(self.name, str) or not isinstance(self.measured, bool):

@@ -33,8 +33,9 @@ class Unit:
     stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
     the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
     stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
-    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); late: those of `pairs` that
-    pieces after a prompt's first compute; prompt_loaded, prompt_stored: what of `loaded` and `stored` its prompt causes.
+    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); late: those of
+    `pairs` that pieces after a prompt's first compute; prompt_loaded, prompt_stored: what of `loaded` and `stored` its
+    prompt causes.
     alike: whether all sequences hold as many pages at their end. together: whether all live as long.
     """
 

@@ -141,8 +141,8 @@ def faster_device(hardware: Hardware) -> Hardware:
         faster, products={name: _twice(table) for name, table in hardware.products.items()},
         prompt_attention=_twice(hardware.prompt_attention), decode_attention=_twice(hardware.decode_attention),
         attention={shape: _faster_attention(tables) for shape, tables in hardware.attention.items()},
-        vector_flops=2 * hardware.vector_flops, elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
-        layers=_halves(hardware.layers), heads=_halves(hardware.heads),
+        vector_flops=2 * hardware.vector_flops, elementwise=2 * hardware.elementwise,
+        cell_seconds=hardware.cell_seconds / 2, layers=_halves(hardware.layers), heads=_halves(hardware.heads),
     )  # fmt: skip
 
 
