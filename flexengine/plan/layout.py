@@ -67,6 +67,7 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
     kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
     past values that attention reads, None for all.
@@ -94,6 +95,7 @@ class ModelFacts:
     centred: bool = False
     topk: float | None = None
     scratch: int = 0
+    kv_form: str = ""
 
     @property
     def kv_token(self) -> int:
@@ -142,6 +144,14 @@ class ModelFacts:
         tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
         shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
         return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
+
+    def attention_signature(self, window: int | None = None) -> str:
+        """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates. window: tokens
+        that the layer sees, None for all."""
+        kept = self.kv_form or f"{8 * self.itemsize}-bit"
+        shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
+        seen = f", window {window}" if window else ""
+        return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
 
     @property
     def head_signature(self) -> str:

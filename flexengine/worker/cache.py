@@ -220,6 +220,10 @@ class Cache:
         out = out if self._turn is None else turned(out, self._turn)
         return out if width == out.shape[-1] else out[..., :width]
 
+    def on_device(self, layer: int) -> Tensor:
+        """The device's pool of a layer."""
+        return self._pool(layer, "device", -1)
+
     def on_host(self, layer: int) -> tuple[Tensor, CacheForm | None]:
         """The host's pool of a layer where it lies, and how it is encoded."""
         pool = self.machine.host.view(self._homes["host"]).view(self.layers, *self._shape("host"))

@@ -87,6 +87,7 @@ class Opened:
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+        self.facts = replace(self.facts, kv_form=lossy.cache or "")
         self.__dict__.pop("origins", None)
 
     def refusal(self, lossy: Lossy) -> str | None:
