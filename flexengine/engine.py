@@ -31,8 +31,9 @@ from flexengine.model.verify import Verifier
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, lay_out
-from flexengine.plan.search import LEAST, lay_out_given, planned
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
+from flexengine.plan.least import lay_out_given
+from flexengine.plan.search import check as check_least
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
@@ -405,7 +406,7 @@ class Engine:
 
     def check(self, workload: Workload) -> None:
         """Raises OutOfMemory as `fitting` does, without a search for a policy."""
-        least = partial(lay_out, self.facts, LEAST, capacity=planned(self.machine.capacity))
+        least = partial(check_least, self.facts, capacity=self.machine.capacity, prefill_tokens=self.fixed_prefill)
         fitting(workload, least if self.policy is None else self.plan)
 
     def plan(self, workload: Workload) -> Layout:

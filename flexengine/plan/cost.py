@@ -22,7 +22,7 @@ from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
-from flexengine.plan.lp import Linear, Memory, Phase
+from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
 from flexengine.policy import TIERS, Policy
@@ -382,24 +382,6 @@ class Cost:
         lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
-    def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
-        """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
-
-        corners: by tier, the layout with everything there, in memory without end. peak: page tokens the block needs.
-        """
-        capacity = self.hardware.capacity
-        limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
-        used = {tier: _straight(corners, tier, self._cache_bytes(peak)) for tier in TIERS}
-        if capacity.shared:
-            ram = used["device"] + used["host"]
-            pairs = [("device", ram, limits["device"]), ("disk", used["disk"], limits["disk"])]
-        else:
-            pairs = [(tier, used[tier], limits[tier]) for tier in TIERS]
-        return tuple(Memory(label, bytes_, float(limit)) for label, bytes_, limit in pairs if limit is not None)
-
-    def _cache_bytes(self, peak: float) -> float:
-        return peak * self.model.kv_token * len(self.model.layers)
-
 
 def _cached(method: Callable[..., T]) -> Callable[..., T]:
     """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
@@ -429,26 +411,3 @@ def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[st
     """The work of both, by lane."""
     nothing = Linear(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
-
-
-def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:
-    """Bytes of one tier. Buffers that exist as soon as anything is away are constants: the caller's switches."""
-    accounts = {at: layout.account[tier] for at, layout in corners.items()}
-    names = dict(zip(TIERS, "gcd", strict=True))
-    coefficients: dict[str, float] = {}
-    fixed = 0.0
-    for what in dict.fromkeys(what for account in accounts.values() for what in account):
-        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
-        if what == "KV cache":
-            coefficients[f"c{names[tier]}"] = cache_bytes
-        elif what in ("weights", "weight slots", "weight staging"):
-            least = min(booked.values())
-            fixed += least
-            for at_, nbytes in booked.items():
-                name = f"w{names[at_]}"
-                coefficients[name] = coefficients.get(name, 0.0) + nbytes - least
-        elif what == "hidden states":
-            coefficients[f"h{names[tier]}"] = booked.get(tier, 0.0)
-        else:
-            fixed += max(booked.values())
-    return Linear(fixed, coefficients)

@@ -4,6 +4,7 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import pages_for
+from flexengine.schedule.order import entrants, pages_for
 from flexengine.schedule.place import place_groups, places
 from flexengine.schedule.sweeps import Pool
 
@@ -294,21 +295,36 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(tokens * moment * model.itemsize + logits + model.scratch)
 
 
+def sweep_tokens(policy: Policy, workload: Workload) -> int:
+    """Return the most tokens that one sweep computes: the longest prompts of all sequences that may enter in one sweep
+    under the policy's schedule, and one token of each other sequence of the block."""
+    entering = entrants(policy.schedule, 0, policy.gpu_batch_size, policy.num_gpu_batches)
+    decoding = min(policy.block_size, workload.count) - min(entering, workload.count)
+    return workload.prompt_tokens(entering) + decoding
+
+
+def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
+    """Return the most tokens of one sweep whose hidden states have their home on `tier`.
+
+    `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
+    """
+    share, total = policy.activations[TIERS.index(tier)], sweep_tokens(policy, workload)
+    return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
+
+
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states unless those of all are at home elsewhere; of every token also
-    cosines and sines of rotary positions in fp32, its id and its position.
+    there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
+    sines of rotary positions in fp32, its id and its position.
     """
-    prompts = workload.prompt_tokens(policy.block_size)
-    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
+    if policy.block_size == policy.gpu_batch_size and workload.prompt_tokens(policy.block_size) <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
-    tokens = prompts + policy.block_size
+    tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
-    held = 2 if policy.activations[0] else 1
-    token = held * model.hidden * model.itemsize + 2 * 4 * model.head_dim + 2 * 8
-    return aligned(tokens * token + logits)
+    row = model.hidden * model.itemsize
+    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits)
 
 
 def delegated(policy: Policy) -> int:
@@ -400,10 +416,9 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
     if "disk" in away and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
-    tokens = workload.prompt_tokens(policy.block_size) + policy.block_size
-    batches = policy.block_size + tokens // policy.prefill_tokens + 1
+    batches = policy.block_size + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
     for tier in away:
-        layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
+        layout.hidden_home[tier] = aligned(hidden_tokens(policy, workload, tier) * row) + batches * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
 
 
