@@ -134,8 +134,11 @@ class Cost:
 
     # Seconds by lane.
 
-    def terms(self, policy: Policy, sweeps: Profile, split: Iterable[float]) -> Terms:
-        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart."""
+    def terms(
+        self, policy: Policy, sweeps: Profile, split: Iterable[float], layout: Layout | None = None
+    ) -> Terms:  # fmt: skip
+        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart. layout:
+        tells how much of a layer is read at once; None: all of it."""
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
@@ -147,8 +150,9 @@ class Cost:
             found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
         weights = np.full(sweeps.times.shape, float(self.streamed_bytes))
-        link("h2d", "wc", weights, self.unit_bytes)
-        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
+        pieces = {tier: self._transfer(layout, tier) for tier in ("host", "disk")}
+        link("h2d", "wc", weights, pieces["host"])
+        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(pieces["disk"], 1.0))
         page = self.away_page * model.kv_token
         coming = sweeps.loaded
         if model.topk is not None:
@@ -173,7 +177,7 @@ class Cost:
         ):  # fmt: skip
             link(lane, name, nbytes, transfer)
         if staged:  # what comes from disk, or goes there, crosses the device's link as well
-            link("h2d", "wd", weights, self.unit_bytes)
+            link("h2d", "wd", weights, pieces["disk"])
             for lane, name, nbytes, transfer in (
                 ("h2d", "cd", loaded, page), ("d2h", "cd", stored, page),
                 ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
@@ -182,6 +186,14 @@ class Cost:
         if model.topk is not None:
             self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
+
+    def _transfer(self, layout: Layout | None, tier: str) -> float:
+        """Bytes of a layer's weights that come from a tier together, in the mean of the layers that have any there."""
+        if layout is None:
+            return self.unit_bytes
+        layers = ([t.stored_bytes for t in layer if layout.homes[t.name] == tier] for layer in self.model.layers)
+        sizes = [sum(found) for found in layers if found]
+        return sum(sizes) / len(sizes) if sizes else self.unit_bytes
 
     def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
         """Adds chosen values to the links, and to the device, which waits for them. Without overlap it waits anyway."""
@@ -284,7 +296,7 @@ class Cost:
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
         sweeps = self.sweeps(policy, room, round(away, 2))
-        terms = self.terms(policy, sweeps, split.values())
+        terms = self.terms(policy, sweeps, split.values(), layout)
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(terms, fractions, policy)
         entering = sweeps.prompt > 1e-9
@@ -375,11 +387,15 @@ class Cost:
         return tuple(found)
 
     def _settling(self) -> dict[str, Linear]:
-        """Work of reading what stays in memory, once. Its RAM is new; who waits for a disk lets others write there."""
+        """Work of reading what stays in memory, once. Its RAM is new. Page faults take the processor that computes where
+        there is no GPU; else they are a lane of their own ("touch"), as they overlap disk reads."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
-        device = 0.0 if self.hardware.kind == "cuda" else touched
-        lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
+        lanes = {"disk_read": {"wg": read, "wc": read}}
+        if self.hardware.kind == "cuda":
+            lanes["touch"] = {"wg": 0.0, "wc": touched}
+        else:
+            lanes["device"] = {"wg": touched, "wc": touched}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
 
