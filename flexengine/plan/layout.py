@@ -24,6 +24,7 @@ HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer need
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
 VALUES = "chosen values"
+EMBEDDED = "embedding rows"
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
@@ -71,7 +72,7 @@ class ModelFacts:
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
     past values that attention reads, None for all.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
-    () where all see all.
+    () where all see all. gpu: whether a GPU computes.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -92,6 +93,7 @@ class ModelFacts:
     kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
+    gpu: bool = False
 
     @property
     def kv_token(self) -> int:
@@ -224,6 +226,7 @@ class Layout:
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
+    embedded: host bytes of a sweep's rows of an embedding off a GPU.
     delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
     """
 
@@ -237,6 +240,7 @@ class Layout:
     page_bytes: dict[str, int] = field(default_factory=dict)
     cache_buffer: int = 0
     values: int = 0
+    embedded: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -320,6 +324,7 @@ def lay_out(
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
+    _embedded(layout, model, workload)
     layout.book("device", "workspace", workspace(model, policy, workload))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
     _delegation(layout, model, capacity)
@@ -390,6 +395,16 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     for tier in away:
         layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
+
+
+def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
+    """Host memory for the rows that a sweep's tokens need of an embedding off a GPU. On a CPU they are activations."""
+    if not model.gpu or layout.homes[model.embedding.name] == "device":
+        return
+    width = max(model.hidden, model.embedding.elements // model.vocabulary)
+    tokens = workload.prompt_tokens(layout.policy.block_size) + layout.policy.block_size
+    layout.embedded = aligned(tokens * width * model.itemsize)
+    layout.book("host", EMBEDDED, layout.embedded)
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:

@@ -28,8 +28,8 @@ class Executor:
     have not begun by then (after an error or an interrupt) is not done any more.
 
     perform: does what a task says, in the lane's thread. busy: seconds of work per lane, of the tasks that had ended
-    when `run` last returned or this was left; what brings weights home, once, is no work of the lane's but LOADING. On a
-    CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
+    when `run` last returned or this was left; what brings weights home, once, is no work of the lane's but LOADING.
+    On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
     say: told what is under way when no task has ended for QUIET_SECONDS, for twice that, and so on; a task may last
     that long, or a lane hang (a network disk that does not answer), which nothing but the user can tell apart.
     """

@@ -50,7 +50,7 @@ class StreamMark(Mark):
     def passed(self) -> bool:  # type: ignore[override]
         """Whether the GPU has come to this point. False after an error of the GPU, as then every query fails."""
         with contextlib.suppress(RuntimeError):
-            return bool(self._event.query())
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
         return False
 
     @property

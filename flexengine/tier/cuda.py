@@ -69,7 +69,7 @@ class PinnedTier(MemoryTier):
             return
         source, flat = self.view(home), target.view(-1)
         step = max(1, len(source) if source.dtype == flat.dtype else CONVERTED // source.itemsize)
-        for part, there in zip(source.split(step), flat.split(step), strict=True):
+        for part, there in zip(torch.split(source, step), torch.split(flat, step), strict=True):
             there.copy_(part, non_blocking=True)  # the stream's order keeps one piece at a time
         self.count(read=home.nbytes)
 

@@ -72,7 +72,7 @@ class Opened:
         held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
-        self.facts = replace(self.facts, topk=lossy.topk)
+        self.facts = replace(self.facts, topk=lossy.topk, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
             self.facts = replace(self.facts, kv_kept=kv)

@@ -1,5 +1,5 @@
-"""Weights: those that stay are brought home once, the others pass through slots; embedding rows are gathered, the head
-comes in chunks of rows."""
+"""Weights: those that stay are brought home once, the others pass through slots; the head comes in chunks of
+rows."""
 
 from collections import deque
 from dataclasses import replace
@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexengine.codec.packed import TOGETHER, Packed
+from flexengine.codec.packed import Packed
+from flexengine.model.form import Form
 from flexengine.model.skeleton import Slot
 from flexengine.plan.layout import ENCODED_ROWS, Layout, slot_offsets
 from flexengine.tier.base import Home
@@ -197,45 +198,33 @@ class Weights:
             return self._resident[self._head], bias, form
         return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias, form
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding rows that hold every id, and ids into those rows. Off the device only the rows needed are read."""
-        form = self._forms.get(self._embedding)
-        if self._embedding in self._resident:
-            table = self._resident[self._embedding]
-            if table.dtype == self.dtype:
-                return table, ids
-            unique, inverse = torch.unique(ids, return_inverse=True)
-            rows = table[unique] if form is None else form.packed.decode_rows(table, unique)
-            return rows.to(self.dtype), inverse
-        unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
+    @property
+    def table(self) -> Tensor | None:
+        """The embedding, if it is on the device."""
+        return self._resident.get(self._embedding)
+
+    @property
+    def embedding_form(self) -> Form | None:
+        """How the embedding is kept, if it is encoded."""
+        return self._forms.get(self._embedding)
+
+    def gather(self, numbers: list[int]) -> Tensor:
+        """Rows of an embedding off the device, or blocks of encoded rows, by their rising numbers: in RAM."""
+        form, pieces = self.embedding_form, self._homes[self._embedding]
         if form is None:
-            width = self.skeleton.embedding[1][1]
-            rows = torch.empty(len(unique), width, dtype=self._held[self._embedding])
-            self._gather(unique.tolist(), width * self._homes[self._embedding][0].dtype.itemsize, rows)
-            rows = rows.to(self.dtype)
+            width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
-            rows = torch.cat([self._decoded(form.packed, ids) for ids in torch.split(unique, TOGETHER)]).to(self.dtype)
-        return rows.to(ids.device), inverse.to(ids.device)
-
-    def _decoded(self, packed: Packed, ids: Tensor) -> Tensor:
-        """Rows of an encoded embedding off the device, from the blocks they lie in."""
-        together, place = torch.unique(ids // ENCODED_ROWS, return_inverse=True)
-        size = packed.blocks[1] * packed.block_bytes
-        blocks = torch.empty(len(together), size, dtype=torch.uint8)
-        self._gather(together.tolist(), size, blocks)
-        part = replace(packed, rows=len(together) * ENCODED_ROWS)
-        return part.decode_rows(blocks.view(-1), place * ENCODED_ROWS + ids % ENCODED_ROWS)
-
-    def _gather(self, wanted: list[int], row: int, rows: Tensor) -> None:
-        """Rows of `row` bytes of the embedding, of rising numbers, into `rows`."""
-        pieces, pairs, at = self._homes[self._embedding], list[Pair](), 0
-        while at < len(wanted):  # neighbours in the table are one read
+            width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
+        row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
+        pairs, at = list[Pair](), 0
+        while at < len(numbers):  # neighbours in the table are one read
             end = at + 1
-            while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
                 end += 1
-            pairs += _spread(_part(pieces, wanted[at] * row, (end - at) * row), rows[at:end])
+            pairs += _spread(_part(pieces, numbers[at] * row, (end - at) * row), rows[at:end])
             at = end
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
+        return rows
 
     def close(self) -> None:
         """Gives all memory back: the modules forget their weights, the ledgers their entries."""
