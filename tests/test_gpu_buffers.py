@@ -2,22 +2,29 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import test_cache_kernels as caches
 import test_encoded as matrices
 import torch
+from conftest import NEW
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import cuda, reference
 from flexengine.kernels.cuda import CudaKernels
+from flexengine.lossy import Lossy
+from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = 1 << 20
 FP32, BF16 = torch.float32, torch.bfloat16
+LARGE = Capacity(1 << 40, 1 << 40, 1 << 40, shared=False, staged=True)
 
 
 class Held(TorchDispatchMode):
@@ -105,3 +112,58 @@ def test_encoding_keys_and_values_holds(kernels: str, bits: int) -> None:
     offsets = torch.arange(count, dtype=torch.int32) % room.page_tokens
     call = lambda: CudaKernels().append(k, v, cache.pool, pages, offsets, cache.form)  # noqa: E731
     assert held(call, k, v, pages, offsets, cache.pool) <= SMALL + 8192
+
+
+def test_the_plan_books_what_the_kernels_hold() -> None:
+    from flexengine.plan import gpu
+    from flexengine.tier import cuda as tier
+
+    assert (gpu.BUFFER, gpu.GATHERED) == (cuda.BUFFER, cuda.GATHERED)
+    assert gpu.CONVERTED == tier.CONVERTED
+    tensor = TensorFact("w", 4096 * 4096, 2, 2)
+    facts = ModelFacts(((tensor,),), (), tensor, None, 1000, 4096, 11008, 32, 8, 128, 2, gpu=True)
+    work = Workload.of([(1000, 24)] * 8)
+
+    def booked(facts: ModelFacts) -> int:
+        return lay_out(facts, Policy(gpu_batch_size=8), work, LARGE).account["device"]["workspace"]
+
+    alone = booked(replace(facts, gpu=False))
+    assert booked(facts) - alone == gpu.BUFFER + gpu.CUBLAS
+    other = replace(facts, layers=((replace(tensor, stored=4),),))
+    assert booked(other) - alone == gpu.BUFFER + gpu.CUBLAS + gpu.CONVERTED
+    rounded = replace(facts, layers=((replace(tensor, form="int4 by int8"),),))
+    tokens = min(Policy().prefill_tokens, 8000)
+    assert booked(rounded) - alone >= gpu.BUFFER + gpu.CUBLAS + tokens * 11008 * (1 + 8 / 32)
+    chosen = replace(facts, topk=0.1)
+    held = 2 * 8 * 128 * 1023 * cuda.GATHERED  # of the one sequence that is gathered at least
+    assert booked(chosen) - alone >= max(gpu.BUFFER, held) + gpu.CUBLAS
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_rows_of_an_embedding_off_a_gpu_are_booked(gpu: bool) -> None:
+    tensor, table = TensorFact("w", 64 * 64, 2, 2), TensorFact("e", 1000 * 64, 2, 2)
+    facts = ModelFacts(((tensor,),), (), table, None, 1000, 64, 128, 4, 4, 16, 2, gpu=gpu)
+    work = Workload.of([(100, 24)] * 8)
+    layout = lay_out(facts, Policy(gpu_batch_size=4, num_gpu_batches=2, weights=(0, 1, 0)), work, LARGE)
+    assert layout.embedded == layout.account["host"].get("embedding rows", 0)
+    wanted = (8 * 100 + 8) * 64 * 2  # all prompts, and a token for each sequence
+    assert layout.embedded == (-(-wanted // 4096) * 4096 if gpu else 0)
+
+
+@pytest.mark.parametrize("lossy", [Lossy(), Lossy(weights="int4")], ids=str)
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "opt-350m"])
+def test_rows_of_an_embedding_pass_through_locked_memory(
+    families: Any, tmp_path: Path, family: str, lossy: Lossy
+) -> None:  # fmt: skip
+    """As beside a GPU, on a simulated device."""
+    known, away = families(family), Policy(gpu_batch_size=2, num_gpu_batches=4, weights=(0, 0.5, 0.5))
+    found = []
+    for gpu in (False, True):
+        with Engine(known.directory, away, device="sim", offload_dir=tmp_path, lossy=lossy) as engine:
+            engine._opened.facts = replace(engine._opened.facts, gpu=gpu)
+            found.append([r.token_ids for r in engine.generate(known.rows, SamplingParams(NEW, ignore_eos=True))])
+            assert engine.layout is not None
+            assert bool(engine.layout.embedded) == gpu
+    assert found[0] == found[1]
+    if not lossy.weights:
+        assert found[1] == known.expected

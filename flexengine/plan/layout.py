@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import gpu
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import pages_for
 from flexengine.schedule.place import place_groups, places
@@ -285,6 +286,14 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     return aligned(tokens * moment * model.itemsize + logits)
 
 
+def _kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
+    """Bytes that a GPU's kernels hold beside activations; 0 where none computes."""
+    if not model.gpu:
+        return 0
+    tokens = min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
+    return aligned(gpu.buffers(model, tokens, workload.longest))
+
+
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
@@ -325,7 +334,7 @@ def lay_out(
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
-    layout.book("device", "workspace", workspace(model, policy, workload))
+    layout.book("device", "workspace", workspace(model, policy, workload) + _kernel_buffers(model, policy, workload))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
     _delegation(layout, model, capacity)
     for tier in TIERS:
