@@ -146,7 +146,7 @@ def test_rows_of_an_embedding_off_a_gpu_are_booked(gpu: bool) -> None:
     work = Workload.of([(100, 24)] * 8)
     layout = lay_out(facts, Policy(gpu_batch_size=4, num_gpu_batches=2, weights=(0, 1, 0)), work, LARGE)
     assert layout.embedded == layout.account["host"].get("embedding rows", 0)
-    wanted = (8 * 100 + 8) * 64 * 2  # all prompts, and a token for each sequence
+    wanted = 8 * 100 * 64 * 2  # all prompts enter in one sweep
     assert layout.embedded == (-(-wanted // 4096) * 4096 if gpu else 0)
 
 

@@ -127,8 +127,8 @@ class PausingEmbedding(nn.Module):
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
-        finally:  # hold no rows between passes; but models ask the table where it is
-            self.embedding._parameters["weight"] = nn.Parameter(rows[:0], requires_grad=False)
+        finally:  # hold no rows between passes, not even their storage; but models ask the table where it is
+            self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:

@@ -5,6 +5,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import cast
 
 from flexengine.runtime.lane import Done, Lane, Mark, new_lane
 from flexengine.runtime.trace import Trace
@@ -44,7 +45,7 @@ class Executor:
         self._ended = False
         self._under_way: dict[str, tuple[Task, float]] = {}  # by lane: since when, in seconds of time.perf_counter
         self._awaited: Task | None = None  # what `run` waits for
-        self._watchdog = Watchdog(QUIET_SECONDS, self._lasting, lambda text: self.say(text))
+        self._watchdog = Watchdog(QUIET_SECONDS)
 
     def __enter__(self) -> "Executor":
         return self
@@ -53,16 +54,25 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
+        failed: list[BaseException] = []
         for lane in self.lanes.values():
-            lane.close()
+            try:
+                lane.close()
+            except BaseException as failure:  # the threads of the other lanes must end, too
+                failed.append(failure)
+        self.lanes, self.edges = {}, Edges()
         self._count()
+        if failed and error is None:
+            raise failed[0]
+        for failure in failed:
+            cast(BaseException, error).add_note(f"then a lane could not be closed: {failure!r}")
 
     def abandon(self, lane: str, last: Callable[[], None]) -> None:
         """Begins nothing more. What a lane's thread alone can let go of, it does in `last`, after what it is doing."""
         self._ended = True
         if (there := self.lanes.get(lane)) is not None:
             done = Done()
-            with self._watchdog:
+            with self._watchdog.watching(self._lasting, self.say):
                 there.submit(last, (), done)
                 done.wait()
 
@@ -73,7 +83,7 @@ class Executor:
         """
         pending: list[tuple[Task, Done]] = []
         self._awaited = None
-        with self._watchdog:
+        with self._watchdog.watching(self._lasting, self.say):
             for task in program:
                 done = self._submit(task)
                 failed = done.error is not None

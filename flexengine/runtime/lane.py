@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from flexengine.runtime.frames import forget_variables
+
 
 class Mark:
     """A point in time on a lane whose work ends before its call returns.
@@ -159,6 +161,7 @@ class Thread(Lane):
                 try:
                     self._run(work, after, done)
                 except BaseException as error:  # every failure travels to whoever waits
+                    forget_variables(error)
                     done.set(error)
                 else:
                     done.set()

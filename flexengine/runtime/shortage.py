@@ -2,11 +2,11 @@
 
 import errno
 import re
-import traceback
 
 import torch
 
 from flexengine.errors import OutOfMemory
+from flexengine.runtime.frames import forget_variables
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
@@ -41,7 +41,7 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     else:
         found = None
     if found is not None:
-        _forget(error)
+        forget_variables(error)
     return found
 
 
@@ -66,13 +66,3 @@ def _where(error: BaseException) -> str:
     """The task that failed, from the note that the executor adds."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix("in task: ") for note in notes if note.startswith("in task: ")), "the job's regions")
-
-
-def _forget(error: BaseException) -> None:
-    """Clears what the tracebacks of an error and of those before it hold."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        traceback.clear_frames(at.__traceback__)
-        at = at.__cause__ or at.__context__

@@ -8,6 +8,7 @@ and 64 MB at its end: with more, the gaps between tensors grew beyond what any p
 import contextlib
 import ctypes
 import mmap
+from functools import cache
 
 import torch
 
@@ -25,7 +26,7 @@ def keep_freed() -> None:
     Threads started from now on share the main heap, so that lanes reuse what others freed.
     """
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.mallopt(_M_ARENA_MAX, 1)
@@ -34,7 +35,13 @@ def keep_freed() -> None:
 def give_back_freed() -> None:
     """Returns what malloc keeps to the system."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library. Cached: every CDLL object is part of a reference cycle."""
+    return ctypes.CDLL(None)
 
 
 def mapped(nbytes: int) -> torch.Tensor:
