@@ -19,6 +19,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import cuda, reference
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
+from flexengine.plan import gpu as gpu_plan
 from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,9 +116,9 @@ def test_encoding_keys_and_values_holds(kernels: str, bits: int) -> None:
 
 
 def test_the_plan_books_what_the_kernels_hold() -> None:
-    from flexengine.plan import gpu
     from flexengine.tier import cuda as tier
 
+    gpu = gpu_plan
     assert (gpu.BUFFER, gpu.GATHERED) == (cuda.BUFFER, cuda.GATHERED)
     assert gpu.CONVERTED == tier.CONVERTED
     tensor = TensorFact("w", 4096 * 4096, 2, 2)
@@ -152,10 +153,11 @@ def test_rows_of_an_embedding_off_a_gpu_are_booked(gpu: bool) -> None:
 
 @pytest.mark.parametrize("lossy", [Lossy(), Lossy(weights="int4")], ids=str)
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "opt-350m"])
-def test_rows_of_an_embedding_pass_through_locked_memory(
-    families: Any, tmp_path: Path, family: str, lossy: Lossy
+def test_what_passes_through_locked_memory(
+    families: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: str, lossy: Lossy
 ) -> None:  # fmt: skip
-    """As beside a GPU, on a simulated device."""
+    """Rows of the embedding and weights that stay, as beside a GPU, on a simulated device."""
+    monkeypatch.setattr(gpu_plan, "CONVERTED", 8192)
     known, away = families(family), Policy(gpu_batch_size=2, num_gpu_batches=4, weights=(0, 0.5, 0.5))
     found = []
     for gpu in (False, True):
@@ -163,7 +165,7 @@ def test_rows_of_an_embedding_pass_through_locked_memory(
             engine._opened.facts = replace(engine._opened.facts, gpu=gpu)
             found.append([r.token_ids for r in engine.generate(known.rows, SamplingParams(NEW, ignore_eos=True))])
             assert engine.layout is not None
-            assert bool(engine.layout.embedded) == gpu
+            assert bool(engine.layout.embedded) == bool(engine.layout.passing) == gpu
     assert found[0] == found[1]
     if not lossy.weights:
         assert found[1] == known.expected

@@ -15,8 +15,8 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
-# Bytes that a kernel holds at once beside its arguments and its result, and beside 8-bit codes of x; more only where one
-# row, or one sequence, needs more. plan.gpu books as much.
+# Bytes that a kernel holds at once beside its arguments, its result and 8-bit codes of x; more only where one row, or
+# one sequence, needs more. plan.gpu books as much.
 BUFFER = 2**26
 GATHERED = 28  # of them, per element of K and V that is gathered and decoded: five fp32 copies and 8 bytes of codes
 ENCODED = 48  # per element that is encoded: the copies that a fit makes

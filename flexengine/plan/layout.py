@@ -27,6 +27,7 @@ MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
 VALUES = "chosen values"
 EMBEDDED = "embedding rows"
+PASSING = "weights on their way to the GPU"
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
@@ -240,7 +241,8 @@ class Layout:
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
-    embedded: host bytes of a sweep's rows of an embedding off a GPU.
+    embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
+    which are read once into GPU memory.
     delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
     """
 
@@ -255,6 +257,7 @@ class Layout:
     cache_buffer: int = 0
     values: int = 0
     embedded: int = 0
+    passing: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -396,6 +399,9 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
+    if model.gpu:
+        layout.passing = gpu.CONVERTED
+        layout.book("host", PASSING, layout.passing)
     return layout
 
 

@@ -46,8 +46,8 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
 
 
 def _tier(error: OutOfMemory, ram: str) -> str:
-    """The tier to make smaller. Kernels for a CPU call RAM the device, also where it is the host. They give no capacity,
-    as ledgers do; and a GPU's allocator raises errors of its own."""
+    """The tier to make smaller. Kernels for a CPU call RAM the device, also where it is the host. They give no
+    capacity, as ledgers do; and a GPU's allocator raises errors of its own."""
     return error.tier if error.capacity or error.tier != "device" else ram
 
 

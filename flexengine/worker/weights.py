@@ -10,7 +10,7 @@ from torch import Tensor
 from flexengine.codec.packed import Packed
 from flexengine.model.form import Form
 from flexengine.model.skeleton import Slot
-from flexengine.plan.layout import ENCODED_ROWS, Layout, slot_offsets
+from flexengine.plan.layout import ENCODED_ROWS, PASSING, Layout, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
@@ -38,7 +38,10 @@ class Weights:
         self._resident: dict[str, Tensor] = {}
         self._arriving: dict[int, deque[list[Pair]]] = {}  # by unit: the batches that have not been read
         self.settled = 0  # bytes that `settle` has read
+        self._passing: Home | None = None
         try:
+            if layout.passing:
+                self._passing = self._regions.take("host", layout.passing, PASSING)
             self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
@@ -84,14 +87,28 @@ class Weights:
         """Reads the next batch of the weights of a unit that are to stay. Until all have come they are not there, nor
         are those of units that come from host memory. Raises BadCheckpoint."""
         disk, batches = self.machine.disk, self._arriving[unit]
-        disk.load_all([pair for pair in batches[0] if not pair[1].is_cuda])
+        disk.load_all([pair for pair in batches[0] if not self._passes(pair[1])])
         for source, target in batches[0]:
-            if target.is_cuda:
-                passing = torch.empty(target.shape, dtype=source.dtype)
-                disk.load(source, passing)
-                target.copy_(passing)
+            if self._passes(target):
+                self._pass(source, target)
         self.machine.settle()
         self.settled += sum(source.nbytes for source, _ in batches.popleft())
+
+    def _passes(self, target: Tensor) -> bool:
+        """Whether a tensor is in GPU memory, which a disk cannot read into."""
+        return self._passing is not None and target.device.type == self.machine.compute.type
+
+    def _pass(self, source: Home, target: Tensor) -> None:
+        """Read a piece of the checkpoint into GPU memory by way of locked memory, a part of it at a time."""
+        assert self._passing is not None
+        machine, width = self.machine, source.dtype.itemsize
+        step = self._passing.nbytes // width
+        for at in range(0, len(target), step):
+            part = source.part(at * width, min(step, len(target) - at) * width)
+            passing = machine.host.view(replace(self._passing.part(0, part.nbytes), dtype=source.dtype))
+            machine.disk.load(part, passing)
+            target[at : at + step].copy_(passing, non_blocking=True)
+            machine.settle()  # before it is written to again
 
     def settle_all(self) -> None:
         """What `settle` does, of all units."""
