@@ -19,6 +19,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import cuda, reference
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
+from flexengine.model import products
 from flexengine.plan import gpu as gpu_plan
 from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
 
@@ -135,6 +136,9 @@ def test_the_plan_books_what_the_kernels_hold() -> None:
     rounded = replace(facts, layers=((replace(tensor, form="int4 by int8"),),))
     tokens = min(Policy().prefill_tokens, 8000)
     assert booked(rounded) - alone >= gpu.BUFFER + gpu.CUBLAS + tokens * 11008 * (1 + 8 / 32)
+    gate, down = (TensorFact(n, 16 * size, 2, 2, experts=16) for n, size in (("g", 2 * 512 * 4096), ("d", 512 * 4096)))
+    mixed = replace(facts, layers=((tensor, gate, down),), active=4)
+    assert booked(mixed) - booked(facts) == tokens * 4 * (4 * 4096 + 2 * 1024) * 2
     chosen = replace(facts, topk=0.1)
     held = 2 * 8 * 128 * 1023 * cuda.GATHERED  # of the one sequence that is gathered at least
     assert booked(chosen) - alone >= max(gpu.BUFFER, held) + gpu.CUBLAS
@@ -169,3 +173,31 @@ def test_what_passes_through_locked_memory(
     assert found[0] == found[1]
     if not lossy.weights:
         assert found[1] == known.expected
+
+
+@pytest.mark.parametrize(("hidden", "wide"), [(256, 64), (64, 192)])
+def test_experts_computed_in_one_call_hold_what_is_booked(
+    monkeypatch: pytest.MonkeyPatch, hidden: int, wide: int
+) -> None:  # fmt: skip
+    """transformers' own grouped product, against a loop over tokens and experts."""
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    monkeypatch.setattr(products, "has_grouped_product", lambda x: True)
+    torch.manual_seed(2)
+    experts, active, tokens = 8, 4, 512
+    module = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=hidden, moe_intermediate_size=wide, num_experts=experts))
+    module.requires_grad_(False)
+    for parameter in module.parameters():
+        parameter.normal_(std=0.1)
+    x, shares = torch.randn(tokens, hidden), torch.rand(tokens, active)
+    chosen = torch.stack([torch.randperm(experts)[:active] for _ in range(tokens)])
+    peak = held(lambda: products._experts(module, x, chosen, shares), x, shares, chosen, *module.parameters())
+    parts = [TensorFact(n, p.numel(), 4, 4, experts=experts) for n, p in module.named_parameters()]
+    facts = ModelFacts((tuple(parts),), (), parts[0], None, 1, hidden, wide, 1, 1, 1, 4, active=active, gpu=True)
+    assert peak <= tokens * active * gpu_plan._pair(facts, parts) * 4 + 8 * 16 * tokens * active  # and their indices
+    found = products._experts(module, x, chosen, shares)
+    for i in range(0, tokens, 37):
+        gate, up = (module.gate_up_proj[chosen[i]] @ x[i]).chunk(2, -1)
+        each = module.down_proj[chosen[i]] @ (torch.nn.functional.silu(gate) * up)[..., None]
+        torch.testing.assert_close(found[i], (each[..., 0] * shares[i, :, None]).sum(0), atol=1e-4, rtol=1e-4)

@@ -15,6 +15,8 @@ CUBLAS = 64 << 20  # of its workspaces: at most 32 MiB for each of two streams t
 class Tensor(Protocol):
     """What matters of a TensorFact."""
 
+    elements: int
+    experts: int
     stored: int
     held: int
     encoded: int
@@ -29,6 +31,8 @@ class Shape(Protocol):
     head_dim: int
     width: int
     hidden: int
+    itemsize: int
+    active: int
     topk: float | None
 
     @property
@@ -50,5 +54,13 @@ def buffers(model: Shape, tokens: int, longest: int) -> int:
     rounded = any(t.form.endswith("by int8") for t in tensors)
     wide = max(model.width, model.hidden)
     codes = tokens * (wide + GROUP + 8 * -(-wide // GROUP)) if rounded else 0  # with a scale and a sum for each group
+    experts = tokens * model.active * _pair(model, tensors) * model.itemsize
     converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in tensors) else 0
-    return max(BUFFER, partial, gathered) + codes + converted + CUBLAS
+    return max(BUFFER, partial, gathered) + codes + experts + converted + CUBLAS
+
+
+def _pair(model: Shape, tensors: Iterable[Tensor]) -> int:
+    """Return elements that one token and one of its experts take where all experts are computed in one call: the token
+    before, after, weighted and back in order; what goes into the gate and what comes out of it, with copies."""
+    wide = max((t.elements // t.experts // model.hidden for t in tensors if t.experts and not t.encoded), default=0)
+    return 4 * model.hidden + 2 * wide if wide else 0
