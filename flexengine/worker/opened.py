@@ -80,7 +80,7 @@ class Opened:
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
-        self.facts = replace(facts, topk=lossy.topk, scratch=scratch)
+        self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
             self.facts = replace(self.facts, kv_kept=kv)
