@@ -167,7 +167,8 @@ def lifetimes(policy: Policy, pools: dict[str, Pool], rows: list[tuple[int, int]
 @pytest.mark.parametrize("share", [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
 def test_bytes_are_flexgens(share: tuple[float, float]) -> None:
     """Systems 1.2 and 1.5, with pages: what is loaded and stored is whole pages of 16 tokens, but for the tokens that
-    decode steps store in RAM, and hidden states pass between layers only. One block of b rows, n tokens, weights, cache and hidden states split over host and disk."""
+    decode steps store in RAM, and hidden states pass between layers only. One block of b rows, n tokens, weights, cache
+    and hidden states split over host and disk."""
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
     c, d = share
     split = (0.0, c, d)

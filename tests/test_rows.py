@@ -17,6 +17,14 @@ KV_HEADS, PAGE_TOKENS = 3, 16
 TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page
 
 
+def _by_token(pages: torch.Tensor, form: CacheForm | None, dim: int) -> list[torch.Tensor]:
+    """Views of pages as whole numbers whose last dimension but one is the token's place in its page."""
+    if form is None:
+        return [pages.view(torch.int32).view(-1, 2, KV_HEADS, PAGE_TOKENS, dim)]
+    codes, *halves = form.panels(pages)
+    return [codes, *(half.view(torch.int16).transpose(-1, -2) for half in halves)]
+
+
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("bits", [0, 8, 4, 2])
 def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -> None:
@@ -32,14 +40,10 @@ def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -
         store_rows(machine, rows, buffer, pool, "host")
 
     assert machine.host.bytes_written == len(TOKENS) * token_bytes
-    views = [list(form.panels(x)) if form else [x.view(torch.float32).view(-1, 2, KV_HEADS, PAGE_TOKENS, dim)]
-             for x in (source, target)]  # fmt: skip
-    for here, there in zip(*views, strict=True):
-        axis = 3 if here is views[0][0] else 4  # of tokens
+    for here, there in zip(*(_by_token(x, form, dim) for x in (source, target)), strict=True):
         for far, near, place in TOKENS:
-            assert torch.equal(there.select(axis, place)[far].view(torch.uint8 if axis == 3 and form else torch.int16),
-                               here.select(axis, place)[near].view(torch.uint8 if axis == 3 and form else torch.int16))  # fmt: skip
-            there.select(axis, place)[far] = 0
+            assert torch.equal(there[..., place, :][far], here[..., place, :][near])
+            there[..., place, :][far] = 0
     assert not target.any()
 
 
