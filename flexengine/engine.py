@@ -22,17 +22,18 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
 from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.model import identity
 from flexengine.model.importance import Importances
 from flexengine.model.linear import numerics
-from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, lay_out
-from flexengine.plan.search import LEAST, lay_out_given, planned
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
+from flexengine.plan.least import lay_out_given
+from flexengine.plan.search import check as check_least
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
@@ -176,7 +177,7 @@ class Engine:
             return None
         opened = self._opened
         return self._calibration.importances(
-            self.source.directory, opened.files, opened.dtype, self._measured, self.verifier
+            self.source.directory, opened.given, opened.dtype, self._measured, self.verifier
         )
 
     def _measured(self) -> dict[str, torch.Tensor]:
@@ -399,14 +400,13 @@ class Engine:
             "transformers": transformers.__version__,
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the model's files: other weights, config or tokenizer have another."""
-        return fingerprint(self.source.directory)
+    def model_files(self, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return marks of the files that the user gave as the model; see `model.identity.marks`."""
+        return identity.marks(identity.given_files(self.source), self._opened.files, known)
 
     def check(self, workload: Workload) -> None:
         """Raises OutOfMemory as `fitting` does, without a search for a policy."""
-        least = partial(lay_out, self.facts, LEAST, capacity=planned(self.machine.capacity))
+        least = partial(check_least, self.facts, capacity=self.machine.capacity, prefill_tokens=self.fixed_prefill)
         fitting(workload, least if self.policy is None else self.plan)
 
     def plan(self, workload: Workload) -> Layout:
@@ -416,6 +416,8 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
+        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property

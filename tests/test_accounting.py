@@ -259,9 +259,11 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
     from flexengine.errors import InvalidInput
 
     (tmp_path / "file").touch()
-    with pytest.raises(InvalidInput, match=r"file is no directory to write in; set --offload-dir"):
-        Engine(families("llama").directory, device="cpu", offload_dir=tmp_path / "file" / "x")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
+    with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "file" / "x") as engine:
+        with pytest.raises(InvalidInput, match=r"file is no directory to write in; set --offload-dir"):
+            engine.generate(families("llama").rows, GREEDY)
+        assert engine.machine.traffic()["disk_read"] == 0
     with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "late" / "x") as engine:
         (tmp_path / "late").touch()  # somebody was quicker
         with pytest.raises(InvalidInput, match="--offload-dir"):
@@ -321,6 +323,7 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
+@pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_rest(
     families: Any, tmp_path: Path, monkeypatch: Any, kind: str

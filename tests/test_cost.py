@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_layout import model_of
 
+from flexengine.plan.attention import Attention
 from flexengine.plan.clock import Clock, simulated
 from flexengine.plan.cost import LOADED, Cost, Prediction
 from flexengine.plan.hardware import Hardware, at
@@ -384,9 +385,9 @@ def test_grouped_query_attention() -> None:
     many, grouped = predicted(model, work, policy), predicted(few, work, policy)
     # Pages hold at least 256 KiB, so fewer heads are longer pages, of which the last is not full.
     assert grouped.busy["h2d"] == pytest.approx(many.busy["h2d"] / 4, rel=0.25)
-    attend = Rates.of(model, FLAT).decode_attention(1000, 100), Rates.of(few, FLAT).decode_attention(1000, 100)
+    attend = Attention(model, FLAT).decode(1000, 100), Attention(few, FLAT).decode(1000, 100)
     assert attend[0] == pytest.approx(4 * attend[1])
-    prompts = Rates.of(model, FLAT).prompt_attention(1000, 100), Rates.of(few, FLAT).prompt_attention(1000, 100)
+    prompts = Attention(model, FLAT).prompt(1000, 100), Attention(few, FLAT).prompt(1000, 100)
     assert prompts[0] == pytest.approx(prompts[1])  # as many query heads
 
 

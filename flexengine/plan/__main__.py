@@ -20,9 +20,11 @@ from flexengine.plan import explain
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.fitting import aside, fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload, lay_out
+from flexengine.plan.layout import ModelFacts, Workload
+from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
-from flexengine.plan.search import LEAST, Options, Search, frontier, lay_out_given, search
+from flexengine.plan.search import Options, Search, frontier, search
+from flexengine.plan.search import check as check_least
 from flexengine.plan.whatif import BUDGET, Help, helps, instead
 from flexengine.policy import Policy
 
@@ -261,7 +263,7 @@ def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) ->
 
     place = _place(args)
     with closing(place.machine()) as machine:
-        fitting(workload, lambda work: lay_out(opened.facts, LEAST, work, machine.capacity))
+        fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         planner = planning.Planner(machine, opened, place.directory)
         planner.say = say
         return planner.hardware()

@@ -18,16 +18,18 @@ from weakref import WeakMethod
 
 import numpy as np
 
+from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
-from flexengine.plan.lp import Linear, Memory, Phase
+from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import places
 
+PAST = 2 / 3  # of a prompt is cached before the mean pair of its continued pieces
 SAMPLE = 256  # prompts that stand for all when batches are formed
 LOADED = 8 << 20  # bytes of a read, when weights are brought to where they stay
 GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
@@ -162,8 +164,8 @@ class Cost:
             asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
             link("h2d", "cc", asked * model.fetched, g * model.fetched)
             link("d2h", "cc", asked * model.sent, g * model.sent)
-            found["cpu"] = {"cc": self._seen(sweeps, lambda cached, _: rates.host_attention(cached)) * sweeps.counted}
-            here = self._seen(sweeps, rates.decode_attention) * sweeps.counted
+            found["cpu"] = {"cc": self._seen(sweeps, Attention.on_host) * sweeps.counted}
+            here = self._seen(sweeps, Attention.decode) * sweeps.counted
             found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
@@ -197,35 +199,46 @@ class Cost:
             found["device"][name] = found["device"].get(name, 0.0) + on_device
 
     def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
-        """Seconds of the device lane by sweep. Sequences at home on different tiers are never in one gpu_batch."""
+        """Seconds of the device lane by sweep."""
+        return np.asarray(sum(self.parts(policy, sweeps, split).values()))
+
+    def parts(self, policy: Policy, sweeps: Profile, split: list[float]) -> dict[str, Array]:
+        """Return the seconds of the device lane by sweep and kind of work. split: shares of the sequences by tier, who
+        are never in one gpu_batch."""
         hardware, rates, g = self.hardware, self.rates, policy.gpu_batch_size
         mean, per_token, per_batch = self._prefills(g, policy.prefill_tokens)
         units = len(self.model.layers) + (self.head_chunks if policy.weights[0] < 1 else 1)
-        total = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
+        found = dict.fromkeys(("layers", "head", "calls", "tasks", "prompt attention"), np.zeros(sweeps.times.shape))
+        found["bookkeeping"] = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
         prompts = max(1e-9, float(self._units(policy.prefill_tokens, 0.0).prompt))
         host = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1  # who never joins prompts
         for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
             decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
             full, rest = np.floor(decoding / g + 1e-9), decoding - g * np.floor(decoding / g + 1e-9)
             few = (prompt < mean) & (tier != host)  # then prompts join what is left of the decoding
-            whole = np.asarray(full * float(rates.stack(g)) + full * float(rates.head(g)))
-            joined = rates.stack(rest + prompt) + rates.head(rest + prompt / prompts)
-            apart = rates.stack(rest) + rates.head(rest) + prompt * per_token
+            joined, apart = rates.stack(rest + prompt), rates.stack(rest) + prompt * per_token
+            found["layers"] = found["layers"] + full * float(rates.stack(g)) + np.where(few, joined, apart)
+            joined, apart = rates.head(rest + prompt / prompts), rates.head(rest)
             apart = apart + prompt * per_batch * rates.head(min(g, mean / prompts))
-            total = total + whole + np.where(few, joined, apart)
+            found["head"] = found["head"] + full * float(rates.head(g)) + np.where(few, joined, apart)
             cells = full + (rest > 0) + np.where(few, 0, prompt * per_batch)
-            total = total + cells * units * hardware.task_seconds
+            found["tasks"] = found["tasks"] + cells * units * hardware.task_seconds
+            found["calls"] = found["calls"] + cells * rates.calls
         for window, layers in rates.windows.items():
-            total = total + layers * rates.prompt_attention(sweeps.pairs[window], prompts)
-        return np.asarray(total + self._seen(sweeps, rates.decode_attention))
+            late, attention = sweeps.late[window], rates.attention[window]
+            fresh = attention.prompt(sweeps.pairs[window] - late, min(prompts, policy.prefill_tokens))
+            work = fresh + attention.continued(late, PAST * prompts)
+            found["prompt attention"] = found["prompt attention"] + layers * work
+        return found | {"decode attention": self._seen(sweeps, Attention.decode)}
 
-    def _seen(self, sweeps: Profile, attention: Callable[[Array, Array], Array]) -> Array:
-        """Decode attention of all layers by sweep: attention(cached tokens, tokens of a sequence) is of one layer."""
+    def _seen(self, sweeps: Profile, seconds: Callable[[Attention, Array, Array], Array]) -> Array:
+        """Decode attention of all layers by sweep. seconds: of one layer, by cached tokens in all and of a sequence."""
         length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
         total = np.zeros(sweeps.times.shape)
         for window, layers in self.rates.windows.items():
             cached = sweeps.cached if window is None else sweeps.windows[window]
-            total = total + layers * attention(cached, length if window is None else np.minimum(length, window))
+            seen = length if window is None else np.minimum(length, window)
+            total = total + layers * seconds(self.rates.attention[window], cached, seen)
         return total
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
@@ -303,6 +316,8 @@ class Cost:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
         both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        if self.hardware.kind != "cuda":  # the processor that computes also gets the pages
+            both["device"] = both.get("device", 0.0) + touched
         return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
@@ -369,24 +384,6 @@ class Cost:
         lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
-    def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
-        """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
-
-        corners: by tier, the layout with everything there, in memory without end. peak: page tokens the block needs.
-        """
-        capacity = self.hardware.capacity
-        limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
-        used = {tier: _straight(corners, tier, self._cache_bytes(peak)) for tier in TIERS}
-        if capacity.shared:
-            ram = used["device"] + used["host"]
-            pairs = [("device", ram, limits["device"]), ("disk", used["disk"], limits["disk"])]
-        else:
-            pairs = [(tier, used[tier], limits[tier]) for tier in TIERS]
-        return tuple(Memory(label, bytes_, float(limit)) for label, bytes_, limit in pairs if limit is not None)
-
-    def _cache_bytes(self, peak: float) -> float:
-        return peak * self.model.kv_token * len(self.model.layers)
-
 
 def _cached(method: Callable[..., T]) -> Callable[..., T]:
     """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
@@ -416,26 +413,3 @@ def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[st
     """The work of both, by lane."""
     nothing = Linear(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
-
-
-def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:
-    """Bytes of one tier. Buffers that exist as soon as anything is away are constants: the caller's switches."""
-    accounts = {at: layout.account[tier] for at, layout in corners.items()}
-    names = dict(zip(TIERS, "gcd", strict=True))
-    coefficients: dict[str, float] = {}
-    fixed = 0.0
-    for what in dict.fromkeys(what for account in accounts.values() for what in account):
-        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
-        if what == "KV cache":
-            coefficients[f"c{names[tier]}"] = cache_bytes
-        elif what in ("weights", "weight slots", "weight staging"):
-            least = min(booked.values())
-            fixed += least
-            for at_, nbytes in booked.items():
-                name = f"w{names[at_]}"
-                coefficients[name] = coefficients.get(name, 0.0) + nbytes - least
-        elif what == "hidden states":
-            coefficients[f"h{names[tier]}"] = booked.get(tier, 0.0)
-        else:
-            fixed += max(booked.values())
-    return Linear(fixed, coefficients)

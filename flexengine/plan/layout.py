@@ -4,6 +4,7 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +12,7 @@ from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import pages_for
+from flexengine.schedule.order import entrants, pages_for
 from flexengine.schedule.place import place_groups, places
 from flexengine.schedule.sweeps import Pool
 
@@ -67,9 +68,11 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
     kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
     past values that attention reads, None for all.
+    scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
     () where all see all.
     """
@@ -92,6 +95,8 @@ class ModelFacts:
     kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
+    scratch: int = 0
+    kv_form: str = ""
 
     @property
     def kv_token(self) -> int:
@@ -140,6 +145,14 @@ class ModelFacts:
         tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
         shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
         return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
+
+    def attention_signature(self, window: int | None = None) -> str:
+        """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates. window: tokens
+        that the layer sees, None for all."""
+        kept = self.kv_form or f"{8 * self.itemsize}-bit"
+        shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
+        seen = f", window {window}" if window else ""
+        return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
 
     @property
     def head_signature(self) -> str:
@@ -269,7 +282,8 @@ def slot_bytes(sizes: Iterable[int]) -> int:
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that computing one gpu_batch may take at once: activations of its widest moments and two sets of logits.
+    """Bytes that computing one gpu_batch may take at once: activations of its widest moments, two sets of logits, and
+    the scratch of the attention kernels.
 
     A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
     holds q, k, v with and without rotation.
@@ -278,22 +292,39 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
     logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
-    return aligned(tokens * moment * model.itemsize + logits)
+    return aligned(tokens * moment * model.itemsize + logits + model.scratch)
+
+
+def sweep_tokens(policy: Policy, workload: Workload) -> int:
+    """Return the most tokens that one sweep computes: the longest prompts of all sequences that may enter in one sweep
+    under the policy's schedule, and one token of each other sequence of the block."""
+    entering = entrants(policy.schedule, 0, policy.gpu_batch_size, policy.num_gpu_batches)
+    decoding = min(policy.block_size, workload.count) - min(entering, workload.count)
+    return workload.prompt_tokens(entering) + decoding
+
+
+def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
+    """Return the most tokens of one sweep whose hidden states have their home on `tier`.
+
+    `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
+    """
+    share, total = policy.activations[TIERS.index(tier)], sweep_tokens(policy, workload)
+    return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states unless those of all are at home elsewhere.
+    there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
+    sines of rotary positions in fp32, its id and its position.
     """
-    prompts = workload.prompt_tokens(policy.block_size)
-    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
+    if policy.block_size == policy.gpu_batch_size and workload.prompt_tokens(policy.block_size) <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
-    tokens = prompts + policy.block_size
+    tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
-    held = 2 if policy.activations[0] else 1
-    return aligned(held * tokens * model.hidden * model.itemsize + logits)
+    row = model.hidden * model.itemsize
+    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits)
 
 
 def delegated(policy: Policy) -> int:
@@ -385,10 +416,9 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
     if "disk" in away and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
-    tokens = workload.prompt_tokens(policy.block_size) + policy.block_size
-    batches = policy.block_size + tokens // policy.prefill_tokens + 1
+    batches = policy.block_size + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
     for tier in away:
-        layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
+        layout.hidden_home[tier] = aligned(hidden_tokens(policy, workload, tier) * row) + batches * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
-from flexengine.kernels.base import Kernels
+from flexengine.kernels.base import Kernels, Past
 from flexengine.kv.pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
@@ -231,6 +231,10 @@ class Cache:
         out = out if self._turn is None else turned(out, self._turn)
         return out if width == out.shape[-1] else out[..., :width]
 
+    def on_device(self, layer: int) -> Tensor:
+        """The device's pool of a layer."""
+        return self._pool(layer, "device", -1)
+
     def on_host(self, layer: int) -> tuple[Tensor, CacheForm | None]:
         """The host's pool of a layer where it lies, and how it is encoded."""
         pool = self.machine.host.view(self._homes["host"]).view(self.layers, *self._shape("host"))
@@ -273,10 +277,9 @@ class Cache:
         for p in view.prompts:
             span = slice(p.first, p.first + p.rows * p.length)
             qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
-            if p.table is not None:  # what is new is taken as it is, not as it was rounded to be kept
-                past = (x[None].to(q.dtype) for x in self.kernels.gather(pool, p.table, p.past, form))
-                ks, vs = (torch.cat(pair, 1) for pair in zip(past, (ks, vs), strict=True))
-            out[span] = self.kernels.attend_prompt(qs, ks, vs, *options).flatten(0, 1)
+            # New keys and values are used as computed, not as rounded for the cache.
+            past = None if p.table is None else Past(pool, p.table, p.past, form)
+            out[span] = self.kernels.attend_prompt(qs, ks, vs, *options, past).flatten(0, 1)
         return out[None]
 
     def _spans(self, home: str, whole: Runs, keys: Runs | tuple[()] = ()) -> Spans:
