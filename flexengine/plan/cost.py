@@ -161,9 +161,10 @@ class Cost:
         loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
-        up, down = loaded, stored  # of what lives on the host
+        rows = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.away_page  # a decode step stores one each
+        up, down = loaded, sweeps.prompt_stored * model.kv_token * layers  # of what lives on the host
         if policy.delegate:  # then pages are moved for prompts alone
-            up, down = (x * model.kv_token * layers for x in (sweeps.prompt_loaded, sweeps.prompt_stored))
+            up, rows = sweeps.prompt_loaded * model.kv_token * layers, np.zeros_like(rows)
             asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
             link("h2d", "cc", asked * model.fetched, g * model.fetched)
             link("d2h", "cc", asked * model.sent, g * model.sent)
@@ -172,6 +173,7 @@ class Cost:
             found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
+            ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
         ):  # fmt: skip
