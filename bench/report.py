@@ -234,11 +234,14 @@ def plan_block(folder: Path = RESULTS) -> str:
         )
         for x in found if x["part"] == "auto"
     ]  # fmt: skip
-    error = [x for x in found if x["part"] == "error"][-1]
-    off = error["prediction_error"]
-    rows.append(("two models, two machines, three workloads", "given policies", "",
-                 f"{100 * off['median']:.0f} % ({off['runs']} runs)", f"{100 * off['worst']:.0f} %",
-                 str(error["failed"])))  # fmt: skip
+    titles = {"error": "two models, two machines, three workloads",
+              "held-out": "shapes and formats of attention, windows, experts, long rows, encoded weights, little memory"}
+    for part, title in titles.items():
+        for error in [x for x in found if x["part"] == part][-1:]:
+            off = error["prediction_error"]
+            mean = f", mean {100 * off['mean']:+.0f} %" if "mean" in off else ""
+            rows.append((title, "given policies", "", f"{100 * off['median']:.0f} % ({off['runs']} runs){mean}",
+                         f"{100 * off['worst']:.0f} %", str(error["failed"])))  # fmt: skip
     head = ("case", "policies", "rate to the best", "predicted to measured, median", "worst", "failed")
     commands = "`python -m bench.plan auto --model-dir DIR`, `python -m bench.plan error --model-dir DIR`"
     return table(head, rows) + f"\n\nCommands: {commands}"

@@ -22,9 +22,9 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
 from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.model import identity
 from flexengine.model.importance import Importances
 from flexengine.model.linear import numerics
-from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
@@ -38,6 +38,7 @@ from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
@@ -176,7 +177,7 @@ class Engine:
             return None
         opened = self._opened
         return self._calibration.importances(
-            self.source.directory, opened.files, opened.dtype, self._measured, self.verifier
+            self.source.directory, opened.given, opened.dtype, self._measured, self.verifier
         )
 
     def _measured(self) -> dict[str, torch.Tensor]:
@@ -325,7 +326,6 @@ class Engine:
             if times == REPLANS:
                 raise exhausted(found, layout, times)
             times += 1
-            self.machine.give_back()
             try:
                 smaller = self.planner.smaller(workload, layout, found.tier, found.needed, self._placed)
             except OutOfMemory as error:
@@ -344,7 +344,9 @@ class Engine:
             means = self._prepare(watch)
         except Exception as error:
             if (found := shortage(error, self.machine.kind == "cuda")) is None:
+                forget_variables(error)
                 raise
+            self.machine.give_back()
             return found
         course.loaded += time.perf_counter() - began
         course.before = course.before or self._traffic()
@@ -358,9 +360,10 @@ class Engine:
             lack = error.with_traceback(None)
             course.again(generation.unfinished(), generation.feed)
         finally:
+            means.worker.close()
+            self.machine.give_back()
             course.worked(means.executor.busy)
             self.summary = self._summarise(course, means)
-            means.worker.close()
             self._write_trace()
         if lack is None:
             self.planner.learn(watch)
@@ -397,10 +400,9 @@ class Engine:
             "transformers": transformers.__version__,
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the model's files: other weights, config or tokenizer have another."""
-        return fingerprint(self.source.directory)
+    def model_files(self, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return marks of the files that the user gave as the model; see `model.identity.marks`."""
+        return identity.marks(identity.given_files(self.source), self._opened.files, known)
 
     def check(self, workload: Workload) -> None:
         """Raises OutOfMemory as `fitting` does, without a search for a policy."""
@@ -414,6 +416,8 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
+        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property
@@ -449,7 +453,8 @@ class Engine:
             watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
-        executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
+        apart = self.overlap and (away or self.machine.lanes == "stream")  # Inline lanes wait for each task of a GPU
+        executor = Executor(worker.perform, self.machine.lanes if apart else "inline", self.trace)
         self.machine.settle()
         return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)
 

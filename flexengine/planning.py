@@ -1,5 +1,6 @@
 """Plans for a model on a machine: measures it where that pays, and searches the policy."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -190,7 +191,13 @@ class Place:
 
     @property
     def directory(self) -> Path:
-        return Path(self.offload_dir) if self.offload_dir else cache_root() / "offload"
+        """The offload directory; without a home directory one that cannot be made, which most plans do not need."""
+        if self.offload_dir:
+            return Path(self.offload_dir)
+        try:
+            return cache_root() / "offload"
+        except InvalidInput:
+            return Path(os.devnull) / "offload"
 
     def machine(self, links: Links | None = None) -> Machine:
         """The machine. Raises InvalidInput for what it does not have."""

@@ -185,8 +185,7 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
 
 def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Runs what is to be run and puts the output in place. Returns the summary."""
-    if job.note:
-        say(job.note)
+    _say_note(job)
     bar = _Bar()
 
     def sweep_ended(progress: "Progress") -> None:
@@ -199,7 +198,8 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         bar.show(progress)
 
     with _engine(args, sweep_ended) as engine:
-        rows = job.begin(_manifest(args, job, params, engine), engine.source.name)
+        rows = job.begin(lambda known: _manifest(args, job, params, engine, known), engine.source.name)
+        _say_note(job)
         if job.resumed:
             say(f"{job.resumed} of {job.total} rows were done before")
         # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
@@ -219,6 +219,12 @@ def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     print(_last_line(args, job, summary), file=sys.stderr)
     counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
     return {**summary, "job": counts}
+
+
+def _say_note(job: "Job") -> None:
+    if job.note:
+        say(job.note)
+    job.note = ""
 
 
 def _keep_to(engine: "Engine", began: int | None) -> None:
@@ -252,18 +258,23 @@ def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) ->
         lossy=args.lossy, allow=args.allow, verify=args.verify,
     )  # fmt: skip
     engine.planner.say = say
+    if engine.machine.no_offload:
+        say(f"nothing is offloaded to disk: {engine.machine.no_offload}")
     if engine.verifier:
         say(f"verified {_verified(vars(engine.verifier))}")
     return engine
 
 
-def _manifest(args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine") -> dict[str, Any]:
-    from flexengine.job.manifest import INPUT_DIGEST, make_manifest
+def _manifest(
+    args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine", known: dict[str, Any]
+) -> dict[str, Any]:
+    """The job's manifest. known: that of the run that began the job; empty if there was none."""
+    from flexengine.job.manifest import INPUT_DIGEST, MODEL_FILES, make_manifest
 
     given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "prompt_column": args.prompt_column,
              "output_format": "jsonl"}  # fmt: skip
-    made = {"version": __version__, "model": engine.source.name, "model_fingerprint": engine.fingerprint,
-            **engine.numerics}  # fmt: skip
+    made = {"version": __version__, "model": engine.source.name, **engine.numerics,
+            MODEL_FILES: engine.model_files(known.get(MODEL_FILES, {}))}  # fmt: skip
     return make_manifest(params, given, made, {"allow": sorted(args.allow)} if args.allow else engine.switches)
 
 

@@ -15,6 +15,7 @@ from test_gguf import tiny_gguf
 from bench.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, loading, prepare, verify
+from flexengine.model import identity as identity_of
 from flexengine.reading import PAUSES, opened
 
 CONTENT = bytes(range(256)) * 100
@@ -44,7 +45,8 @@ def key(folder: Path) -> Any:
 
 
 def identity(folder: Path) -> Any:
-    return loading.fingerprint(folder)
+    files = {path.name: path for path in folder.iterdir()}
+    return identity_of.marks(files, [folder / "model.safetensors"], {})
 
 
 def gguf_tensor(folder: Path) -> Any:

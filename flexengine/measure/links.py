@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from flexengine.errors import InvalidInput
 from flexengine.measure.timing import fill, room, unnoticed
+from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
@@ -29,7 +31,7 @@ COPIED = 128 * MIB  # of each memory, which no cache holds
 SPILLED = 256 * MIB  # most of the offload directory
 LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
 WRITTEN = 128 * MIB  # of that file
-TOUCHED, PAGE = 192 * MIB, 4096
+TOUCHED, PAGE = 512 * MIB, 4096
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # in which sizes are tried one after the other
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
@@ -55,7 +57,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     """
     with unnoticed(machine):
         touch = _touch()
-        links = _copies(machine) | _spills(machine)
+        links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch)
 
 
@@ -96,16 +98,15 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
 
 
 def _touch() -> float:
-    """Bytes per second of RAM written to for the first time. A virtual machine may have to get a page from its host,
-    unless somebody used it lately: the second time tells of pages that are there, and a job meets both."""
-    spent, touched = 0.0, 0
-    for _ in range(2):
-        room = aligned_buffer(min(TOUCHED, usable_memory() // 8))
-        began = time.perf_counter()
-        room[::PAGE] = 1
-        spent, touched = spent + time.perf_counter() - began, touched + len(room)
-        del room
-    return touched / spent
+    """Bytes per second of RAM written to for the first time. A virtual machine gets most of these pages from its host,
+    as a job does: pages that were freed within the last seconds, which the kernel hands out first, are a tenth of the
+    time, so only the second half of the memory counts."""
+    room = aligned_buffer(min(TOUCHED, usable_memory() // 8))
+    half = len(room) // 2
+    room[:half:PAGE] = 1
+    began = time.perf_counter()
+    room[half::PAGE] = 1
+    return (len(room) - half) / (time.perf_counter() - began)
 
 
 def _copies(machine: Machine) -> dict[str, Table]:
@@ -172,6 +173,12 @@ def _spills(machine: Machine) -> dict[str, Table]:
         regions.free()
 
 
+def _assumed_spills(machine: Machine) -> dict[str, Table]:
+    """Return assumed rates of an offload directory that cannot be used; no plan uses it either."""
+    links = assumed(machine.kind, machine.capacity).links
+    return {lane: links[lane] for lane in ("disk_write", "disk_read")}
+
+
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     tier = "device" if machine.capacity.shared else "host"
     regions = Regions(machine)
@@ -202,7 +209,7 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
     """Files to read, with their bytes, none of them cached: the model's own or, if it is small, one made for this."""
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
-    if sum(own.values()) >= LEAST_CHECKPOINT:
+    if sum(own.values()) >= LEAST_CHECKPOINT or (own and machine.no_offload):
         for path in own:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -215,6 +222,8 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
 @contextmanager
 def _made(machine: Machine) -> Iterator[dict[Path, int]]:
     """A file beside the spill file. It loses its name as soon as the tier has it open, so that nothing stays behind."""
+    if machine.no_offload:
+        raise InvalidInput(machine.no_offload)
     regions = Regions(machine)
     regions.take("disk", ALIGN, WHAT)  # makes the offload directory
     try:

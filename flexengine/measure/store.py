@@ -8,7 +8,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,8 @@ import torch
 from flexengine import __version__
 from flexengine import kernels as available
 from flexengine.config import cache_root
+from flexengine.errors import InvalidInput
+from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
@@ -55,7 +56,9 @@ def obtain(
         return None
     if hardware is None:
         hardware = measure_machine(machine, held, files, say)
-        keep(key, hardware)
+        if fault := keep(key, hardware):
+            say(f"the measured rates cannot be kept, and will be measured again: {fault}; set FLEXENGINE_CACHE to a"
+                " directory that can be written")  # fmt: skip
     if measure and opened is not None:
         hardware = _with_model(key, hardware, machine, opened, say)
     return with_capacity(hardware, machine)
@@ -65,21 +68,25 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
     """The same with the model's own seconds, which are kept."""
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
+    attention = dict[str, Mapping[str, Table]]()
     with noticing(say):
-        if not knows(hardware, facts):
+        if not knows_products(hardware, facts):
             say("measuring the model's layers")
             layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
+        if not knows_attention(hardware, facts):
+            say("measuring the model's attention")
+            attention = {**measure_attention(opened, machine)}
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
             streaming = {name: mutual}
-    if not layers and not heads and not streaming:
+    if not layers and not heads and not streaming and not attention:
         return hardware
 
     def joined(known: Hardware) -> Hardware:
         before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads}}
         return replace(
             known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
-            streaming={**known.streaming, **streaming},
+            streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
         )  # fmt: skip
 
     keep(key, joined(cached(key) or hardware))  # other jobs may have added theirs meanwhile
@@ -87,7 +94,17 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:
-    """Whether it has the measured seconds of this model's layers and head."""
+    """Return whether the seconds of this model's layers, head and attention were measured."""
+    return knows_products(hardware, facts) and knows_attention(hardware, facts)
+
+
+def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether attention of this model's shapes was measured."""
+    return {facts.attention_signature(window) for window in facts.windows or (None,)} <= set(hardware.attention)
+
+
+def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether the seconds of this model's layers and head were measured."""
     layers = {facts.signature(j) for j in range(len(facts.layers))}
     return layers <= set(hardware.layers) and facts.head_signature in hardware.heads
 
@@ -166,6 +183,7 @@ def fingerprint(machine: Machine, offload_dir: Path) -> str:
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
         numerics(machine.compute), available.load().name, rates, _device_of(offload_dir),
+        *(["no offload directory"] if machine.no_offload else []),
     ]  # fmt: skip
     return _digest([str(part) for part in parts])
 
@@ -212,10 +230,10 @@ def cached(key: str) -> Hardware | None:
         return None
 
 
-def keep(key: str, hardware: Hardware) -> None:
-    """Puts it where `cached` finds it, readable for this user alone. Where that cannot be, it is measured anew."""
-    path = _file(key)
-    with suppress(OSError):
+def keep(key: str, hardware: Hardware) -> str:
+    """Write it where `cached` finds it, readable for this user alone. Return why it cannot be written, "" if it was."""
+    try:
+        path = _file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{key}.", dir=path.parent)
         try:
@@ -225,6 +243,9 @@ def keep(key: str, hardware: Hardware) -> None:
         except BaseException:
             os.unlink(name)
             raise
+        return ""
+    except (OSError, InvalidInput) as error:
+        return str(error)
 
 
 def _silent(_: str) -> None:
