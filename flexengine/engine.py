@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.calibration import Calibration, calibration, check
+from flexengine.calibration import PIECE, Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
 from flexengine.course import Course
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut
@@ -187,6 +187,7 @@ class Engine:
         tokens = sum(map(len, self._calibration.rows))
         self.planner.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
         with self._exact(hardware=self.planner.known()) as engine:
+            engine.fixed_prefill = PIECE
             return self._calibration.measure(engine.skeleton, engine.score)
 
     @property
