@@ -46,14 +46,18 @@ class Rows(NamedTuple):
 
 
 class Embedding:
-    """Finds the rows of a job's sweeps. `begin` a sweep, then `rows` of each gpu_batch, and `bring` them in a task."""
+    """Finds the rows of a job's sweeps. `begin` a sweep, then `rows` of each gpu_batch, and `bring` them in a task.
 
-    def __init__(self, weights: Weights, layout: Layout) -> None:
+    Args:
+        regions: takes the locked memory, and gives it back.
+    """
+
+    def __init__(self, weights: Weights, layout: Layout, regions: Regions) -> None:
         self.weights, self.machine = weights, weights.machine
-        self._regions, self._stage, self._used = Regions(weights.machine), None, 0
+        self._stage: Tensor | None = None
+        self._used = 0  # elements of it
         if layout.embedded:
-            home = self._regions.take("host", layout.embedded, EMBEDDED, weights.dtype)
-            self._stage = weights.machine.host.view(home)
+            self._stage = self.machine.host.view(regions.take("host", layout.embedded, EMBEDDED, weights.dtype))
 
     def begin(self) -> None:
         """Let the sweep's gpu_batches use all of the locked memory anew."""
@@ -109,8 +113,8 @@ class Embedding:
         return rows.target.copy_(found).to(self.machine.compute, non_blocking=True)
 
     def close(self) -> None:
-        """Gives all memory back to the ledgers."""
-        self._regions.free()
+        """Forget the locked memory, which `regions` gives back."""
+        self._stage = None
 
 
 def _blocks(ids: Tensor) -> Read:

@@ -248,6 +248,7 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
                 slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
+        self._passing = None
         self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages, self._arriving):
             held.clear()

@@ -73,7 +73,6 @@ class Worker:
     ) -> None:  # fmt: skip
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.delegation = delegation
-        self.embedding = Embedding(weights, cache.layout)
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
@@ -82,6 +81,7 @@ class Worker:
         self._regions = Regions(weights.machine)
         for what, nbytes in room.items():
             self._regions.keep_room("device", nbytes, what)
+        self.embedding = Embedding(weights, cache.layout, self._regions)
 
     def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
@@ -205,7 +205,7 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
-        self.embedding.close()
         if self.delegation is not None:
             self.delegation.close()
+        self.embedding.close()
         self._regions.free()
