@@ -83,8 +83,10 @@ def measure(setting: Setting, limit: int | None = None) -> Record:
 
 # Much cache for little computing: 32 KiB of K and V per token in float32, 1.6 MFLOP per layer and token.
 SHAPE = OptShape(layers=16, hidden=256, ffn=1024, heads=4, vocab=4096)
-JOBS: tuple[Rows, ...] = ((16, 200, 8), (24, 256, 8), (8, 64, 16), (30, 256, 8), (4, 1000, 4), (24, 200, 24),
-                          (1, 1500, 8), (32, 256, 4), (12, 300, 8), (20, 250, 8), (6, 128, 4), (30, 260, 6))
+JOBS: tuple[Rows, ...] = (
+    (16, 200, 8), (24, 256, 8), (8, 64, 16), (30, 256, 8), (4, 1000, 4), (24, 200, 24),
+    (1, 1500, 8), (32, 256, 4), (12, 300, 8), (20, 250, 8), (6, 128, 4), (30, 260, 6),
+)  # fmt: skip
 QUICK = OptShape(layers=4, hidden=128, ffn=256, heads=2, vocab=1024)
 QUICK_JOBS: tuple[Rows, ...] = ((8, 100, 4), (16, 200, 4), (4, 50, 4)) * 4
 
