@@ -69,9 +69,15 @@ def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def evict(paths: Sequence[Path]) -> None:
-    """Drops these files from the page cache."""
+    """Drop these files from the page cache.
+
+    A file that has vanished since it was listed is skipped: other processes rename and remove prepared weights.
+    """
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
         try:
             os.fsync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

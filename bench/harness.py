@@ -305,8 +305,12 @@ def cache() -> Path:
 
 
 def prepared_files() -> list[Path]:
-    """What the engine keeps on disk of encoded or converted models."""
-    return sorted(cache().glob("prepared/*/*.safetensors"))
+    """Return the files of encoded and converted models in the cache, finished or not.
+
+    Other processes may rename or remove directories meanwhile; `os.walk` skips those, where `Path.glob` raises.
+    """
+    found = ((Path(folder), names) for folder, _, names in os.walk(cache() / "prepared"))
+    return sorted(folder / name for folder, names in found for name in names if name.endswith(".safetensors"))
 
 
 def load_policy(path: Path | None) -> Record | None:

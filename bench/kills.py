@@ -112,6 +112,7 @@ class Folder:
         if child := os.fork():
             return child
         try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the bench runs in the background
             log = os.open(self.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)

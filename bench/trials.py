@@ -272,7 +272,7 @@ class Stub:
         self.source = SimpleNamespace(name="stub")
         self.lossy = SimpleNamespace(given={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
-        self.fingerprint, self.numerics, self.switches = "0", dict[str, Any](), dict[str, Any]()
+        self.numerics, self.switches = dict[str, Any](), dict[str, Any]()
         self.importances = self.policy = self.fixed_prefill = None
         self.cache_form, self.summary = "", dict[str, Any]()
 
@@ -281,6 +281,9 @@ class Stub:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+    def model_files(self, known: Any) -> dict[str, Any]:
+        return {}
 
     def stream(self, rows: Any, params: Any) -> Iterator[Any]:
         from flexengine.config import Result

@@ -22,9 +22,10 @@ from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
 
-VERSION = 1  # part of the cache's key: raise it when the numbers come out otherwise
+VERSION = 2  # part of the cache's key: raise it when the numbers come out otherwise
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
 Scorable = tuple[Sequence[int], Sequence[int]]
+PIECE = 128  # tokens of a micro-batch, whatever memory there is: last bits depend on where a prompt is cut
 FILE = "importances.safetensors"
 
 

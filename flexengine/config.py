@@ -189,6 +189,13 @@ class Result:
 
 
 def cache_root() -> Path:
-    """$FLEXENGINE_CACHE, or ~/.cache/flexengine."""
-    given = os.environ.get("FLEXENGINE_CACHE")
-    return Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
+    """Return $FLEXENGINE_CACHE, or ~/.cache/flexengine. Nothing is made there.
+
+    Raises:
+        InvalidInput: there is no such home directory.
+    """
+    given = os.environ.get("FLEXENGINE_CACHE") or "~/.cache/flexengine"
+    try:
+        return Path(given).expanduser()
+    except RuntimeError as error:
+        raise InvalidInput(f"{given} is no directory: {error}; set FLEXENGINE_CACHE to one") from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.calibration import Calibration, calibration, check
+from flexengine.calibration import PIECE, Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
 from flexengine.course import Course
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut
@@ -22,21 +22,23 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Row
 from flexengine.job.prompts import Request
 from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.model import identity
 from flexengine.model.importance import Importances
 from flexengine.model.linear import numerics
-from flexengine.model.loading import fingerprint
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, lay_out
-from flexengine.plan.search import LEAST, lay_out_given, planned
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
+from flexengine.plan.least import lay_out_given
+from flexengine.plan.search import check as check_least
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
@@ -175,7 +177,7 @@ class Engine:
             return None
         opened = self._opened
         return self._calibration.importances(
-            self.source.directory, opened.files, opened.dtype, self._measured, self.verifier
+            self.source.directory, opened.given, opened.dtype, self._measured, self.verifier
         )
 
     def _measured(self) -> dict[str, torch.Tensor]:
@@ -185,6 +187,7 @@ class Engine:
         tokens = sum(map(len, self._calibration.rows))
         self.planner.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
         with self._exact(hardware=self.planner.known()) as engine:
+            engine.fixed_prefill = PIECE
             return self._calibration.measure(engine.skeleton, engine.score)
 
     @property
@@ -324,7 +327,6 @@ class Engine:
             if times == REPLANS:
                 raise exhausted(found, layout, times)
             times += 1
-            self.machine.give_back()
             try:
                 smaller = self.planner.smaller(workload, layout, found.tier, found.needed, self._placed)
             except OutOfMemory as error:
@@ -343,7 +345,9 @@ class Engine:
             means = self._prepare(watch)
         except Exception as error:
             if (found := shortage(error, self.machine.kind == "cuda")) is None:
+                forget_variables(error)
                 raise
+            self.machine.give_back()
             return found
         course.loaded += time.perf_counter() - began
         course.before = course.before or self._traffic()
@@ -357,9 +361,10 @@ class Engine:
             lack = error.with_traceback(None)
             course.again(generation.unfinished(), generation.feed)
         finally:
+            means.worker.close()
+            self.machine.give_back()
             course.worked(means.executor.busy)
             self.summary = self._summarise(course, means)
-            means.worker.close()
             self._write_trace()
         if lack is None:
             self.planner.learn(watch)
@@ -396,14 +401,13 @@ class Engine:
             "transformers": transformers.__version__,
         }
 
-    @property
-    def fingerprint(self) -> str:
-        """Of the model's files: other weights, config or tokenizer have another."""
-        return fingerprint(self.source.directory)
+    def model_files(self, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+        """Return marks of the files that the user gave as the model; see `model.identity.marks`."""
+        return identity.marks(identity.given_files(self.source), self._opened.files, known)
 
     def check(self, workload: Workload) -> None:
         """Raises OutOfMemory as `fitting` does, without a search for a policy."""
-        least = partial(lay_out, self.facts, LEAST, capacity=planned(self.machine.capacity))
+        least = partial(check_least, self.facts, capacity=self.machine.capacity, prefill_tokens=self.fixed_prefill)
         fitting(workload, least if self.policy is None else self.plan)
 
     def plan(self, workload: Workload) -> Layout:
@@ -413,6 +417,8 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
+        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property
@@ -448,7 +454,8 @@ class Engine:
             watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
-        executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
+        apart = self.overlap and (away or self.machine.lanes == "stream")  # Inline lanes wait for each task of a GPU
+        executor = Executor(worker.perform, self.machine.lanes if apart else "inline", self.trace)
         self.machine.settle()
         return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)
 

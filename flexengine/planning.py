@@ -1,5 +1,6 @@
 """Plans for a model on a machine: measures it where that pays, and searches the policy."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,8 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout, Workload
-from flexengine.plan.search import Options, Search, planned, search
+from flexengine.plan.least import planned
+from flexengine.plan.search import Options, Search, search
 from flexengine.policy import Policy
 from flexengine.survey import Reader, Refused
 from flexengine.tier.machine import Links, Machine, make_machine
@@ -60,19 +62,12 @@ class Planner:
     def least_lossy(self, workload: Workload, prefill_tokens: int | None, among: Sequence[Lossy]) -> Lossy:
         """The switches with which a job is predicted to end first; more of them only where that saves SAVING. Raises
         OutOfMemory if it fits with none."""
-        best, seconds, refused = among[0], float("inf"), None
-        for lossy in among:
+
+        def seconds(lossy: Lossy) -> float:
             self.use(lossy)
-            try:
-                found = self.choose(workload, prefill_tokens).total_seconds
-            except OutOfMemory as error:
-                refused = refused or error
-                continue
-            if found < SAVING * seconds:
-                best, seconds = lossy, found
-        self.use(best)
-        if refused is not None and seconds == float("inf"):
-            raise refused
+            return self.choose(workload, prefill_tokens).total_seconds
+
+        self.use(best := least_lossy(among, seconds))
         return best
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
@@ -112,7 +107,7 @@ class Planner:
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # for what is not tensors
         if capacity.shared and capacity.device is not None:
-            aside = capacity.device - (planned(capacity).device or 0)
+            aside = capacity.device - max(planned(capacity).device or 0, booked)
         left = booked - lost + aside
         lessened = replace(capacity, device=left) if tier == "device" else replace(capacity, host=left)
         self.machine.capacity = lessened
@@ -154,6 +149,30 @@ class Planner:
         return self._hardware
 
 
+def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
+    """Return the switches with the fewest seconds; more of them only where that saves SAVING.
+
+    Args:
+        among: the choices, the least lossy first.
+        seconds: of a job with these switches; raises OutOfMemory if it does not fit.
+
+    Raises:
+        OutOfMemory: the job fits with none; the error is that of the choice that needs the fewest bytes.
+    """
+    best, least, refused = among[0], float("inf"), list[OutOfMemory]()
+    for lossy in among:
+        try:
+            found = seconds(lossy)
+        except OutOfMemory as error:
+            refused.append(error)
+            continue
+        if found < SAVING * least:
+            best, least = lossy, found
+    if least == float("inf"):
+        raise min(refused, key=lambda error: error.needed)
+    return best
+
+
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     """The same rates with a machine's capacities. Raises InvalidInput if it is of another kind."""
     if hardware.kind != machine.kind:
@@ -172,7 +191,13 @@ class Place:
 
     @property
     def directory(self) -> Path:
-        return Path(self.offload_dir) if self.offload_dir else cache_root() / "offload"
+        """The offload directory; without a home directory one that cannot be made, which most plans do not need."""
+        if self.offload_dir:
+            return Path(self.offload_dir)
+        try:
+            return cache_root() / "offload"
+        except InvalidInput:
+            return Path(os.devnull) / "offload"
 
     def machine(self, links: Links | None = None) -> Machine:
         """The machine. Raises InvalidInput for what it does not have."""

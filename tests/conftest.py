@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import signal
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -143,6 +144,17 @@ def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLEXENGINE_CACHE", str(shared))
         yield shared
+
+
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """SIGINT interrupts, as in a terminal, in this process and in those that the test starts.
+
+    A test run in the background of a script starts with SIGINT ignored, and child processes inherit that.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -89,7 +89,7 @@ def test_the_headers_are_part_of_what_is_built(tmp_path: Path) -> None:
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
-    assert build._cache().is_dir()
+    assert build._folder().is_dir()
 
 
 @pytest.mark.parametrize("locks", [True, False], ids=["one waits", "both build"])

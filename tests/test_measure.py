@@ -434,7 +434,7 @@ def test_a_broken_file_is_as_none(text: str) -> None:
 def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
-    store.keep("2" * 32, hardware())
+    assert f"{tmp_path / 'file' / 'hardware'}" in store.keep("2" * 32, hardware())
     assert store.cached("2" * 32) is None
 
 

@@ -15,6 +15,7 @@ from test_gguf import tiny_gguf
 from bench.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, loading, prepare, verify
+from flexengine.model import identity as identity_of
 from flexengine.reading import PAUSES, opened
 
 CONTENT = bytes(range(256)) * 100
@@ -23,6 +24,7 @@ CONTENT = bytes(range(256)) * 100
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexengine.reading.PAUSES", [0.0] * len(PAUSES))
+    monkeypatch.setattr(identity_of, "PLACES", 3)
 
 
 def header(folder: Path) -> Any:
@@ -44,7 +46,8 @@ def key(folder: Path) -> Any:
 
 
 def identity(folder: Path) -> Any:
-    return loading.fingerprint(folder)
+    files = {path.name: path for path in folder.iterdir()}
+    return identity_of.marks(files, [folder / "model.safetensors"], {})
 
 
 def gguf_tensor(folder: Path) -> Any:

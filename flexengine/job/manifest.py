@@ -12,11 +12,13 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 
-FORMAT = 1
+FORMAT = 2
+MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 INFORMATIVE = frozenset({"input"})  # for people: a file may be renamed as long as its bytes are the same
 _ABSENT = "absent"
 _LONG = 60  # characters of a value in a message
+_MOST_FILES = 4  # named in a message
 
 Manifest = dict[str, Any]
 
@@ -37,18 +39,48 @@ def make_manifest(
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One `name: was X, now Y` per compared value that differs, in the order of `now`."""
-    names = [name for name in dict.fromkeys((*now, *was)) if name not in INFORMATIVE]
+    names = [name for name in dict.fromkeys((*now, *was)) if name not in {*INFORMATIVE, MODEL_FILES}]
     pairs = [(name, _shown(was, name), _shown(now, name)) for name in names if not _equal(was, now, name)]
-    return [f"{name}: was {old}, now {new}" for name, old, new in pairs]
+    return [f"{name}: was {old}, now {new}" for name, old, new in pairs] + _changed_files(was, now)
+
+
+def rewritten(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return the model files whose time has changed and of whose contents only samples were compared."""
+    old, new = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {})
+    return [name for name in new if new[name]["sha256"] is None and new[name]["mtime_ns"] != old[name]["mtime_ns"]]
 
 
 def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) -> None:
     """Raises InvalidInput, listing what differs, if results of the two jobs may not stand in one output."""
+    if was.get("format") != now.get("format"):
+        raise InvalidInput(
+            f"{journal} was begun by another version of flexengine (format {_shown(was, 'format')}, now"
+            f" {_shown(now, 'format')}), which describes a job and its model in another way, so that they cannot be"
+            " compared; finish it with that version, give --restart to start over, or name another --output"
+        )
     if changed := differences(was, now):
         raise InvalidInput(
             f"{journal} holds results of another job: {'; '.join(changed)}."
             " Give what it was given to go on with it, --restart to start over, or name another --output"
         )
+
+
+def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One message per model file that is another, at most `_MOST_FILES`; their times do not count."""
+    old, new = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {})
+    found = [(name, _change(old.get(name), new.get(name))) for name in sorted({*old, *new})]
+    said = [f"model file {name} {change}" for name, change in found if change]
+    more = [f"{len(said) - _MOST_FILES} more model files have changed"] if len(said) > _MOST_FILES else []
+    return said[:_MOST_FILES] + more
+
+
+def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
+    """What has become of a file; empty if its size and contents are the same."""
+    if old is None or new is None:
+        return "was not there, and is now" if old is None else "was there, and is not now"
+    if old["bytes"] != new["bytes"]:
+        return f"had {old['bytes']:,} bytes, and has {new['bytes']:,} now"
+    return "" if all(old[name] == new[name] for name in ("sample", "sha256")) else "has other contents of the same size"
 
 
 def _equal(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:

@@ -4,7 +4,7 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -13,8 +13,10 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Row, Rows
 from flexengine.job.journal import DONE, FAILED, Journal
-from flexengine.job.manifest import INPUT_DIGEST, Manifest, check_same
+from flexengine.job.manifest import INPUT_DIGEST, Manifest, check_same, rewritten
 from flexengine.job.results import ResultWriter, journal_path, line_encoder, write_output
+
+Describe = Callable[[Manifest], Manifest]
 
 
 class Pending:
@@ -35,7 +37,7 @@ class Job(ABC):
 
     done, failed: rows that have a result, without and with an error. resumed: how many had one at the start.
     finished: there is nothing to do, not even an output file to be put together.
-    note: what to tell people at the start.
+    note: what to tell people, at the start and after `begin`; empty if nothing.
     """
 
     def __init__(self, rows: Rows, total: int) -> None:
@@ -59,10 +61,16 @@ class Job(ABC):
     ) -> None: ...
 
     @abstractmethod
-    def begin(self, manifest: Manifest, model: str) -> Iterable[Row]:
-        """The rows to run. model: the name that OpenAI batch lines carry.
+    def begin(self, describe: Describe, model: str) -> Iterable[Row]:
+        """Return the rows to run.
 
-        Raises InvalidInput if results of an earlier run belong to another manifest."""
+        Args:
+            describe: gives the job's manifest from that of the run that began it, which is empty if there was none.
+            model: the name that OpenAI batch lines carry.
+
+        Raises:
+            InvalidInput: results of an earlier run belong to another manifest.
+        """
 
     @abstractmethod
     def take(self, result: Result) -> None:
@@ -113,7 +121,7 @@ class PrintedJob(Job):
         if kind is None and self.done + self.failed != self.total:
             raise RuntimeError(f"{self.total} rows came in, {self.done + self.failed} results out")
 
-    def begin(self, manifest: Manifest, model: str) -> Iterable[Row]:
+    def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         self._writer.encode = line_encoder(model, int(time.time()))
         return self.rows
 
@@ -163,20 +171,28 @@ class KeptJob(Job):
     ) -> None:
         self.journal.close()
 
-    def begin(self, manifest: Manifest, model: str) -> Iterable[Row]:
+    def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         journal, self._model = self.journal, model
+        manifest = describe({} if self._restart else journal.manifest or {})
         if self._restart:
             journal.restart()
         if journal.manifest is None:
             journal.begin(manifest, int(time.time()))
         else:
             check_same(journal.manifest, manifest, journal.path)
+            self._compare_times(journal.manifest, manifest)
         settled = journal.settled(self.total, self._retry)
         self.resumed = settled.count(1)
         whole = self.resumed == self.total
         there = os.path.getsize(self._output) if os.path.exists(self._output) else -1
         self.finished = whole and journal.output == (self.total, there)
         return () if whole else Pending(self.rows, settled)
+
+    def _compare_times(self, was: Manifest, now: Manifest) -> None:
+        if names := rewritten(was, now):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.note = (f"model file {names[0]}{more} was written since the job began; its size and samples of its"
+                         " contents are the same, so the job goes on; --verify compares all of them")  # fmt: skip
 
     def take(self, result: Result) -> None:
         with self._explained():

@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 
 from flexengine.config import cache_root
+from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
@@ -76,14 +77,16 @@ def openmp_runtime() -> str | None:
     return found[1] if found else None
 
 
-def _cache() -> Path:
-    """The folder of built libraries; a private one for this process where the usual one cannot be written."""
-    folder = cache_root() / "kernels"
+def _folder() -> Path:
+    """Return the folder to build libraries in: a private one for this process where the cache cannot be written."""
     try:
+        folder = cache_root() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return folder
-    except OSError:
+    except (OSError, InvalidInput) as error:
+        log.warning("kernels are built for this process alone, as they cannot be kept: %s; set FLEXENGINE_CACHE to a"
+                    " directory that can be written", error)  # fmt: skip
         private = tempfile.mkdtemp(prefix="flexengine-kernels-")
         atexit.register(shutil.rmtree, private, ignore_errors=True)
         return Path(private)
@@ -116,9 +119,11 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     built_by = _run([*compiler, "--version"])
     openmp = openmp_runtime()
     key = hashlib.sha256("\0".join([_code(sources), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
-    library = _cache() / f"cpu-{key[:32]}.so"
-    if library.exists():
-        return library
+    name = f"cpu-{key[:32]}.so"
+    with contextlib.suppress(OSError, InvalidInput):
+        if (library := cache_root() / "kernels" / name).exists():
+            return library
+    library = _folder() / name
     with _alone(library):
         if not library.exists():
             _compile(compiler, flags, sources, openmp, library)

@@ -76,11 +76,12 @@ class _Prompt(ctypes.Structure):
     """struct Prompt of prompt.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out")),
+        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out", "pool", "table")),
         *((name, c_int64) for name in ("batch", "queries", "keys", "heads", "kv_heads", "dim", "window")),
+        *((name, c_int64) for name in ("past", "pages", "page_tokens", "group")),
         *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("prompt", "row", "head")),
         *((name, c_float) for name in ("scale", "softcap")),
-        ("threads", c_int32),
+        *((name, c_int32) for name in ("pool_dtype", "threads")),
     ]
 
 
@@ -128,6 +129,7 @@ class NativeKernels(ReferenceKernels):
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int64)
+        self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -243,25 +245,41 @@ class NativeKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        past: base.Past | None = None,
     ) -> Tensor:
-        if not _fp32(q, k, v):
-            return super().attend_prompt(q, k, v, scale, window, softcap, sinks)
+        if not _native(q, k, v, *(() if past is None else past[:2])):
+            return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past)
         base.check_prompt(q, k, v)
         base.check_options(window, softcap, sinks, q.shape[2])
-        (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
-        q, k, v = _rows(q), _rows(k), _rows(v)
+        cached: tuple[int, ...] = (0, 0, 1, 0)
+        places, stored = (None, None), 0
+        if past is not None:
+            room, table = base.check_past(q, k, past), _int32(past.table)
+            cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
+            places, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
+        dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
+        q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
         call = _Prompt(
-            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(),
-            *(batch, queries, keys, heads, kv_heads, dim, window or 0),
+            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *places,
+            *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
-            *(scale, softcap or 0.0, torch.get_num_threads()),
+            *(scale, softcap or 0.0, stored, torch.get_num_threads()),
         )  # fmt: skip
-        if missing := self._prompt(ctypes.addressof(call)):
+        missing = self._prompt(ctypes.addressof(call))
+        if missing < 0:
+            assert past is not None
+            raise bad_sequence(0, base.check_pool(past.pool, past.form))
+        if missing:
             what = "what a thread reads of a prompt's queries, keys and values at a time"
             raise OutOfMemory("device", what, missing, remedy="lower --device-mem, or end what else takes memory")
-        return out
+        return out.to(dtype)
+
+    def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        threads = torch.get_num_threads()
+        call = _Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
+        return int(self._prompt_scratch(ctypes.addressof(call)))
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None

@@ -1,7 +1,6 @@
-// What models do beside attention: products, norms, gates; and attention of prompts, which is products too.
+// What models do beside attention: products, norms, gates.
 #include "elementwise.h"
 #include "encoded.h"
-#include "prompt.h"
 
 extern "C" {
 

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import torch
 
+from flexengine.errors import InvalidInput
 from flexengine.measure.timing import fill, room, unnoticed
+from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
@@ -55,7 +57,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     """
     with unnoticed(machine):
         touch = _touch()
-        links = _copies(machine) | _spills(machine)
+        links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch)
 
 
@@ -171,6 +173,12 @@ def _spills(machine: Machine) -> dict[str, Table]:
         regions.free()
 
 
+def _assumed_spills(machine: Machine) -> dict[str, Table]:
+    """Return assumed rates of an offload directory that cannot be used; no plan uses it either."""
+    links = assumed(machine.kind, machine.capacity).links
+    return {lane: links[lane] for lane in ("disk_write", "disk_read")}
+
+
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
     tier = "device" if machine.capacity.shared else "host"
     regions = Regions(machine)
@@ -201,7 +209,7 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
     """Files to read, with their bytes, none of them cached: the model's own or, if it is small, one made for this."""
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
-    if sum(own.values()) >= LEAST_CHECKPOINT:
+    if sum(own.values()) >= LEAST_CHECKPOINT or (own and machine.no_offload):
         for path in own:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -214,6 +222,8 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
 @contextmanager
 def _made(machine: Machine) -> Iterator[dict[Path, int]]:
     """A file beside the spill file. It loses its name as soon as the tier has it open, so that nothing stays behind."""
+    if machine.no_offload:
+        raise InvalidInput(machine.no_offload)
     regions = Regions(machine)
     regions.take("disk", ALIGN, WHAT)  # makes the offload directory
     try:

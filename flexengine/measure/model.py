@@ -123,7 +123,7 @@ class Trial:
         inputs, rows = self._inputs()
         self.machine.settle()
         began = time.perf_counter()
-        self.forward = Forward(self.skeleton.model, inputs, self.skeleton.invariance)
+        self.forward = Forward(self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute))
         event = self.forward.resume()
         assert isinstance(event, Embed)
         self.event = self._on(self.forward, (rows, inputs.positions - inputs.positions.min()))

@@ -8,7 +8,6 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 from flexengine import __version__
 from flexengine import kernels as available
 from flexengine.config import cache_root
+from flexengine.errors import InvalidInput
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
@@ -56,7 +56,9 @@ def obtain(
         return None
     if hardware is None:
         hardware = measure_machine(machine, held, files, say)
-        keep(key, hardware)
+        if fault := keep(key, hardware):
+            say(f"the measured rates cannot be kept, and will be measured again: {fault}; set FLEXENGINE_CACHE to a"
+                " directory that can be written")  # fmt: skip
     if measure and opened is not None:
         hardware = _with_model(key, hardware, machine, opened, say)
     return with_capacity(hardware, machine)
@@ -181,6 +183,7 @@ def fingerprint(machine: Machine, offload_dir: Path) -> str:
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
         numerics(machine.compute), available.load().name, rates, _device_of(offload_dir),
+        *(["no offload directory"] if machine.no_offload else []),
     ]  # fmt: skip
     return _digest([str(part) for part in parts])
 
@@ -227,10 +230,10 @@ def cached(key: str) -> Hardware | None:
         return None
 
 
-def keep(key: str, hardware: Hardware) -> None:
-    """Puts it where `cached` finds it, readable for this user alone. Where that cannot be, it is measured anew."""
-    path = _file(key)
-    with suppress(OSError):
+def keep(key: str, hardware: Hardware) -> str:
+    """Write it where `cached` finds it, readable for this user alone. Return why it cannot be written, "" if it was."""
+    try:
+        path = _file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f"{key}.", dir=path.parent)
         try:
@@ -240,6 +243,9 @@ def keep(key: str, hardware: Hardware) -> None:
         except BaseException:
             os.unlink(name)
             raise
+        return ""
+    except (OSError, InvalidInput) as error:
+        return str(error)
 
 
 def _silent(_: str) -> None:

@@ -7,7 +7,6 @@ and weights still stream from the user's own files. A conversion that reaches in
 this way and is refused.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -24,8 +23,7 @@ from flexengine.reading import opened
 
 # Buffers that old checkpoints carry along; models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
-_FILES = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
-_BLOCK, _PIECE = 1 << 16, 1 << 24
+_PIECE = 1 << 24
 _ROWS = 1 << 40  # more than a tensor has; source number * _ROWS + row names a row
 
 
@@ -139,30 +137,6 @@ def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
             if first.read(size) != second.read(size):
                 return True
     return False
-
-
-def fingerprint(directory: Path, blocks: int = 64) -> str:
-    """Of the files of a model: their names, sizes and contents; of weights the contents of `blocks` places spread over
-    each file and the time of its last change.
-
-    So a copy of a model made with other times is another model, and one changed on purpose to look the same is not.
-    """
-    digest = hashlib.sha256()
-    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
-    for path in sorted(p for p in found if p.suffix in _FILES and p.is_file()):
-        stat = path.stat()
-        size = stat.st_size
-        digest.update(f"{path.relative_to(directory)}\0{size}\0".encode())
-        if path.suffix != ".safetensors":
-            with opened(path) as file:
-                digest.update(file.read())
-            continue
-        digest.update(str(stat.st_mtime_ns).encode())
-        with opened(path) as file:
-            for block in range(blocks + 1):
-                file.seek(block * max(0, size - _BLOCK) // blocks)
-                digest.update(file.read(_BLOCK))
-    return digest.hexdigest()[:32]
 
 
 def _same(name: str, tied: Mapping[str, str]) -> set[str]:

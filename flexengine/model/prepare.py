@@ -50,13 +50,17 @@ def prepared_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier
 
     trust_remote_code: its Python files are copied too.
     """
-    shards = bin_shards(path)
-    patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
-    small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
-    copied = [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
+    shards, copied = bin_files(path, trust_remote_code)
     return prepared(
         path, [*shards, *copied], lambda directory: convert_bin(shards, copied, directory), verifier=verifier
     )
+
+
+def bin_files(path: Path, trust_remote_code: bool) -> tuple[list[Path], list[Path]]:
+    """Return the pytorch_model*.bin files of a directory, and its other files that are copied. Raises BadCheckpoint."""
+    patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
+    small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
+    return bin_shards(path), [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
@@ -98,11 +102,12 @@ def prepared(
                     _build(source, final, build, keep=bool(what))
     except OSError as error:
         name = Path(error.filename) if isinstance(error.filename, str) else root
-        if name in map(Path, files) or not name.is_relative_to(root):
+        if name in map(Path, files) or not (name.is_relative_to(root) or root.is_relative_to(name)):
             raise BadCheckpoint(f"{source} cannot be read: {error}") from error
+        done = "encoded or calibrated" if what else "converted"
         raise InvalidInput(
-            f"{source} must be converted once, but {root} cannot be written: {error};"
-            " set FLEXENGINE_CACHE to a directory with room"
+            f"{source} must be {done} once, but {root} cannot be written: {error};"
+            " set FLEXENGINE_CACHE to a directory that can be written, and has room"
         ) from error
     if verifier:
         verifier.prepared(final)

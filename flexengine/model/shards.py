@@ -19,7 +19,8 @@ def check_room(directory: Path, what: str, needed: int) -> None:
     disk = shutil.disk_usage(directory)
     if disk.free < needed:
         used = disk.total - disk.free
-        raise OutOfMemory("disk", what, needed, used, disk.total, "set FLEXENGINE_CACHE to a directory with room")
+        remedy = f"they go to {directory.parent}; set FLEXENGINE_CACHE to a directory with room"
+        raise OutOfMemory("disk", what, needed, used, disk.total, remedy)
 
 
 class ShardWriter:

@@ -29,10 +29,17 @@ _HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
 @dataclass(frozen=True)
 class Source:
-    """A model on disk. directory: config.json, *.safetensors and usually tokenizer files. name: for people."""
+    """A model on disk.
+
+    Attributes:
+        directory: config.json, *.safetensors and usually tokenizer files.
+        name: for people.
+        given: the user's files that `directory` was converted from; empty if the directory is the user's own.
+    """
 
     directory: Path
     name: str
+    given: tuple[Path, ...] = ()
 
 
 def resolve(model: str | None, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> Source:
@@ -142,7 +149,7 @@ def _gguf(path: Path, verifier: "Verifier | None") -> Source:
 
     if verifier:
         verifier.gguf(path)
-    return Source(prepare.prepared_gguf(path, verifier), path.stem)
+    return Source(prepare.prepared_gguf(path, verifier), path.stem, (path,))
 
 
 def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifier | None") -> Source:
@@ -159,7 +166,8 @@ def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifi
         return Source(path, name)
     from flexengine.model import prepare
 
-    return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name)
+    shards, copied = prepare.bin_files(path, trust_remote_code)
+    return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name, (*shards, *copied))
 
 
 def _download(model: str, trust_remote_code: bool) -> Path:

@@ -13,7 +13,8 @@ realised ones. Both are priced by the same terms.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import ENCODED_ROWS, PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
-from flexengine.plan.lp import Linear, Memory, Phase
+from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
 from flexengine.policy import TIERS, Policy
@@ -35,6 +36,7 @@ GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
 
 Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
 Fractions = Mapping[str, float]
+T = TypeVar("T")
 Indices = np.ndarray[tuple[Any, ...], np.dtype[np.signedinteger[Any]]]
 
 
@@ -99,9 +101,9 @@ class Cost:
         self.unit_bytes = max(streamed)
         self.head_chunks = -(-head.stored_bytes // self.unit_bytes)  # as slots are as large as a layer
         self.streamed_bytes = sum(streamed) + head.stored_bytes
-        self._units = cache(self._unit)
-        self._prefills = cache(self._prefill)
-        self._profiles = cache(self._profile)
+        self._units = _cached(self._unit)
+        self._prefills = _cached(self._prefill)
+        self._profiles = _cached(self._profile)
 
     # The job's sweeps.
 
@@ -159,9 +161,10 @@ class Cost:
         loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
-        up, down = loaded, stored  # of what lives on the host
+        rows = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.away_page  # a decode step stores one each
+        up, down = loaded, sweeps.prompt_stored * model.kv_token * layers  # of what lives on the host
         if policy.delegate:  # then pages are moved for prompts alone
-            up, down = (x * model.kv_token * layers for x in (sweeps.prompt_loaded, sweeps.prompt_stored))
+            up, rows = sweeps.prompt_loaded * model.kv_token * layers, np.zeros_like(rows)
             asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
             link("h2d", "cc", asked * model.fetched, g * model.fetched)
             link("d2h", "cc", asked * model.sent, g * model.sent)
@@ -170,6 +173,7 @@ class Cost:
             found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
+            ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
         ):  # fmt: skip
@@ -408,23 +412,17 @@ class Cost:
             lanes["device"] = {"wg": touched, "wc": touched}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
-    def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
-        """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
 
-        corners: by tier, the layout with everything there, in memory without end. peak: page tokens the block needs.
-        """
-        capacity = self.hardware.capacity
-        limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
-        used = {tier: _straight(corners, tier, self._cache_bytes(peak)) for tier in TIERS}
-        if capacity.shared:
-            ram = used["device"] + used["host"]
-            pairs = [("device", ram, limits["device"]), ("disk", used["disk"], limits["disk"])]
-        else:
-            pairs = [(tier, used[tier], limits[tier]) for tier in TIERS]
-        return tuple(Memory(label, bytes_, float(limit)) for label, bytes_, limit in pairs if limit is not None)
+def _cached(method: Callable[..., T]) -> Callable[..., T]:
+    """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
+    weak = WeakMethod(method)
 
-    def _cache_bytes(self, peak: float) -> float:
-        return peak * self.model.kv_token * len(self.model.layers)
+    def call(*args: Any) -> T:
+        found = weak()
+        assert found is not None
+        return found(*args)
+
+    return cache(call)
 
 
 def _phase(label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
@@ -443,26 +441,3 @@ def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[st
     """The work of both, by lane."""
     nothing = Linear(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
-
-
-def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:
-    """Bytes of one tier. Buffers that exist as soon as anything is away are constants: the caller's switches."""
-    accounts = {at: layout.account[tier] for at, layout in corners.items()}
-    names = dict(zip(TIERS, "gcd", strict=True))
-    coefficients: dict[str, float] = {}
-    fixed = 0.0
-    for what in dict.fromkeys(what for account in accounts.values() for what in account):
-        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
-        if what == "KV cache":
-            coefficients[f"c{names[tier]}"] = cache_bytes
-        elif what in ("weights", "weight slots", "weight staging"):
-            least = min(booked.values())
-            fixed += least
-            for at_, nbytes in booked.items():
-                name = f"w{names[at_]}"
-                coefficients[name] = coefficients.get(name, 0.0) + nbytes - least
-        elif what == "hidden states":
-            coefficients[f"h{names[tier]}"] = booked.get(tier, 0.0)
-        else:
-            fixed += max(booked.values())
-    return Linear(fixed, coefficients)

@@ -14,8 +14,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.least import planned
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import Options, planned, search
+from flexengine.plan.search import Options, search
 from flexengine.plan.words import size
 from flexengine.policy import TIERS, Policy
 

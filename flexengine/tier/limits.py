@@ -55,11 +55,21 @@ def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[i
 
 
 def usable_disk(directory: Path) -> int:
-    """Free bytes where `directory` is or would be made. Raises InvalidInput where it cannot be."""
+    """Return the free bytes where `directory` is or would be made; at least one.
+
+    Raises:
+        InvalidInput: nothing can be written there, with the reason.
+    """
     here = _nearest(directory)
-    if not here.is_dir() or not os.access(here, os.W_OK):
-        raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
-    return shutil.disk_usage(os.fspath(here)).free
+    try:
+        if not here.is_dir() or not os.access(here, os.W_OK):
+            raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
+        free = shutil.disk_usage(os.fspath(here)).free
+    except OSError as error:
+        raise InvalidInput(f"offload directory {directory}: {error}; set --offload-dir") from error
+    if not free:
+        raise InvalidInput(f"offload directory {directory} is on a file system without free space; set --offload-dir")
+    return free
 
 
 def in_ram(directory: Path) -> bool:

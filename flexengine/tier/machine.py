@@ -28,6 +28,7 @@ from flexengine.tier.wrap import Throttled
 KINDS = ("auto", "cpu", "cuda", "sim")
 HEADROOM = 0.92  # share of the free memory taken when nobody says how much
 RAM_DISK = 8  # the part of that which an offload directory in RAM gets
+NO_DISK = 1  # bytes of a disk tier whose directory cannot be used: no page fits, and Hardware takes no less
 LEAST_DISK = 2 * ALIGN  # bytes of it however little is left: enough to be measured
 
 
@@ -45,7 +46,13 @@ class Links:
 
 @dataclass
 class Machine:
-    """compute: where torch computes; lanes: kind of lane that overlaps here."""
+    """A device to compute on and the tiers around it.
+
+    Attributes:
+        compute: where torch computes.
+        lanes: kind of lane that overlaps here.
+        no_offload: why nothing can be offloaded to disk; empty if it can. The disk's capacity is then `NO_DISK`.
+    """
 
     kind: str
     compute: torch.device
@@ -55,6 +62,7 @@ class Machine:
     capacity: Capacity
     routes: Routes
     lanes: str
+    no_offload: str = ""
 
     def tier(self, name: str) -> Tier:
         return {"device": self.device, "host": self.host, "disk": self.disk}[name]
@@ -86,6 +94,8 @@ def make_machine(
 ) -> Machine:
     """The machine to run on. Sizes in bytes; None takes what is free (sim: as much as is asked).
 
+    An offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
+
     Raises InvalidInput for a kind that is not there or a size that means nothing on it.
     """
     if kind not in KINDS:
@@ -100,22 +110,22 @@ def make_machine(
         keep_freed()
     _allow_open_files()
     given = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
-    ram, free_disk = _ram_and_disk(given, offload_dir)
+    ram, free_disk, fault = _ram_and_disk(given, offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
-        return _cpu(ram, host_mem, disk, free_disk)
+        return _cpu(ram, host_mem, disk, free_disk, fault)
     if kind == "sim":
         links = links or Links()
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disk = Throttled(disk, links.disk_read, links.disk_write)
         capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
         device: Tier = MemoryTier("device", Ledger("device", device_mem))
-        return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread")
+        return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread", fault)
     device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
-    pinned = MemoryTier("host", Ledger("host", ram), pinned=True)
+    pinned = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
-    return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream")
+    return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream", fault)
 
 
 def _allow_open_files() -> None:
@@ -125,22 +135,27 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def _ram_and_disk(given: int | None, offload_dir: Path) -> tuple[int, int]:
-    """Bytes of RAM, `given` or what is free, and of the offload directory. One that is in RAM itself (tmpfs) takes from
-    the same memory: it gets what is left there, or a part if nobody says how much is to be left."""
-    free, usable = usable_disk(offload_dir), int(usable_memory() * HEADROOM)
-    if not free:
-        raise InvalidInput(f"offload directory {offload_dir} is on a file system without free space; set --offload-dir")
+def _ram_and_disk(given: int | None, offload_dir: Path) -> tuple[int, int, str]:
+    """Return bytes of RAM (`given`, or what is free), bytes of the offload directory, and why it cannot be used.
+
+    A directory that is in RAM itself (tmpfs) takes from the same memory: it gets what is left there, or a part of it if
+    no size is given.
+    """
+    usable = int(usable_memory() * HEADROOM)
+    try:
+        free = usable_disk(offload_dir)
+    except InvalidInput as error:
+        return given or usable, NO_DISK, str(error)
     if not in_ram(offload_dir):
-        return given or usable, free
+        return given or usable, free, ""
     ram = given or usable - min(free, usable // RAM_DISK)
-    return ram, min(free, max(usable - ram, LEAST_DISK))
+    return ram, min(free, max(usable - ram, LEAST_DISK)), ""
 
 
-def _cpu(size: int, host_mem: int | None, disk: Tier, free_disk: int) -> Machine:
+def _cpu(size: int, host_mem: int | None, disk: Tier, free_disk: int, fault: str) -> Machine:
     if host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
     ram = Ledger("device", size)
     capacity = Capacity(size, None, free_disk, shared=True, staged=False)
     device, host = MemoryTier("device", ram), MemoryTier("host", ram)
-    return Machine("cpu", torch.device("cpu"), device, host, disk, capacity, DIRECT, "thread")
+    return Machine("cpu", torch.device("cpu"), device, host, disk, capacity, DIRECT, "thread", fault)

@@ -10,6 +10,7 @@ import torch
 
 from flexengine.codec.cache import CacheForm
 from flexengine.errors import InvalidInput
+from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
@@ -60,6 +61,11 @@ class Opened:
         paths = {run.path for origin in self.stored.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
+    @property
+    def given(self) -> list[Path]:
+        """The files that the user gave, which name what is made of the weights: converted files may be made again."""
+        return list(self.source.given) or self.files
+
     def use(self, lossy: Lossy) -> None:
         """From now on keeps and multiplies what `lossy` says. Weights must not be loaded.
 
@@ -72,7 +78,9 @@ class Opened:
         held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
-        self.facts = replace(self.facts, topk=lossy.topk)
+        kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
+        scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
+        self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
             self.facts = replace(self.facts, kv_kept=kv)
@@ -106,7 +114,7 @@ class Opened:
         they have been; raises as `model.encoding.encoded`."""
         if not self.forms:
             return self.stored
-        checkpoint = self.source.directory, self.files, self.stored
+        checkpoint = self.source.directory, self.given, self.stored
         made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
         return {**self.stored, **made}
 
