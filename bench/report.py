@@ -253,7 +253,7 @@ def plan_block(folder: Path = RESULTS) -> str:
         for x in found if x["part"] == "auto"
     ]  # fmt: skip
     titles = {"error": "two models, two machines, three workloads",
-              "held-out": "shapes and formats of attention, windows, experts, long rows, encoded weights, little memory"}
+              "held-out": "formats and shapes of attention, windows, experts, encoded weights, little memory"}
     for part, title in titles.items():
         for error in [x for x in found if x["part"] == part][-1:]:
             off = error["prediction_error"]

@@ -21,7 +21,7 @@ import numpy as np
 from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
+from flexengine.plan.layout import ENCODED_ROWS, PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
 from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
@@ -142,7 +142,7 @@ class Cost:
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
-        found["device"][""] = self._compute(policy, sweeps, list(split))
+        found["device"][""] = self._compute(policy, sweeps, list(split)) + self._embedding(sweeps, layout)
 
         def link(lane: str, name: str, nbytes: Array, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
@@ -188,6 +188,15 @@ class Cost:
         if model.topk is not None:
             self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
+
+    def _embedding(self, sweeps: Profile, layout: Layout | None) -> Array | float:
+        """Seconds that the device waits for embedding rows, where they come one by one from the disk."""
+        t = self.model.edges[-1]
+        if layout is None or layout.homes[t.name] != "disk":
+            return 0.0
+        row = t.stored_bytes / self.model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
+        tokens = np.minimum(sweeps.prompt + sweeps.decoding, self.model.vocabulary)
+        return np.asarray(tokens * row / at(self.hardware.checkpoint_read, max(row, 1.0)))
 
     def _transfer(self, layout: Layout | None, tier: str) -> float:
         """Bytes of a layer's weights that come from a tier together, in the mean of the layers that have any there."""
@@ -282,12 +291,15 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
+        """By lane, what it has to do and what the others add to it; seconds, or arrays of them. Another lane that has
+        more to do slows this one for as long as this one lasts."""
         talk = self.slowing(policy)
-        return {
-            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
-            for lane, seconds in used.items()
-        }
+
+        def added(lane: str, seconds: Any) -> Any:
+            others = {other: by for other, by in talk.get(lane, {}).items() if other in used and other != lane}
+            return sum(by * np.minimum(used[other], seconds) for other, by in others.items())
+
+        return {lane: seconds + added(lane, seconds) for lane, seconds in used.items()}
 
     # A policy that was laid out.
 
@@ -389,8 +401,8 @@ class Cost:
         return tuple(found)
 
     def _settling(self) -> dict[str, Linear]:
-        """Work of reading what stays in memory, once. Its RAM is new. Page faults take the processor that computes where
-        there is no GPU; else they are a lane of their own ("touch"), as they overlap disk reads."""
+        """Work of reading what stays in memory, once. Its RAM is new. Page faults take the processor that computes
+        where there is no GPU; else they are a lane of their own ("touch"), as they overlap disk reads."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
         lanes = {"disk_read": {"wg": read, "wc": read}}
