@@ -1,6 +1,6 @@
 """Checkpoints with random weights in the shape of real models, written shard by shard in bounded memory.
 
-python -m bench.models SHAPE DIR     (opt-1.3b, opt-13b, llama-1.1b, opt-tiny, llama-tiny)
+python -m bench.models SHAPE DIR     (a name of SHAPES, such as opt-1.3b)
 
 An existing checkpoint of the same record is reused.
 """
@@ -126,11 +126,48 @@ class LlamaShape(Shape):
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class MistralShape(LlamaShape):
+    """A LLaMA decoder whose layers see `window` tokens each."""
+
+    window: int = 256
+
+    def config(self) -> dict[str, object]:
+        own = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": self.window}
+        return super().config() | own
+
+
+@dataclass(frozen=True)
+class MixtralShape(LlamaShape):
+    """A LLaMA decoder with `experts` MLPs per layer, of which each token uses `active`."""
+
+    experts: int = 8
+    active: int = 2
+
+    def layer_shapes(self, j: int) -> Shapes:
+        p, h, f = f"model.layers.{j}.block_sparse_moe.", self.hidden, self.ffn
+        shapes = {name: size for name, size in super().layer_shapes(j).items() if ".mlp." not in name}
+        shapes[f"{p}gate.weight"] = (self.experts, h)
+        for e in range(self.experts):
+            shapes |= {f"{p}experts.{e}.w1.weight": (f, h), f"{p}experts.{e}.w2.weight": (h, f),
+                       f"{p}experts.{e}.w3.weight": (f, h)}  # fmt: skip
+        return shapes
+
+    def config(self) -> dict[str, object]:
+        return super().config() | {
+            "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": self.experts,
+            "num_experts_per_tok": self.active, "sliding_window": None,
+        }  # fmt: skip
+
+
 SHAPES = {
     "opt-1.3b": OptShape(layers=24, hidden=2048, ffn=8192, heads=32),
     "opt-13b": OptShape(layers=40, hidden=5120, ffn=20480, heads=40),
     "opt-tiny": OptShape(layers=3, hidden=64, ffn=256, heads=4, vocab=512, positions=128, shard_bytes=100_000),
     "llama-1.1b": LlamaShape(layers=22, hidden=2048, ffn=5632, heads=32),
+    "llama-0.2b": LlamaShape(layers=16, hidden=1024, ffn=2816, heads=16, kv_heads=2),
+    "mistral-0.2b": MistralShape(layers=12, hidden=1024, ffn=3584, heads=8, kv_heads=2, window=256),
+    "mixtral-0.3b": MixtralShape(layers=8, hidden=768, ffn=1536, heads=12, kv_heads=4),
     "llama-tiny": LlamaShape(layers=2, hidden=64, ffn=176, heads=4, vocab=512, positions=128, kv_heads=2),
 }
 

@@ -13,8 +13,10 @@ from bench.cases import Case, Lengths, fixed
 
 Fields = dict[str, Any]
 Split = tuple[float, float, float]
+Lossy = dict[str, str] | None
 
 DEMO, OPT, TINY = "demo", "opt-1.3b", "opt-tiny"
+GROUPED, WINDOWED, EXPERTS = "llama-0.2b", "mistral-0.2b", "mixtral-0.3b"
 ALL: Split = (1.0, 0.0, 0.0)
 HOST: Split = (0.0, 1.0, 0.0)
 MIXED_IN, MIXED_OUT = Lengths(16, 256), Lengths(8, 32)
@@ -40,6 +42,8 @@ class MachineCase:
 CPU = MachineCase()
 LINKS = {"h2d": 3e9, "d2h": 3e9, "disk_read": 1e9, "disk_write": 5e8}
 SIM = MachineCase("sim", links=LINKS)
+SLOW_SIM = MachineCase("sim", links={"h2d": 1e9, "d2h": 1e9, "disk_read": 4e8, "disk_write": 2e8})
+CPU_900M, CPU_700M = MachineCase(device_mem="900M"), MachineCase(device_mem="700M")
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,7 @@ class Shape:
     slots: int = 2
     schedule: str = "continuous"
     prefill_tokens: int = 512
+    delegate: bool = False
 
     @property
     def policy(self) -> Fields:
@@ -62,12 +67,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class ErrorCase:
-    """A run whose seconds are predicted: the given policy's, on that machine, for the rows of `case`."""
+    """A run whose seconds are predicted: the given policy's (None: the planner's), on that machine, for the rows of
+    `case`. lossy: fields of flexengine.lossy.Lossy."""
 
     model: str
     machine: MachineCase
     case: Case
-    shape: Shape
+    shape: Shape | None
+    lossy: Lossy = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,33 @@ ERROR = (
     ErrorCase(OPT, SIM, long_prompts(12), Shape(4, 3, weights=(0.2, 0.8, 0.0), schedule="zigzag", prefill_tokens=256)),
     ErrorCase(OPT, SIM, mixed(10), Shape(10, 1, weights=(0.7, 0.0, 0.3), cache=(0.5, 0.5, 0.0))),
     ErrorCase(OPT, SIM, long_outputs(32), Shape(16, 2, (0.4, 0.6, 0.0), HOST, HOST, slots=1)),
+)
+
+INT4_BY_INT8 = {"weights": "int4", "compute": "int8"}
+
+# Written down before the terms of the cost model were developed, and kept apart from that: nothing is tuned on them.
+HELD_OUT = (
+    ErrorCase(GROUPED, CPU, Case("grouped", 24, fixed(128), fixed(32)), Shape(24)),
+    ErrorCase(GROUPED, CPU, Case("grouped, bf16 cache", 16, Lengths(64, 256), fixed(32)), Shape(8, 2),
+              {"cache": "bf16"}),
+    ErrorCase(GROUPED, CPU, Case("grouped, int8 cache", 24, fixed(96), fixed(48)), Shape(24), {"cache": "int8"}),
+    ErrorCase(GROUPED, CPU, Case("grouped, int4 cache", 12, fixed(256), fixed(32)), Shape(6, 2, schedule="zigzag"),
+              {"cache": "int4"}),
+    ErrorCase(WINDOWED, CPU, Case("windows", 6, fixed(512), fixed(24)), Shape(6)),
+    ErrorCase(WINDOWED, SLOW_SIM, Case("windows, slow links", 8, fixed(384), fixed(16)),
+              Shape(4, 2, weights=(0.5, 0.5, 0.0), cache=HOST)),
+    ErrorCase(EXPERTS, CPU, Case("experts", 24, Lengths(16, 128), Lengths(8, 32)), Shape(12, 2)),
+    ErrorCase(EXPERTS, CPU, Case("experts from disk", 16, fixed(64), fixed(12)), Shape(16, weights=(0.4, 0.0, 0.6))),
+    ErrorCase(DEMO, CPU, Case("long outputs", 24, fixed(16), fixed(128)), Shape(24)),
+    ErrorCase(GROUPED, SLOW_SIM, Case("long outputs, delegated", 16, fixed(32), fixed(64)),
+              Shape(8, 2, cache=HOST, delegate=True)),
+    ErrorCase(GROUPED, CPU, Case("long prompts", 2, fixed(1792), fixed(8)), Shape(2)),
+    ErrorCase(DEMO, CPU, Case("long prompts", 4, fixed(1500), fixed(16)), Shape(4)),
+    ErrorCase(OPT, CPU, Case("int4 by int8", 16, fixed(32), fixed(16)), Shape(16), INT4_BY_INT8),
+    ErrorCase(GROUPED, SLOW_SIM, Case("int4 by int8, slow links", 24, fixed(64), fixed(24)),
+              Shape(12, 2, weights=(0.3, 0.4, 0.3)), {**INT4_BY_INT8, "cache": "int8"}),
+    ErrorCase(OPT, CPU_900M, Case("auto", 12, fixed(32), fixed(6)), None),
+    ErrorCase(OPT, CPU_700M, Case("auto, int4 by int8", 16, fixed(32), fixed(16)), None, INT4_BY_INT8),
 )
 
 
@@ -189,6 +223,10 @@ _SLOW = {"h2d": 2e8, "d2h": 2e8}
 ERROR_QUICK = (
     ErrorCase(TINY, CPU, _FEW, Shape(2, 2, weights=(0.5, 0.0, 0.5), schedule="zigzag")),
     ErrorCase(TINY, MachineCase("sim", links=_SLOW), _FEW, Shape(3, 1, HOST, HOST, HOST, slots=1)),
+)
+HELD_OUT_QUICK = (
+    ErrorCase(TINY, CPU, _FEW, Shape(2, 2), {"cache": "int8"}),
+    ErrorCase(TINY, CPU, _FEW, None, INT4_BY_INT8),
 )
 _QUICK_GRID = (Shape(2, 1, ALL), *product([(2, 1), (2, 3), (6, 1)], to_host(0.0, 0.3)))
 AUTO_QUICK = {

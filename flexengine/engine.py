@@ -31,12 +31,14 @@ from flexengine.model.verify import Verifier
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload, lay_out
-from flexengine.plan.search import LEAST, lay_out_given, planned
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
+from flexengine.plan.least import lay_out_given
+from flexengine.plan.search import check as check_least
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import Shortage, shortage
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
@@ -325,7 +327,6 @@ class Engine:
             if times == REPLANS:
                 raise exhausted(found, layout, times)
             times += 1
-            self.machine.give_back()
             try:
                 smaller = self.planner.smaller(workload, layout, found.tier, found.needed, self._placed)
             except OutOfMemory as error:
@@ -344,7 +345,9 @@ class Engine:
             means = self._prepare(watch)
         except Exception as error:
             if (found := shortage(error, self.machine.kind == "cuda")) is None:
+                forget_variables(error)
                 raise
+            self.machine.give_back()
             return found
         course.loaded += time.perf_counter() - began
         course.before = course.before or self._traffic()
@@ -358,9 +361,10 @@ class Engine:
             lack = error.with_traceback(None)
             course.again(generation.unfinished(), generation.feed)
         finally:
+            means.worker.close()
+            self.machine.give_back()
             course.worked(means.executor.busy)
             self.summary = self._summarise(course, means)
-            means.worker.close()
             self._write_trace()
         if lack is None:
             self.planner.learn(watch)
@@ -403,7 +407,7 @@ class Engine:
 
     def check(self, workload: Workload) -> None:
         """Raises OutOfMemory as `fitting` does, without a search for a policy."""
-        least = partial(lay_out, self.facts, LEAST, capacity=planned(self.machine.capacity))
+        least = partial(check_least, self.facts, capacity=self.machine.capacity, prefill_tokens=self.fixed_prefill)
         fitting(workload, least if self.policy is None else self.plan)
 
     def plan(self, workload: Workload) -> Layout:
@@ -450,7 +454,8 @@ class Engine:
             watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
-        executor = Executor(worker.perform, self.machine.lanes if away and self.overlap else "inline", self.trace)
+        apart = self.overlap and (away or self.machine.lanes == "stream")  # Inline lanes wait for each task of a GPU
+        executor = Executor(worker.perform, self.machine.lanes if apart else "inline", self.trace)
         self.machine.settle()
         return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)
 

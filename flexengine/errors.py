@@ -1,5 +1,6 @@
 """Every error a caller may want to catch. Messages name the value, the limit and the remedy."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -40,6 +41,27 @@ class OutOfMemory(FlexError, MemoryError):
         else:
             message += f"{used:,} of {capacity:,} bytes are taken ({needed + used - capacity:,} too many)"
         super().__init__(f"{message}; {remedy}" if remedy else message)
+
+
+_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
+            "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
+
+
+class TooLittle(OutOfMemory):
+    """The memory that was given is too little for a job, whatever the plan, or for a given policy.
+
+    Attributes as of OutOfMemory for the first tier that must grow (`needed`: bytes of the whole tier that are enough,
+    `used`: 0), and least: by tier, the fewest bytes with which the job runs, the other tiers being as given.
+    """
+
+    def __init__(self, what: str, least: Mapping[str, int], given: Mapping[str, int]) -> None:
+        tier = next(iter(least))
+        super().__init__(tier, what, least[tier], 0, given[tier])
+        self.least = dict(least)
+        needs = " and ".join(f"{t} memory: at least {n:,} bytes are needed, {given[t]:,} are given"
+                             for t, n in least.items())  # fmt: skip
+        remedy = " and ".join(_OPTIONS[t].format(n) for t, n in least.items())
+        self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 
 class RanOut(OutOfMemory):

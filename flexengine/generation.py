@@ -19,6 +19,7 @@ from flexengine.model.stop import Stops
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.runtime.execute import Executor
+from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Program
@@ -129,16 +130,17 @@ class Generation:
             self._next += 1
 
     def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:
-        """What `_sweep` gives. After an error nothing more is begun, and what was under way lets its tensors go. A
-        Shortage is raised apart from the error it stands for, whose traceback would hold the tensors that there was no
-        room for."""
+        """Return what `_sweep` returns. After an error no task is begun any more and no tensor is kept: neither by
+        forward passes under way nor by variables in the error's traceback. A Shortage is raised apart from the error
+        it was made from."""
         try:
             with torch.no_grad():
                 return self._sweep()
-        except Exception as error:
+        except BaseException as error:
             found = shortage(error, self.means.worker.weights.machine.kind == "cuda")
             if found is None:
                 self._let_go()
+                forget_variables(error)
                 raise
         self._let_go()
         raise found

@@ -17,7 +17,8 @@ from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout, Workload
-from flexengine.plan.search import Options, Search, planned, search
+from flexengine.plan.least import planned
+from flexengine.plan.search import Options, Search, search
 from flexengine.policy import Policy
 from flexengine.survey import Reader, Refused
 from flexengine.tier.machine import Links, Machine, make_machine
@@ -61,19 +62,12 @@ class Planner:
     def least_lossy(self, workload: Workload, prefill_tokens: int | None, among: Sequence[Lossy]) -> Lossy:
         """The switches with which a job is predicted to end first; more of them only where that saves SAVING. Raises
         OutOfMemory if it fits with none."""
-        best, seconds, refused = among[0], float("inf"), None
-        for lossy in among:
+
+        def seconds(lossy: Lossy) -> float:
             self.use(lossy)
-            try:
-                found = self.choose(workload, prefill_tokens).total_seconds
-            except OutOfMemory as error:
-                refused = refused or error
-                continue
-            if found < SAVING * seconds:
-                best, seconds = lossy, found
-        self.use(best)
-        if refused is not None and seconds == float("inf"):
-            raise refused
+            return self.choose(workload, prefill_tokens).total_seconds
+
+        self.use(best := least_lossy(among, seconds))
         return best
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
@@ -113,7 +107,7 @@ class Planner:
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
         aside = 0  # for what is not tensors
         if capacity.shared and capacity.device is not None:
-            aside = capacity.device - (planned(capacity).device or 0)
+            aside = capacity.device - max(planned(capacity).device or 0, booked)
         left = booked - lost + aside
         lessened = replace(capacity, device=left) if tier == "device" else replace(capacity, host=left)
         self.machine.capacity = lessened
@@ -153,6 +147,30 @@ class Planner:
                 self.say(f"not measured: {error}")
         self._hardware = self._hardware or self.known()
         return self._hardware
+
+
+def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
+    """Return the switches with the fewest seconds; more of them only where that saves SAVING.
+
+    Args:
+        among: the choices, the least lossy first.
+        seconds: of a job with these switches; raises OutOfMemory if it does not fit.
+
+    Raises:
+        OutOfMemory: the job fits with none; the error is that of the choice that needs the fewest bytes.
+    """
+    best, least, refused = among[0], float("inf"), list[OutOfMemory]()
+    for lossy in among:
+        try:
+            found = seconds(lossy)
+        except OutOfMemory as error:
+            refused.append(error)
+            continue
+        if found < SAVING * least:
+            best, least = lossy, found
+    if least == float("inf"):
+        raise min(refused, key=lambda error: error.needed)
+    return best
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:

@@ -1,5 +1,6 @@
 """plan.layout against formulas written anew here."""
 
+import math
 import random
 from dataclasses import replace
 
@@ -71,17 +72,21 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     account["device"]["workspace"] = workspace(model, policy, work)
     block = policy.gpu_batch_size * (1 if policy.schedule == "row" else policy.num_gpu_batches)
     row = model.hidden * model.itemsize
-    prompts = sum(sorted(p for p, _ in lengths_of(work))[::-1][:block]) + block
-    if block > policy.gpu_batch_size or prompts - block > policy.prefill_tokens:  # several passes open at a time
+    longest = sorted((p for p, _ in lengths_of(work)), reverse=True)
+    entering = policy.gpu_batch_size if policy.schedule == "diagonal" else block
+    tokens = sum(longest[:entering]) + len(longest[entering:block])  # prompts of those who enter, one of each other
+    homes = {tier: min(tokens, math.ceil(share * tokens) + policy.prefill_tokens) if share else 0
+             for tier, share in zip(TIERS, policy.activations, strict=True)}  # fmt: skip
+    if block > policy.gpu_batch_size or sum(longest[:block]) > policy.prefill_tokens:  # several passes open at a time
         logits = 4 * model.vocabulary * min(block, len(lengths_of(work)))
-        held = 2 if policy.activations[0] else 1  # the embedding's output, and hidden states where they stay
-        account["device"]["paused forwards"] = up(held * prompts * row + logits, 4096)
+        each = row + 8 * model.head_dim + 16  # the embedding's output, cosines and sines, id and position
+        account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
     account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0
     for tier in away:
-        batches = block + prompts // policy.prefill_tokens + 1
-        account[tier]["hidden states"] = up(prompts * row, 4096) + 4096 * batches
+        batches = block + tokens // policy.prefill_tokens + 1
+        account[tier]["hidden states"] = up(homes[tier] * row, 4096) + 4096 * batches
     cache_account(account, model, policy, work, staged)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 

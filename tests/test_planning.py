@@ -16,7 +16,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Workload, lay_out
-from flexengine.plan.search import LEAST, planned
+from flexengine.plan.least import smallest
 from flexengine.run import main
 from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
@@ -73,8 +73,9 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
                 engine.fitting(work)
             except OutOfMemory:
                 refused.append(share)
-                with pytest.raises(OutOfMemory):  # not even what takes least
-                    lay_out(engine.facts, LEAST, work, planned(engine.machine.capacity))
+                for policy in smallest(128, shared=kind == "cpu"):  # not even what takes least
+                    with pytest.raises(OutOfMemory):
+                        lay_out(engine.facts, policy, work, engine.machine.capacity)
                 continue
             results = engine.generate(known.rows, GREEDY)
             done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
@@ -131,7 +132,9 @@ def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypa
     monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, machine_of(random.Random(8), "cpu")))
     directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
     with Engine(directory, device="cpu") as engine:
-        least = lay_out(engine.facts, LEAST, Workload(sizes[0]), engine.machine.capacity).total("device")
+        layouts = [lay_out(engine.facts, policy, Workload(sizes[0]), engine.machine.capacity)
+                   for policy in smallest(128, shared=True)]  # fmt: skip
+        least = min(layout.total("device") + layout.total("host") for layout in layouts)
     for share in (0.5, 0.9, 4.0):
         for each in sizes:
             with Engine(directory, device="cpu", device_mem=int(share * least)) as engine:

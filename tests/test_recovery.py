@@ -5,7 +5,7 @@ import errno
 import gc
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from conftest import NEW
 from flexengine import Engine, Policy, SamplingParams, command, run
 from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
+from flexengine.plan.layout import Workload
 from flexengine.recovery import REPLANS, halved
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.program import Op, Task
@@ -169,13 +170,22 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
         single.generate(family.rows, GREEDY)
 
 
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """No garbage is collected meanwhile."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("short", [True, False])
 def test_what_was_computed_is_let_go(
     families: Any, faults: Faults, monkeypatch: pytest.MonkeyPatch, overlap: bool, short: bool
 ) -> None:
     """Forward passes that had paused hold no memory when it is planned anew, or when another error ends the job: they
-    end in the thread they belong to."""
+    end in the thread they belong to, and no garbage need be collected."""
     family, seen, left = families("llama"), list[weakref.ref[Any]](), list[int]()
 
     def last_layer(worker: Worker, task: Task) -> bool:
@@ -186,7 +196,6 @@ def test_what_was_computed_is_let_go(
         return bool(seen)
 
     def alive(_: str = "") -> None:
-        gc.collect()
         left.append(sum(ref() is not None for ref in seen))
 
     with engine(family, overlap=overlap) as made:
@@ -239,6 +248,43 @@ def test_what_errors_say() -> None:
     assert shortage(OSError(errno.ENOSPC, "No space left on device"), gpu=False) is None
     assert shortage(RuntimeError("shapes differ"), gpu=True) is None
     assert shortage(RuntimeError("CUDA error: out of memory"), gpu=True) is not None
+
+
+@pytest.mark.parametrize(("error", "tier"), [
+    (torch.OutOfMemoryError(*GPU.args), "device"),  # GPU memory, of torch
+    (RuntimeError("CUDA error: out of memory"), "device"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), "device"),
+    (RuntimeError("Triton Error [CUDA]: out of memory"), "device"),
+    (OutOfMemory("device", "weights", 4096, 10, 20), "device"),  # a ledger
+    (OutOfMemory("host", "weights", 4096, 10, 20), "host"),
+    (OutOfMemory("host", "KV cache", 4096), "host"),  # RAM that could not be locked
+    (OutOfMemory("device", "what a thread reads", 4096), "host"),  # kernels for a CPU, which attends for the GPU
+    (MemoryError(), "host"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 512 bytes."), "host"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "host"),  # a mapping
+    (OSError(errno.ENOSPC, "No space left on device"), None),  # a full disk: no smaller block helps
+    (OutOfMemory("disk", "spill", 5, 4, 3), None),
+])  # fmt: skip
+def test_the_tier_that_is_short_is_blamed_beside_a_gpu(error: Exception, tier: str | None) -> None:
+    found = shortage(error, gpu=True)
+    assert (found.tier if found else None) == tier
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_only_the_tier_that_is_short_shrinks(families: Any, tier: str, tmp_path: Path) -> None:
+    """The error's tier decides what is planned smaller; the other keeps its capacity."""
+    with engine(families("llama"), device_mem="3M", host_mem="3M", offload_dir=tmp_path) as made:
+        work = Workload.of([(20, 8)] * 40)
+        layout, before = made.plan(work), made.machine.capacity
+        assert layout.total(tier)
+        error = {"device": torch.OutOfMemoryError(*GPU.args), "host": MemoryError()}[tier]
+        found = shortage(error, gpu=True)
+        assert found is not None
+        smaller = made.planner.smaller(work, layout, found.tier, found.needed, None)
+        after, other = made.machine.capacity, {"device": "host", "host": "device"}[tier]
+        assert getattr(after, tier) < layout.total(tier)
+        assert getattr(after, other) == getattr(before, other)
+        assert smaller.total(tier) <= getattr(after, tier)
 
 
 def test_halved() -> None:

@@ -14,7 +14,8 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ModelFacts, Workload, lay_out
-from flexengine.plan.search import Options, Search, frontier, planned, search
+from flexengine.plan.least import planned
+from flexengine.plan.search import Options, Search, frontier, search
 from flexengine.plan.solver import NoSolver
 from flexengine.policy import TIERS, Policy
 

@@ -5,10 +5,13 @@ flexengine is imported inside the functions, so that the driver can read this mo
 
 import contextlib
 import json
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.harness import Job, Record, peak_rss, versions
@@ -42,12 +45,14 @@ class Asked:
 def engine_of(asked: Asked) -> Any:
     """The engine, open but with nothing loaded."""
     from flexengine import Engine, Policy
+    from flexengine.lossy import Lossy
     from flexengine.plan.hardware import Hardware
     from flexengine.tier.machine import Links
 
     job = asked.job
     options: dict[str, Any] = {"device": job.device, "device_mem": job.device_mem, "offload_dir": job.scratch}
     options |= {"policy": Policy(**job.policy) if job.policy else None}
+    options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
     options |= {"links": Links(**asked.links) if asked.links else None}
     options |= {"hardware": Hardware.from_json(asked.hardware, "bench.plan") if asked.hardware else None}
     return Engine(job.model, **{k: v for k, v in options.items() if v is not None})
@@ -68,6 +73,13 @@ def rates(asked: Asked) -> Record:
     return {"hardware": {**hardware.to_json(), "measured": False}, "seconds": seconds, "versions": versions()}
 
 
+def evict(paths: Iterable[Path]) -> None:
+    """Drops files, such as encoded weights, from the page cache."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def run(asked: Asked) -> Record:
     """Plans, predicts, runs; {"refused": why} where the policy does not fit."""
     from flexengine import SamplingParams
@@ -79,6 +91,7 @@ def run(asked: Asked) -> Record:
     rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in requests]
     began = time.perf_counter()
     with engine_of(asked) as engine:
+        evict({run.path for origin in engine.planner.opened.origins.values() for run in origin.runs})
         opened = time.perf_counter()
         try:
             layout = engine.plan(Workload(sizes))

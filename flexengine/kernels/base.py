@@ -22,6 +22,21 @@ ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
 Compute = Literal["bf16", "int8"]  # what a product rounds to before it multiplies; None: nothing
 
 
+class Past(NamedTuple):
+    """The tokens of one prompt that were cached before: its first `length` ones.
+
+    Attributes:
+        pool, form: as above.
+        table: int32, at least ceil(length / page_tokens) entries.
+        length: tokens, at least 1. What the last page holds beyond them is not read.
+    """
+
+    pool: Tensor
+    table: Tensor
+    length: int
+    form: CacheForm | None = None
+
+
 class Kernels(ABC):
     """One implementation of every kernel.
 
@@ -131,14 +146,27 @@ class Kernels(ABC):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        """Causal attention of B prompts of one length, or of a chunk of each.
+        """Return causal attention of B prompts of one length, or of a piece of each.
 
-        q: [B, T, heads, head_dim]; k, v: [B, S, kv_heads, head_dim] with S >= T; any strides.
-            Query t sits at position S - T + t.
-        scale, window, softcap, sinks: as in `decode`. Returns [B, T, heads, head_dim], contiguous, in q's dtype.
-        Beside its result it holds at most about 64 MB of scores, and on a CPU fp32 copies of half-precision q, k, v.
+        Args:
+            q: [B, T, heads, head_dim], any strides. Query t sits at position P + S - T + t; P is past.length, or 0.
+            k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S.
+            scale, window, softcap, sinks: as in `decode`.
+            past: tokens 0 to P, read from their pages; B must be 1.
+
+        Returns:
+            [B, T, heads, head_dim], contiguous, in q's dtype. On a CPU with native kernels a query's result is bit for
+            bit the same however many queries and prompts are computed together, for any number of threads, and, where
+            the pool holds fp32, for any P.
+
+        Beside the result it holds `prompt_scratch` bytes at most, and on a CPU fp32 copies of half-precision q, k, v.
         """
+
+    @abstractmethod
+    def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        """Return an upper bound, in bytes, of what `attend_prompt` holds with `past`, whatever its length."""
 
     @abstractmethod
     def linear(
@@ -281,6 +309,22 @@ def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
             " they are [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
         )
+
+
+def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
+    """Raises InvalidInput unless the cached tokens are those of the one prompt."""
+    room = check_pool(past.pool, past.form)
+    if q.shape[0] != 1 or (room.kv_heads, room.dim) != tuple(k.shape[2:]):
+        raise InvalidInput(
+            f"k {list(k.shape)} does not continue a cache of {room.kv_heads} heads of {room.dim}:"
+            f" it must be [1, S, {room.kv_heads}, {room.dim}]"
+        )
+    if not 1 <= past.length <= past.table.numel() * room.page_tokens:
+        raise InvalidInput(
+            f"{past.length} cached tokens and {past.table.numel()} pages of {room.page_tokens} tokens do not fit:"
+            " there must be at least one token, and pages for all"
+        )
+    return room
 
 
 def check_norm(x: Tensor, weight: Tensor) -> None:

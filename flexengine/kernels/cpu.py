@@ -76,11 +76,12 @@ class _Prompt(ctypes.Structure):
     """struct Prompt of prompt.h."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out")),
+        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out", "pool", "table")),
         *((name, c_int64) for name in ("batch", "queries", "keys", "heads", "kv_heads", "dim", "window")),
+        *((name, c_int64) for name in ("past", "pages", "page_tokens", "group")),
         *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("prompt", "row", "head")),
         *((name, c_float) for name in ("scale", "softcap")),
-        ("threads", c_int32),
+        *((name, c_int32) for name in ("pool_dtype", "threads")),
     ]
 
 
@@ -111,6 +112,12 @@ class _Gate(ctypes.Structure):
     _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
 
 
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "decode": _Decode, "append": _Append, "gather": _Gather, "linear": _Linear, "product": _Product,
+    "prompt": _Prompt, "norm": _Norm, "rotate": _Rotate, "gate": _Gate,
+}  # fmt: skip
+
+
 class NativeKernels(ReferenceKernels):
     """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
 
@@ -121,6 +128,8 @@ class NativeKernels(ReferenceKernels):
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_structs(library)
+
         def bound(name: str, returns: Any = None, takes: Any = (c_void_p,)) -> Any:
             function = getattr(library, f"flex_{name}")
             function.argtypes, function.restype = list(takes), returns
@@ -128,6 +137,7 @@ class NativeKernels(ReferenceKernels):
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
         self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int64)
+        self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
         numbers = (c_int64, c_int32, c_int32, c_int64, c_int32)
@@ -213,8 +223,11 @@ class NativeKernels(ReferenceKernels):
             *(q.stride(0), q.stride(1), *options),
             *(CODES[q.dtype], _stored(pool, form), torch.get_num_threads()),
         )
-        if bad := self._decode(ctypes.addressof(call)):
-            raise bad_sequence(bad - 1, room)
+        status = self._decode(ctypes.addressof(call))
+        if status > 0:
+            raise bad_sequence(status - 1, room)
+        if status < 0:
+            raise no_memory("the partial results of decode attention", -status)
 
     def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         if not _native(pool, table):
@@ -243,25 +256,40 @@ class NativeKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        past: base.Past | None = None,
     ) -> Tensor:
-        if not _fp32(q, k, v):
-            return super().attend_prompt(q, k, v, scale, window, softcap, sinks)
+        if not _native(q, k, v, *(() if past is None else past[:2])):
+            return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past)
         base.check_prompt(q, k, v)
         base.check_options(window, softcap, sinks, q.shape[2])
-        (batch, queries, heads, dim), (keys, kv_heads) = q.shape, k.shape[1:3]
-        q, k, v = _rows(q), _rows(k), _rows(v)
+        cached: tuple[int, ...] = (0, 0, 1, 0)
+        places, stored = (None, None), 0
+        if past is not None:
+            room, table = base.check_past(q, k, past), _int32(past.table)
+            cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
+            places, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
+        dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
+        q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
         call = _Prompt(
-            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(),
-            *(batch, queries, keys, heads, kv_heads, dim, window or 0),
+            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *places,
+            *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
-            *(scale, softcap or 0.0, torch.get_num_threads()),
+            *(scale, softcap or 0.0, stored, torch.get_num_threads()),
         )  # fmt: skip
-        if missing := self._prompt(ctypes.addressof(call)):
-            what = "what a thread reads of a prompt's queries, keys and values at a time"
-            raise OutOfMemory("device", what, missing, remedy="lower --device-mem, or end what else takes memory")
-        return out
+        missing = self._prompt(ctypes.addressof(call))
+        if missing < 0:
+            assert past is not None
+            raise bad_sequence(0, base.check_pool(past.pool, past.form))
+        if missing:
+            raise no_memory("what a thread reads of a prompt's queries, keys and values at a time", missing)
+        return out.to(dtype)
+
+    def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        threads = torch.get_num_threads()
+        call = _Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
+        return int(self._prompt_scratch(ctypes.addressof(call)))
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
@@ -353,6 +381,23 @@ class NativeKernels(ReferenceKernels):
 def load_native(*flags: str) -> NativeKernels:
     """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
     return NativeKernels(build.load(*flags))
+
+
+def check_structs(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError if a struct has another size in the library: its fields would be misread."""
+    for name, struct in STRUCTS.items():
+        size_of = getattr(library, f"flex_{name}_size")
+        size_of.restype = c_int64
+        if (there := size_of()) != (here := ctypes.sizeof(struct)):
+            raise RuntimeError(
+                f"the argument struct of flex_{name} has {there} bytes in the native kernels but {here} in"
+                f" {__name__}.{struct.__name__}; give both the same fields"
+            )
+
+
+def no_memory(what: str, needed: int) -> OutOfMemory:
+    """Return the error for memory that the system refused to a native kernel, which then has written nothing."""
+    return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
 
 
 def _native(*tensors: Tensor) -> bool:

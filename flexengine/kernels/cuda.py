@@ -15,7 +15,12 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels import base
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
 
-GATHERED = 2**26  # bytes of gathered K and V held at once
+# Bytes that a kernel holds at once beside its arguments, its result and 8-bit codes of x; more only where one row, or
+# one sequence, needs more. plan.gpu books as much.
+BUFFER = 2**26
+GATHERED = 28  # of them, per element of K and V that is gathered and decoded: five fp32 copies and 8 bytes of codes
+ENCODED = 48  # per element that is encoded: the copies that a fit makes
+MULTIPLIED = 32  # per element of x that is rounded to 8 bits, in fp32
 
 
 class CudaKernels(ReferenceKernels):
@@ -41,8 +46,10 @@ class CudaKernels(ReferenceKernels):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
     ) -> None:
-        base.check_append(k, v, pool, pages, offsets, form)
-        write(k, v, pool, pages, offsets, form)
+        room = base.check_append(k, v, pool, pages, offsets, form)
+        step = len(k) if form is None else max(1, BUFFER // (ENCODED * room.kv_heads * room.dim))
+        for some in _slices(len(k), step):
+            write(k[some], v[some], pool, pages[some], offsets[some], form)
 
     def decode(
         self,
@@ -68,7 +75,7 @@ class CudaKernels(ReferenceKernels):
                 return (out, lse) if with_lse else out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for part in _parts(tables, room, pool.element_size()):
+        for part in _parts(tables, room):
             pages = read(pool, tables[part].long(), form).float()
             scores, v, seen = _scores(q[part], pages, lengths[part], scale, window)
             out[part], lse[part] = _weighed(capped(scores, softcap), v, seen, sinks, topk)
@@ -91,23 +98,39 @@ class CudaKernels(ReferenceKernels):
         base.check_topk(topk)
         chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
-        for part in _parts(tables, room, pool.element_size()):  # those of decode: products of one shape round alike
+        for part in _parts(tables, room):  # those of decode: products of one shape round alike
             pages = read(pool, tables[part].long(), form, values=False).float()
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
         return chosen
 
+    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
+        room = base.check_pool(pool, form)
+        used = table[: -(-length // room.page_tokens)].long()
+        pages = read(pool, used, form).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # [2, tokens, kv_heads, dim]
+        return pages[0].contiguous(), pages[1].contiguous()
+
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         base.check_product(x, weight, form, bias, narrow=True)
-        fused = self._triton(x.device.type)
-        if fused is None or not x.numel() or weight.data_ptr() % 2:
-            return super().product(x.float(), weight, form, bias, compute).to(x.dtype)
-        rows = x.bfloat16() if compute == "bf16" and x.dtype == torch.float32 else x
-        rows = rows.to(x.dtype).reshape(-1, form.columns)
-        found: Tensor = fused.codes.product(rows, weight, form, bias, compute == "int8")
-        return found.view(*x.shape[:-1], form.rows)
+        fused, rows = self._triton(x.device.type), x.reshape(-1, form.columns)
+        out = x.new_empty((len(rows), form.rows))
+        if fused is not None and x.numel() and weight.data_ptr() % 2 == 0:
+            if compute == "bf16" and x.dtype == torch.float32:
+                rows = rows.bfloat16().float()
+            fused.codes.product(rows, weight, form, bias, compute == "int8", out)
+        else:
+            step = max(1, BUFFER // 2 // (4 * form.rows + MULTIPLIED * form.columns))
+            for some in _slices(len(rows), step):
+                out[some] = super().product(rows[some].float(), weight, form, bias, compute)
+        return out.view(*x.shape[:-1], form.rows)
+
+
+def has_grouped_product(x: Tensor) -> bool:
+    """Return whether torch multiplies groups of rows like `x` by a matrix each in one call that waits for nothing: bf16
+    on GPUs of compute capability 9 and 10. Elsewhere torch's own fallback reads the groups' sizes on the host."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 class Fused(NamedTuple):
@@ -134,11 +157,15 @@ def fused_kernels(kind: str) -> Fused | None:
     return Fused(triton_attention, triton_codes)
 
 
-def _parts(tables: Tensor, room: base.Room, element: int) -> Iterator[slice]:
+def _parts(tables: Tensor, room: base.Room) -> Iterator[slice]:
     """Sequences that are gathered together."""
-    one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * max(element, 4)
-    step = max(1, GATHERED // max(1, one))
-    return (slice(at, at + step) for at in range(0, len(tables), step))
+    one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * GATHERED
+    return _slices(len(tables), max(1, BUFFER // max(1, one)))
+
+
+def _slices(count: int, step: int) -> Iterator[slice]:
+    """`count` things, `step` at a time."""
+    return (slice(at, min(count, at + step)) for at in range(0, count, max(1, step)))
 
 
 def _scores(

@@ -1,7 +1,13 @@
-// What models do beside attention: products, norms, gates; and attention of prompts, which is products too.
+// What models do beside attention: products, norms, gates.
 #include "elementwise.h"
 #include "encoded.h"
-#include "prompt.h"
+
+FLEX_SIZE(linear, Linear)
+FLEX_SIZE(product, Product)
+FLEX_SIZE(prompt, Prompt)
+FLEX_SIZE(norm, Norm)
+FLEX_SIZE(rotate, Rotate)
+FLEX_SIZE(gate, Gate)
 
 extern "C" {
 

@@ -1,73 +1,137 @@
-// Causal attention of whole prompts, or of chunks of them, in fp32.
+// Causal attention of whole prompts, or of pieces of them whose earlier tokens lie in a KV cache, in fp32.
 //
-// Index legend: b prompt, h query head, j key/value head, t query, s key, d element of a head.
+// Index legend: b prompt, h query head, j key/value head, t query, s position of a key, d element of a head.
 #pragma once
-#include "tile.h"
+#include "codes.h"
+#include "transpose.h"
 
 namespace {
 
 // q: [batch, queries, heads, dim]; k, v: [batch, keys, kv_heads, dim], all with unit stride along dim only; out is
-// contiguous. Query t sits at position keys - queries + t.
+// contiguous. Positions 0 .. past - 1 are those of the pool's pages in `table`; then batch is 1. Key i sits at position
+// past + i, query t at past + keys - queries + t. Pool: as in attention.h.
 struct Prompt {
     const float *q, *k, *v, *sinks; float* out;
+    const void* pool; const int32_t* table;
     int64_t batch, queries, keys, heads, kv_heads, dim, window;
+    int64_t past, pages, page_tokens, group;  // group: elements of a row that share a scale; 0: plain numbers
     int64_t q_prompt, q_row, q_head, k_prompt, k_row, k_head, v_prompt, v_row, v_head;
     float scale, softcap;
-    int32_t threads;
+    int32_t pool_dtype, threads;
+
+    int64_t first() const { return past + keys - queries; }  // position of the first query
+    int64_t shared() const { return heads / kv_heads; }      // query heads of a key/value head
 };
 
-// QUERIES queries of all heads of a group meet KEYS keys at a time. Blocks of keys begin at multiples of KEYS, so that
-// a query's sums take the same steps wherever a chunk begins. PANEL: columns of a tile.
-constexpr int64_t QUERIES = 32, KEYS = 64, PANEL = VECS * W;
+// BLOCK rows, which are queries of all heads of a group, meet KEYS keys at a time. Blocks of keys begin at multiples of
+// KEYS, so that a query's sums take the same steps wherever a piece begins and however rows are put together. STRIP: rows
+// whose scores are computed before their values are added; PANEL: columns of a tile.
+constexpr int64_t BLOCK = 256, KEYS = 64, STRIP = 4 * ROWS, PANEL = VECS * W;
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
-// Of one thread. Row r of a block: query r % n of head r / n in its group.
+// Queries of a block: fewer where threads would wait for work.
+inline int64_t block_queries(const Prompt& a) {
+    int64_t n = a.shared() < BLOCK ? BLOCK / a.shared() : 1;
+    while (n > 1 && n * a.shared() > STRIP && (a.queries + n - 1) / n * a.batch * a.kv_heads < 3 * a.threads) n /= 2;
+    return n;
+}
+
+// Scratch of one thread. Row r of a block: query r % n of head r / n in its group.
 struct Block {
     int64_t dim, wide;
-    float *q, *k, *v, *scores, *acc, *top, *sum;  // k: panels [dim, PANEL] of keys; v: panels [KEYS, PANEL] of elements
+    float *k, *v, *scores, *acc, *q, *top, *sum;  // k: panels [dim, PANEL] of keys; v: panels [KEYS, PANEL] of elements
+    float *rows, *scales;                         // what is decoded: [W, dim], and scales and minima of a row
 
-    static int64_t floats(const Prompt& a) {
-        const int64_t rows = QUERIES * (a.heads / a.kv_heads), wide = panels(a.dim) * PANEL;
-        return rows * (a.dim + wide + 2) + KEYS * (a.dim + wide) + ROWS * KEYS + 8 * W;
+    static size_t bytes(const Prompt& a) {
+        const int64_t rows = block_queries(a) * a.shared(), wide = panels(a.dim) * PANEL;
+        const int64_t floats = rows * (a.dim + wide + 2) + KEYS * (a.dim + wide) + STRIP * KEYS + (W + 2) * a.dim;
+        return size_t(floats * 4 + 63) / 64 * 64;
     }
     Block(const Prompt& a, float* at) : dim(a.dim), wide(panels(a.dim) * PANEL) {
-        const int64_t rows = QUERIES * (a.heads / a.kv_heads);
-        k = at, v = k + KEYS * dim, scores = v + KEYS * wide, acc = scores + ROWS * KEYS;
-        q = acc + rows * wide, top = q + rows * dim, sum = top + rows;
+        const int64_t most = block_queries(a) * a.shared();
+        k = at, v = k + KEYS * dim, scores = v + KEYS * wide, acc = scores + STRIP * KEYS, q = acc + most * wide;
+        top = q + most * dim, sum = top + most, rows = sum + most, scales = rows + W * dim;
     }
 };
 
-// The queries t to t + n of kv head j's group, times the scale.
-void read_block(const Prompt& a, int64_t b, int64_t j, int64_t t, int64_t n, Block& my) {
-    const int64_t group = a.heads / a.kv_heads;
+// What one block works on: prompt b, key/value head j, n queries from t on, the first of which sits at `position`.
+struct Part { int64_t b, j, t, n, position; };
+
+// The part's queries, times the scale.
+void read_queries(const Prompt& a, const Part& p, Block& my) {
     float* to = my.q;
-    for (int64_t g = 0; g < group; g++)
-        for (int64_t i = 0; i < n; i++, to += a.dim) {
-            const float* from = a.q + b * a.q_prompt + (t + i) * a.q_row + (j * group + g) * a.q_head;
+    for (int64_t h = p.j * a.shared(); h < (p.j + 1) * a.shared(); h++)
+        for (int64_t i = 0; i < p.n; i++, to += a.dim) {
+            const float* from = a.q + p.b * a.q_prompt + (p.t + i) * a.q_row + h * a.q_head;
             for (int64_t d = 0; d < a.dim; d++) to[d] = from[d] * a.scale;
         }
-    memset(my.acc, 0, size_t(group * n * my.wide) * 4);
-    for (int64_t r = 0; r < group * n; r++) my.top[r] = -FLT_MAX, my.sum[r] = 0;
+    const int64_t rows = a.shared() * p.n;
+    memset(my.acc, 0, size_t(rows * my.wide) * 4);
+    for (int64_t r = 0; r < rows; r++) my.top[r] = -FLT_MAX, my.sum[r] = 0;
 }
 
-// Keys and values s to s + n; what is missing of KEYS is zero.
-void read_keys(const Prompt& a, int64_t b, int64_t j, int64_t s, int64_t n, Block& my) {
-    const float *k = a.k + b * a.k_prompt + s * a.k_row + j * a.k_head, *v = a.v + b * a.v_prompt + s * a.v_row + j * a.v_head;
-    for (int64_t p = 0; p < KEYS; p += PANEL) {
-        float* to = my.k + p * a.dim;
-        const int64_t there = n - p < 0 ? 0 : n - p < PANEL ? n - p : PANEL;
-        for (int64_t d = 0; d < a.dim; d++, to += PANEL) {
-            for (int64_t i = 0; i < there; i++) to[i] = k[(p + i) * a.k_row + d];
-            for (int64_t i = there; i < PANEL; i++) to[i] = 0;
+template <class T> const float* widened(const T* row, int64_t dim, float* to) {
+    convert_row(row, to, dim);
+    return to;
+}
+
+// K (V if `value`) of head j at a position in the pool: `dim` floats, written to `to` unless they lie there as such.
+const float* cached_row(const Prompt& a, int64_t j, int64_t s, bool value, Block& my, float* to) {
+    const int64_t P = a.page_tokens, o = s % P, panel = (int64_t(a.table[s / P]) * 2 + value) * a.kv_heads + j;
+    const int64_t row = (panel * P + o) * a.dim;
+    if (a.pool_dtype == FP32) return (const float*)a.pool + row;
+    if (a.pool_dtype == BF16) return widened((const bf16*)a.pool + row, a.dim, to);
+    if (a.pool_dtype == FP16) return widened((const fp16*)a.pool + row, a.dim, to);
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
+        const Panels at(bits, a.kv_heads, P, a.dim, group);
+        const uint8_t* from = (const uint8_t*)a.pool + panel * at.panel;
+        const int64_t R = a.dim / group;
+        for (int64_t r = 0; r < R; r++) {
+            my.scales[r] = widen(((const fp16*)(from + at.scales))[r * P + o]);
+            my.scales[R + r] = widen(((const fp16*)(from + at.minima))[r * P + o]);
+        }
+        decode_row<bits, group>(from + o * at.row, my.scales, my.scales + R, 1, R, to);
+    });
+    return to;
+}
+
+const float* read_row(const Prompt& a, const Part& p, int64_t s, bool value, Block& my, float* to) {
+    if (s < a.past) return cached_row(a, p.j, s, value, my, to);
+    const int64_t i = s - a.past;
+    return value ? a.v + p.b * a.v_prompt + i * a.v_row + p.j * a.v_head
+                 : a.k + p.b * a.k_prompt + i * a.k_row + p.j * a.k_head;
+}
+
+// The keys at positions s to s + n, transposed into panels; what is missing of KEYS is zero.
+void read_keys(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
+    for (int64_t i = 0; i < KEYS; i += W) {
+        float* to = my.k + i / PANEL * PANEL * a.dim + i % PANEL;
+        const float* row[W];
+        for (int64_t e = 0; e < W; e++) {
+            row[e] = my.rows + e * a.dim;
+            if (i + e < n) row[e] = read_row(a, p, s + i + e, false, my, my.rows + e * a.dim);
+            else memset(my.rows + e * a.dim, 0, size_t(a.dim) * 4);
+        }
+        for (int64_t d = 0; d < a.dim; d += W) {
+            const int count = a.dim - d < W ? int(a.dim - d) : W;
+            vp tile[W];
+            UNROLL for (int e = 0; e < W; e++) tile[e] = vload_pairs(row[e] + d, 2 * count);
+            transpose(tile);
+            for (int e = 0; e < count; e++, to += PANEL) vstore(to, (vf)tile[e]);
         }
     }
-    for (int64_t low = 0; low < a.dim; low += PANEL) {
-        float* to = my.v + low * KEYS;
-        const int64_t there = a.dim - low < PANEL ? a.dim - low : PANEL;
-        for (int64_t i = 0; i < KEYS; i++, to += PANEL) {
-            if (i < n) memcpy(to, v + i * a.v_row + low, size_t(there) * 4);
-            memset(to + (i < n ? there : 0), 0, size_t(PANEL - (i < n ? there : 0)) * 4);
+}
+
+// The values at positions s to s + n, cut into panels; what is missing of KEYS is zero.
+void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
+    for (int64_t i = 0; i < KEYS; i++) {
+        const float* row = i < n ? read_row(a, p, s + i, true, my, my.rows) : nullptr;
+        for (int64_t d = 0; d < my.wide; d += PANEL) {
+            float* to = my.v + d * KEYS + i * PANEL;
+            const int64_t there = !row ? 0 : a.dim - d < PANEL ? a.dim - d : PANEL;
+            if (there) memcpy(to, row + d, size_t(there) * 4);
+            if (there < PANEL) memset(to + there, 0, size_t(PANEL - there) * 4);
         }
     }
 }
@@ -91,79 +155,94 @@ inline float soften_between(float* scores, int64_t low, int64_t high, float soft
     return keep;
 }
 
-// The M rows from r on meet KEYS keys from s on. position: of the block's first query, of which there are n.
-template <int M> void meet(const Prompt& a, int64_t r, int64_t s, int64_t position, int64_t n, Block& my) {
-    float keep[M];
-    int64_t last = 0;
-    int64_t low[M], high[M];
-    for (int i = 0; i < M; i++) {
-        const int64_t at = position + (r + i) % n, first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
-        low[i] = first > s ? first - s : 0, high[i] = at + 1 - s < KEYS ? at + 1 - s : KEYS;
-        if (low[i] < high[i] && high[i] > last) last = high[i];
-    }
-    if (last == 0) return;
-    for (int64_t p = 0; p < KEYS; p += PANEL) {
-        vf sum[M][VECS];
-        clear(sum);
-        multiply<float>(my.q + r * a.dim, a.dim, my.k + p * a.dim, a.dim, sum);
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int v = 0; v < VECS; v++) vstore(my.scores + i * KEYS + p + v * W, sum[i][v]);
-    }
-    for (int i = 0; i < M; i++) {
-        if (low[i] < high[i]) {
-            keep[i] = soften_between(my.scores + i * KEYS, low[i], high[i], a.softcap, my.top[r + i], my.sum[r + i]);
-        } else {
-            memset(my.scores + i * KEYS, 0, KEYS * 4);
-            keep[i] = 1;
-        }
-    }
-    for (int64_t d = 0; d < a.dim; d += PANEL) {
-        vf sum[M][VECS];
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int v = 0; v < VECS; v++)
-                sum[i][v] = vmul(vload(my.acc + (r + i) * my.wide + d + v * W), vset(keep[i]));
-        multiply<float>(my.scores, KEYS, my.v + d * KEYS, last, sum);
-        UNROLL for (int i = 0; i < M; i++)
-            UNROLL for (int v = 0; v < VECS; v++) vstore(my.acc + (r + i) * my.wide + d + v * W, sum[i][v]);
-    }
-}
+// At most ROWS rows from row `first` of a strip on. last: keys of the block that some of them sees.
+struct Tile { int64_t first, rows, last; };
 
-template <int M> void meet_rows(const Prompt& a, int64_t r, int64_t rows, int64_t s, int64_t position, int64_t n, Block& my) {
+// scores [M, KEYS] of a tile's rows: of PANEL keys from the s-th on.
+template <int M> void score_tile(int64_t rows, const float* q, int64_t s, const Block& my, float* scores) {
     if constexpr (M > 1)
-        if (rows < M) return meet_rows<M - 1>(a, r, rows, s, position, n, my);
-    meet<M>(a, r, s, position, n, my);
+        if (rows < M) return score_tile<M - 1>(rows, q, s, my, scores);
+    vf sum[M][VECS];
+    clear(sum);
+    multiply<float>(q, my.dim, my.k + s * my.dim, my.dim, sum);
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int v = 0; v < VECS; v++) vstore(scores + i * KEYS + s + v * W, sum[i][v]);
 }
 
-void write_block(const Prompt& a, int64_t b, int64_t j, int64_t t, int64_t n, const Block& my) {
-    const int64_t group = a.heads / a.kv_heads;
-    for (int64_t r = 0; r < group * n; r++) {
-        const int64_t h = j * group + r / n;
+// acc = acc * keep + scores times values, of PANEL elements from d on.
+template <int M>
+void weigh_tile(const Tile& at, const float* keep, const float* scores, int64_t d, const Block& my, float* acc) {
+    if constexpr (M > 1)
+        if (at.rows < M) return weigh_tile<M - 1>(at, keep, scores, d, my, acc);
+    vf sum[M][VECS];
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int v = 0; v < VECS; v++) sum[i][v] = vmul(vload(acc + i * my.wide + d + v * W), vset(keep[i]));
+    multiply<float>(scores, KEYS, my.v + d * KEYS, at.last, sum);
+    UNROLL for (int i = 0; i < M; i++)
+        UNROLL for (int v = 0; v < VECS; v++) vstore(acc + i * my.wide + d + v * W, sum[i][v]);
+}
+
+// `rows` rows of a block, from row r on, meet the keys at positions s to s + KEYS.
+void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Block& my) {
+    int64_t low[STRIP], high[STRIP];
+    float keep[STRIP];
+    Tile tiles[STRIP];
+    int64_t count = 0;
+    const int64_t heights = (rows + ROWS - 1) / ROWS;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = p.position + (r + i) % p.n, first = a.window > 0 && at + 1 > a.window ? at + 1 - a.window : 0;
+        low[i] = first > s ? first - s : 0, high[i] = at + 1 - s < KEYS ? at + 1 - s : KEYS, keep[i] = 1;
+    }
+    for (int64_t k = 0; k < heights; k++) {
+        Tile tile{k * rows / heights, (k + 1) * rows / heights - k * rows / heights, 0};
+        for (int64_t i = tile.first; i < tile.first + tile.rows; i++)
+            if (low[i] < high[i] && high[i] > tile.last) tile.last = high[i];
+        if (tile.last) tiles[count++] = tile;
+    }
+    for (int64_t c = 0; c < KEYS; c += PANEL)
+        for (const Tile* tile = tiles; tile < tiles + count; tile++)
+            score_tile<ROWS>(tile->rows, my.q + (r + tile->first) * a.dim, c, my, my.scores + tile->first * KEYS);
+    for (const Tile* tile = tiles; tile < tiles + count; tile++)
+        for (int64_t i = tile->first; i < tile->first + tile->rows; i++) {
+            float* scores = my.scores + i * KEYS;
+            if (low[i] < high[i]) keep[i] = soften_between(scores, low[i], high[i], a.softcap, my.top[r + i], my.sum[r + i]);
+            else memset(scores, 0, KEYS * 4);
+        }
+    for (int64_t d = 0; d < my.wide; d += PANEL)
+        for (const Tile* tile = tiles; tile < tiles + count; tile++)
+            weigh_tile<ROWS>(*tile, keep + tile->first, my.scores + tile->first * KEYS, d, my,
+                             my.acc + (r + tile->first) * my.wide);
+}
+
+void write_block(const Prompt& a, const Part& p, const Block& my) {
+    for (int64_t r = 0; r < a.shared() * p.n; r++) {
+        const int64_t h = p.j * a.shared() + r / p.n;
         const float under = my.sum[r] + (a.sinks ? expf(a.sinks[h] - my.top[r]) : 0.f);
-        float* to = a.out + ((b * a.queries + t + r % n) * a.heads + h) * a.dim;
+        float* to = a.out + ((p.b * a.queries + p.t + r % p.n) * a.heads + h) * a.dim;
         for (int64_t d = 0; d < a.dim; d++) to[d] = my.acc[r * my.wide + d] / under;
     }
 }
 
-void attend_block(const Prompt& a, int64_t b, int64_t j, int64_t t, Block& my) {
-    const int64_t n = a.queries - t < QUERIES ? a.queries - t : QUERIES, position = a.keys - a.queries + t;
-    const int64_t rows = n * (a.heads / a.kv_heads), end = position + n;
-    int64_t s = a.window > 0 && position + 1 > a.window ? (position + 1 - a.window) / KEYS * KEYS : 0;
-    read_block(a, b, j, t, n, my);
+void attend_block(const Prompt& a, const Part& p, Block& my) {
+    const int64_t rows = p.n * a.shared(), end = p.position + p.n, strips = (rows + STRIP - 1) / STRIP;
+    int64_t s = a.window > 0 && p.position + 1 > a.window ? (p.position + 1 - a.window) / KEYS * KEYS : 0;
+    read_queries(a, p, my);
     for (; s < end; s += KEYS) {
-        read_keys(a, b, j, s, end - s < KEYS ? end - s : KEYS, my);
-        for (int64_t tiles = (rows + ROWS - 1) / ROWS, r = 0; tiles; tiles--) {  // of nearly equal height
-            const int64_t height = (rows - r + tiles - 1) / tiles;
-            meet_rows<ROWS>(a, r, height, s, position, n, my);
-            r += height;
-        }
+        const int64_t n = end - s < KEYS ? end - s : KEYS;
+        read_keys(a, p, s, n, my);
+        read_values(a, p, s, n, my);
+        for (int64_t k = 0; k < strips; k++)
+            meet(a, p, k * rows / strips, (k + 1) * rows / strips - k * rows / strips, s, my);
     }
-    write_block(a, b, j, t, n, my);
+    write_block(a, p, my);
 }
 
-// Returns 0, or the bytes of a thread's scratch if there was no memory for it.
+// Returns 0, the bytes of a thread's scratch if there was no memory for it, or -1 for a page that the pool does not have.
 int64_t attend_prompts(const Prompt& a) {
-    const int64_t blocks = (a.queries + QUERIES - 1) / QUERIES, items = a.batch * a.kv_heads * blocks;
-    const size_t size = size_t(Block::floats(a) * 4 + 63) / 64 * 64;
+    for (int64_t i = 0; i * a.page_tokens < a.past; i++)
+        if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return -1;
+    const int64_t height = block_queries(a), blocks = (a.queries + height - 1) / height;
+    const size_t size = Block::bytes(a);
     bool room = true;
 #pragma omp parallel num_threads(a.threads)
     {
@@ -173,10 +252,12 @@ int64_t attend_prompts(const Prompt& a) {
             room = false;
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < items; i++) {
+        for (int64_t i = 0; i < a.batch * a.kv_heads * blocks; i++) {
             if (!scratch) continue;
-            Block my(a, scratch);  // the last blocks of queries take longest, so they come first
-            attend_block(a, i / a.kv_heads % a.batch, i % a.kv_heads, (blocks - 1 - i / a.kv_heads / a.batch) * QUERIES, my);
+            Block my(a, scratch);
+            const int64_t t = (blocks - 1 - i / a.kv_heads / a.batch) * height;  // the last ones take longest: first
+            const int64_t n = a.queries - t < height ? a.queries - t : height;
+            attend_block(a, {i / a.kv_heads % a.batch, i % a.kv_heads, t, n, a.first() + t}, my);
         }
         free(scratch);
     }
@@ -188,5 +269,8 @@ int64_t attend_prompts(const Prompt& a) {
 extern "C" {
 
 int64_t flex_prompt(const Prompt* args) { return attend_prompts(*args); }
+
+// Bytes of all threads' scratch. Of the arguments it looks at batch, queries, heads, kv_heads, dim and threads.
+int64_t flex_prompt_scratch(const Prompt* args) { return int64_t(Block::bytes(*args)) * args->threads; }
 
 }  // extern "C"

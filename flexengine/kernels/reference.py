@@ -13,7 +13,9 @@ from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 
-SCORES = 2**24  # fp32 scores held at once by the explicit path: 64 MB
+SCORES = 2**22  # fp32 scores held at once by the explicit path: 16 MiB
+CACHED = 2**20  # elements of K and V that the explicit path reads at once
+DECODED = 24  # most bytes held per element of these: fp32, and what unpacking codes takes
 BLOCK = 128  # queries per call on a CPU
 WIDENED = 16 << 20  # bytes of a 16-bit weight widened at a time
 
@@ -55,7 +57,7 @@ class ReferenceKernels(base.Kernels):
         for i, (_, scores, v) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
             wanted = None if topk is None else largest(scores, topk)
             lse[i] = denominator(scores, sinks)
-            weights = _softmax(scores.view(heads, 1, -1), None, sinks).view(scores.shape)
+            weights = _softmax(scores.view(heads, 1, -1), sinks).view(scores.shape)
             if wanted is not None:
                 weights = weights.masked_fill(~wanted, 0.0)
                 v = v.masked_fill(~wanted.any(1)[..., None], 0.0)  # may be anything, NaN too, and 0 * NaN is NaN
@@ -100,30 +102,35 @@ class ReferenceKernels(base.Kernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        past: base.Past | None = None,
     ) -> Tensor:
         base.check_prompt(q, k, v)
         base.check_options(window, softcap, sinks, q.shape[2])
-        (batch, queries, heads, _), keys = q.shape, k.shape[1]
+        queries, keys = q.shape[1], k.shape[1]
+        if past is not None or softcap is not None or sinks is not None:
+            first = (past.length if past else 0) + keys - queries
+            return _blockwise(q, first, _keys(q, k, v, window, past), scale, window, softcap, sinks)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        cpu, explicit = q.device.type == "cpu", softcap is not None or sinks is not None
-        if cpu or explicit:
+        if cpu := q.device.type == "cpu":
             q, k, v = q.float(), k.float(), v.float()  # 2 AVX-512 cores: 23.6 ms, bf16 throughout 24.4 ms
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        causal = not explicit and queries == keys and (window is None or window >= keys)
+        causal = queries == keys and (window is None or window >= keys)
         if causal and (queries <= BLOCK or not cpu):
             return out.copy_(_sdpa(q, k, v, None, scale).transpose(1, 2))
         # Blocks of queries skip the keys that none of them sees: 512 tokens, 32 heads over 4, head_dim 128 on 2 cores:
         # is_causal 23.7 ms, blocks of 256 18.4 ms, of 128 16.5 ms.
-        block = min(BLOCK, max(1, SCORES // max(1, batch * heads * keys))) if explicit else BLOCK if cpu else 1024
+        block = BLOCK if cpu else 1024
         for begin in range(0, queries, block):
             end = min(queries, begin + block)
             low, high = keys - queries + begin, keys - queries + end  # positions of the block's queries
             first = max(0, low + 1 - window) if window else 0
-            mask = _visible(low, high, first, window, q.device)
+            mask = _visible(range(low, high), range(first, high), window, q.device)
             part = q[:, :, begin:end], k[:, :, first:high], v[:, :, first:high]
-            result = _explicit(*part, mask, scale, softcap, sinks) if explicit else _sdpa(*part, mask, scale)
-            out[:, begin:end] = result.transpose(1, 2)
+            out[:, begin:end] = _sdpa(*part, mask, scale).transpose(1, 2)
         return out
+
+    def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
+        return (4 + 1) * SCORES + DECODED * CACHED  # scores and their mask; keys and values
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
@@ -320,10 +327,10 @@ def largest(scores: Tensor, topk: float) -> Tensor:
     return wanted
 
 
-def _visible(low: int, high: int, first: int, window: int | None, device: torch.device) -> Tensor:
-    """Which of the keys first..high-1 the queries at positions low..high-1 see: bool [high - low, high - first]."""
-    position = torch.arange(low, high, device=device)[:, None]
-    key = torch.arange(first, high, device=device)[None]
+def _visible(positions: range, keys: range, window: int | None, device: torch.device) -> Tensor:
+    """Return which keys the queries at some positions see: bool [positions, keys]."""
+    position = torch.arange(positions.start, positions.stop, device=device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=device)[None]
     mask = key <= position
     return mask if window is None else mask & (key > position - window)
 
@@ -340,23 +347,65 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     )
 
 
-def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, softcap: float | None, sinks: Tensor | None
+Keys = Iterator[tuple[range, Tensor, Tensor]]  # positions, and their K and V [B, keys, kv_heads, dim]
+
+
+def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past | None) -> Keys:
+    """Yield all that the queries see in blocks of about CACHED elements: cached tokens first, then k and v."""
+    width, start = 2 * k.shape[2] * k.shape[3], 0
+    if past is not None:
+        room, start = base.check_past(q, k, past), past.length
+        pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
+        if q.device.type == "cpu" and ((pages < 0) | (pages >= room.pages)).any():
+            raise bad_sequence(0, room)
+        first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # position that is seen
+        step = max(1, CACHED // (width * P))
+        for page in range(first // P, len(pages), step):
+            found = read(past.pool, pages[page : page + step], past.form).permute(1, 0, 3, 2, 4).flatten(1, 2)
+            positions = range(page * P, min((page + step) * P, start))
+            yield positions, *found[:, None, : len(positions)]
+    step = max(1, CACHED // max(1, k.shape[0] * width))
+    for low in range(0, k.shape[1], step):
+        high = min(low + step, k.shape[1])
+        yield range(start + low, start + high), k[:, low:high], v[:, low:high]
+
+
+def _blockwise(
+    q: Tensor, first: int, keys: Keys, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """The same by the formula, for what fused attention cannot do. Everything fp32."""
-    (batch, heads, queries, dim), kv_heads = q.shape, k.shape[1]
-    scores = q.reshape(batch, kv_heads, -1, dim) @ k.transpose(2, 3) * scale  # a kv head's query heads stacked as rows
-    scores = scores.view(batch, heads, queries, -1)
-    weights = _softmax(scores, softcap, sinks, mask)
-    return (weights.view(batch, kv_heads, -1, weights.shape[-1]) @ v).view(batch, heads, queries, dim)
+    """Return attention of the queries [B, T, heads, dim] at positions first, first + 1, ...
+
+    Softmax and sums are updated with one block of keys after the other (online softmax, arXiv 1805.02867), in fp32.
+    """
+    batch, count, heads, dim = q.shape
+    acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    top = torch.full((batch, heads, count, 1), torch.finfo(torch.float32).min, device=q.device)
+    total = torch.zeros_like(top)
+    for positions, k, v in keys:
+        kv_heads = k.shape[2]
+        k, v = k.float().permute(0, 2, 3, 1), v.float().transpose(1, 2)
+        step = max(1, SCORES // max(1, batch * heads * len(positions)))
+        for low in range(max(0, positions.start - first), count, step):
+            rows = slice(low, min(low + step, count))
+            seen = _visible(range(first + low, first + rows.stop), positions, window, q.device)
+            queries = (q[:, rows].float() * scale).transpose(1, 2).reshape(batch, kv_heads, -1, dim)
+            scores = (queries @ k).view(batch, heads, len(seen), -1)
+            if softcap is not None:
+                scores.div_(softcap).tanh_().mul_(softcap)
+            scores.masked_fill_(~seen, float("-inf"))
+            most = torch.maximum(top[:, :, rows], scores.amax(-1, keepdim=True))
+            keep, weights = (top[:, :, rows] - most).exp_(), scores.sub_(most).exp_()
+            top[:, :, rows] = most
+            total[:, :, rows] = total[:, :, rows] * keep + weights.sum(-1, keepdim=True)
+            more = weights.view(*queries.shape[:3], -1) @ v
+            acc[:, rows] = acc[:, rows] * keep.transpose(1, 2) + more.view(batch, heads, -1, dim).transpose(1, 2)
+    if sinks is not None:
+        total += (sinks.float()[:, None, None] - top).exp_()
+    return acc.div_(total.transpose(1, 2)).to(q.dtype)
 
 
-def _softmax(scores: Tensor, softcap: float | None, sinks: Tensor | None, mask: Tensor | None = None) -> Tensor:
-    """Weights of scores [..., heads, T, S] after the soft cap, the mask and the sinks; overwrites the scores."""
-    if softcap is not None:
-        scores.div_(softcap).tanh_().mul_(softcap)
-    if mask is not None:
-        scores.masked_fill_(~mask, float("-inf"))
+def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return weights of capped scores [..., heads, T, S]; overwrites the scores."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None]

@@ -22,7 +22,7 @@ SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, is 1/80 of the KV
 WIDEST = 256  # elements of a head, for want of registers
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 HEADS = 64  # query heads of a program at most
-PARTIAL = 2**26  # bytes of partial results held at once
+BUFFER = 2**26  # bytes held at once beside arguments and results, as kernels.cuda says
 EVERYTHING = 2**31 - 1  # a window that hides nothing
 
 
@@ -84,7 +84,7 @@ def decode(
     lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
     spans = max(1, triton.cdiv(tables.shape[1] * tile.PAGE, SPAN))
     q, tables, lengths = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, tables, lengths))
-    step = max(1, PARTIAL // (heads * spans * (dim + 1) * 4))
+    step = max(1, BUFFER // (heads * spans * (dim + 1) * 4))
     for at in range(0, n, step):
         some = slice(at, at + step)
         part = q[some]

@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import linear, pad
+from torch.nn.functional import pad
 
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.kernels.reference import rounded_codes
-from flexengine.kernels.triton_attention import INTERPRETED
+from flexengine.kernels.triton_attention import BUFFER, INTERPRETED
 
 FEW = 64  # rows up to which reading weights takes longer than multiplying; a program's tile of them
-DECODED = 2**26  # bytes of decoded weights at once: about what a large GPU's cache holds, and enough to keep it busy
+DECODED = BUFFER  # bytes of decoded weights at once: about what a large GPU's cache holds, and enough to keep it busy
+ROUNDED = 32  # bytes held per element of x while it is rounded to 8 bits
 PROGRAMS = 1024  # as many as keep a GPU busy; columns are divided among programs until there are
 BLOCKS = 4  # of ROWS outputs, of a program
 
@@ -44,18 +45,22 @@ def sizes(rows: int, form: Packed) -> Sizes:
     return Sizes(tile, triton.cdiv(right, groups), groups)
 
 
-def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: bool) -> Tensor:
-    """[M, rows] in x's dtype of x [M, columns], of what was checked. weight: at an even address."""
-    if int8:
-        return _finished(_summed(x.float(), weight, form, True), bias, x.dtype)
-    if len(x) <= FEW and x.dtype != torch.float32:
-        return _finished(_summed(x if x.stride(-1) == 1 else x.contiguous(), weight, form, False), bias, x.dtype)
-    out = x.new_empty((len(x), form.rows))
+def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: bool, out: Tensor) -> None:
+    """x [M, columns] @ weight.T + bias into `out` [M, rows], of x's dtype, of what was checked. weight: at an even
+    address."""
+    if int8 or (len(x) <= FEW and x.dtype != torch.float32):
+        _multiplied(_rounded(x, form) if int8 else _Rows(x if x.stride(-1) == 1 else x.contiguous()), weight, form,
+                    bias, out)  # fmt: skip
+        return
     step = max(1, DECODED // (form.columns * x.itemsize) // ROWS) * ROWS
     for low in range(0, form.rows, step):
         run = slice(low, min(form.rows, low + step))
-        out[:, run] = linear(x, decode(weight, form, run, x.dtype), None if bias is None else bias[run].to(x.dtype))
-    return out
+        columns, decoded = out[:, run], decode(weight, form, run, x.dtype).t()
+        if bias is None:
+            torch.mm(x, decoded, out=columns)
+        else:
+            torch.addmm(bias[run].to(x.dtype), x, decoded, out=columns)
+        del decoded  # before the next ones are made
 
 
 def decode(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> Tensor:
@@ -70,26 +75,54 @@ def decode(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> Tens
     return out
 
 
-def _summed(x: Tensor, weight: Tensor, form: Packed, int8: bool) -> Tensor:
+class _Rows(NamedTuple):
+    """What product_kernel multiplies: x itself or, int8 [M, columns padded to groups], its codes with their scales and
+    sums, fp32 [M, groups]."""
+
+    x: Tensor
+    worth: Tensor | None = None
+    sums: Tensor | None = None
+
+
+def _rounded(x: Tensor, form: Packed) -> _Rows:
+    """The codes of x, some of its rows at a time."""
+    group, right = form.codec.group, form.blocks[1]
+    found = _Rows(
+        torch.empty((len(x), right * group), dtype=torch.int8, device=x.device),
+        *(torch.empty((len(x), right), dtype=torch.float32, device=x.device) for _ in range(2)),
+    )
+    step = max(1, BUFFER // (ROUNDED * right * group))
+    for low in range(0, len(x), step):
+        some = slice(low, min(len(x), low + step))
+        codes, scale = rounded_codes(pad(x[some].float(), (0, -form.columns % group)), group)
+        found.x[some] = codes.nan_to_num(0.0).flatten(-2)
+        found.worth[some], found.sums[some] = scale[..., 0], codes.sum(-1)  # type: ignore[index]
+        del codes, scale
+    return found
+
+
+def _multiplied(rows: _Rows, weight: Tensor, form: Packed, bias: Tensor | None, out: Tensor) -> None:
+    """As many rows at a time as BUFFER holds results of in fp32, but at least a tile."""
+    step = max(16, BUFFER // (4 * form.rows) // 16 * 16)
+    for low in range(0, len(out), step):
+        some = slice(low, min(len(out), low + step))
+        part = _Rows(*(None if x is None else x[some] for x in rows))  # type: ignore[arg-type]
+        summed = _summed(part, weight, form)
+        out[some] = summed if bias is None else summed.add_(bias)
+        del summed
+
+
+def _summed(part: _Rows, weight: Tensor, form: Packed) -> Tensor:
     """fp32 [M, rows]."""
-    group, (down, right) = form.codec.group, form.blocks
-    worth = sums = x  # unused
-    if int8:
-        codes, scale = rounded_codes(pad(x, (0, -form.columns % group)), group)
-        x, worth = codes.nan_to_num(0.0).to(torch.int8).flatten(-2), scale[..., 0].contiguous()
-        sums = codes.sum(-1)
+    x, int8, (down, right) = part.x, part.worth is not None, form.blocks
     size = sizes(len(x), form)
     out = torch.empty((size.runs, len(x), form.rows), dtype=torch.float32, device=x.device)
     product_kernel[triton.cdiv(down, BLOCKS), triton.cdiv(len(x), size.rows), size.runs](
-        x, worth, sums, weight, weight.view(torch.float16), out, len(x), form.rows, x.shape[1], right, x.stride(0),
-        size.groups, BITS=form.codec.bits, GROUP=group, BLOCKS=BLOCKS, TILE=size.rows, INT8=int8, WIDEN=INTERPRETED,
-        num_warps=4, num_stages=4,
+        x, part.worth if int8 else x, part.sums if int8 else x, weight, weight.view(torch.float16), out, len(x),
+        form.rows, x.shape[1], right, x.stride(0), size.groups, BITS=form.codec.bits, GROUP=form.codec.group,
+        BLOCKS=BLOCKS, TILE=size.rows, INT8=int8, WIDEN=INTERPRETED, num_warps=4, num_stages=4,
     )  # fmt: skip
     return out.sum(0) if size.runs > 1 else out[0]
-
-
-def _finished(summed: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return (summed if bias is None else summed.add_(bias)).to(dtype)
 
 
 @triton.jit(do_not_specialize=["rows"])  # the last run of them is shorter

@@ -32,6 +32,7 @@ NARROW = (torch.float32, torch.float16, torch.bfloat16)
 WIDTH = 2048  # of what is done element by element
 PROMPTS, LENGTHS = (32, 128, 512), (64, 512, 2048)
 HEADS, HEAD_DIM, SEQUENCES = 32, 64, 16
+GROUP = 8  # queries per KV head, where computing rather than reading limits decode attention
 SECONDS = 0.1  # for each figure
 TURNS, WINDOW = 4, 0.08  # alone and together, seconds each
 BESIDE, MOVED = 32, 4 << 20  # rows of products, bytes of transfers that slow each other
@@ -47,6 +48,8 @@ class KernelRates:
     decode_attention: Table
     elementwise: float
     host_attention: float
+    vector_flops: float
+    host_flops: float
     cell_seconds: float
     task_seconds: float
     sweep_seconds: float
@@ -63,12 +66,15 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
     kernels = available.load_for(machine.compute)
     with unnoticed(machine):
         decode = _decode(machine, "device", kernels, dtype, LENGTHS)
-        apart = not machine.capacity.shared
-        host = _decode(machine, "host", native, dtype, LENGTHS[1:2])[0][1] if apart else 0.0
+        vector = _vector_flops(_decode(machine, "device", kernels, dtype, LENGTHS[1:2], GROUP), dtype)
+        host = host_flops = 0.0
+        if not machine.capacity.shared:
+            host = _decode(machine, "host", native, dtype, LENGTHS[1:2])[0][1]
+            host_flops = _vector_flops(_decode(machine, "host", native, dtype, LENGTHS[1:2], GROUP), dtype)
         sweep, sequence = sweep_seconds(machine, dtype)
         return KernelRates(
             _products(machine, dtype), _prompts(machine, kernels, dtype), decode, _elementwise(machine, dtype),
-            host, cell_seconds(machine, dtype), task_seconds(machine), sweep, sequence,
+            host, vector, host_flops, cell_seconds(machine, dtype), task_seconds(machine), sweep, sequence,
         )  # fmt: skip
 
 
@@ -132,18 +138,27 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
     return tuple(found)
 
 
-def _decode(machine: Machine, tier: str, kernels: Kernels, dtype: torch.dtype, lengths: Sequence[int]) -> Table:
-    """Bytes of KV per second, of SEQUENCES sequences of each length; their pages lie anywhere in a pool of `tier`."""
+def _vector_flops(decode: Table, dtype: torch.dtype) -> float:
+    """`Hardware.vector_flops` from bytes of KV per second with GROUP queries per KV head: 2 FLOP for each of them and
+    element. Memory may have been the limit, so it is at least that much."""
+    return decode[0][1] / dtype.itemsize * 2 * GROUP
+
+
+def _decode(
+    machine: Machine, tier: str, kernels: Kernels, dtype: torch.dtype, lengths: Sequence[int], group: int = 1
+) -> Table:
+    """Bytes of KV per second, of SEQUENCES sequences of each length with `group` queries per KV head; their pages lie
+    anywhere in a pool of `tier`."""
     working = min(SMALL[1] if machine.compute.type == "cpu" else LARGE[1], room(machine, tier))
     one = 2 * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
-    heads = max(1, min(HEADS, working // one))
+    heads = max(1, min(HEADS // group, working // one))
     page = heads * one
     pages = max(1, working // page)
     regions, generator = Regions(machine), torch.Generator().manual_seed(0)
     try:
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
         pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
-        q = fill(torch.empty(SEQUENCES, heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
+        q = fill(torch.empty(SEQUENCES, group * heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
         found = []
         for length in lengths:
             tables = torch.randint(pages, (8, SEQUENCES, length // PAGE_TOKENS), generator=generator, dtype=torch.int32)

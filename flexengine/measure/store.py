@@ -19,6 +19,7 @@ from flexengine import __version__
 from flexengine import kernels as available
 from flexengine.config import cache_root
 from flexengine.errors import InvalidInput
+from flexengine.measure.attention import measure_attention
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
@@ -67,21 +68,25 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
     """The same with the model's own seconds, which are kept."""
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
+    attention = dict[str, Mapping[str, Table]]()
     with noticing(say):
-        if not knows(hardware, facts):
+        if not knows_products(hardware, facts):
             say("measuring the model's layers")
             layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
+        if not knows_attention(hardware, facts):
+            say("measuring the model's attention")
+            attention = {**measure_attention(opened, machine)}
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
             streaming = {name: mutual}
-    if not layers and not heads and not streaming:
+    if not layers and not heads and not streaming and not attention:
         return hardware
 
     def joined(known: Hardware) -> Hardware:
         before = {name: by for name, by in known.corrected.items() if name not in {*layers, *heads}}
         return replace(
             known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
-            streaming={**known.streaming, **streaming},
+            streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
         )  # fmt: skip
 
     keep(key, joined(cached(key) or hardware))  # other jobs may have added theirs meanwhile
@@ -89,7 +94,17 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
 
 
 def knows(hardware: Hardware, facts: ModelFacts) -> bool:
-    """Whether it has the measured seconds of this model's layers and head."""
+    """Return whether the seconds of this model's layers, head and attention were measured."""
+    return knows_products(hardware, facts) and knows_attention(hardware, facts)
+
+
+def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether attention of this model's shapes was measured."""
+    return {facts.attention_signature(window) for window in facts.windows or (None,)} <= set(hardware.attention)
+
+
+def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
+    """Return whether the seconds of this model's layers and head were measured."""
     layers = {facts.signature(j) for j in range(len(facts.layers))}
     return layers <= set(hardware.layers) and facts.head_signature in hardware.heads
 

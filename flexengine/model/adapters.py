@@ -54,10 +54,15 @@ def slopes(heads: int) -> list[float]:
 
 
 def _bloom(attend: Any) -> Any:
+    made: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # a GPU waits for what comes from a list
+
     def forward(self: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         q, k, v = self._reshape(self.query_key_value(hidden))
         scale = self.inv_norm_factor
-        slope = torch.tensor(slopes(self.num_heads), dtype=q.dtype, device=q.device) / scale
+        slope = made.get((q.device, q.dtype))
+        if slope is None:
+            slope = made[q.device, q.dtype] = torch.tensor(slopes(self.num_heads), dtype=q.dtype, device=q.device)
+        slope = slope / scale
         positions = greenlet.getcurrent().positions.to(k.dtype)  # type: ignore[attr-defined]
         q = torch.cat([q, slope.view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
         k = torch.cat([k, positions.view(1, 1, -1, 1).expand(*k.shape[:3], 1)], -1)

@@ -127,8 +127,8 @@ class PausingEmbedding(nn.Module):
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
-        finally:  # hold no rows between passes; but models ask the table where it is
-            self.embedding._parameters["weight"] = nn.Parameter(rows[:0], requires_grad=False)
+        finally:  # hold no rows between passes, not even their storage; but models ask the table where it is
+            self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
@@ -178,11 +178,11 @@ class Forward:
 
     def __init__(self, model: nn.Module, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> None:
         """mode: active while the model runs, and only then."""
-        self._model, self._inputs, self._mode = model, inputs, mode
+        self._model, self.inputs, self._mode = model, inputs, mode
         self._greenlet: Any = None
 
     def _run(self) -> Logits:
-        inputs = self._inputs
+        inputs = self.inputs
         out = self._model(
             input_ids=inputs.ids, position_ids=inputs.positions, use_cache=False, logits_to_keep=inputs.keep
         )
@@ -193,7 +193,7 @@ class Forward:
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = _Pass(self._run)
-                self._greenlet.positions = self._inputs.positions
+                self._greenlet.positions = self.inputs.positions
                 event: Pause = self._greenlet.switch()
             else:
                 event = self._greenlet.switch(value)

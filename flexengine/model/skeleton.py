@@ -84,10 +84,15 @@ class Skeleton:
     width: int
     head_module: PausingHead
     product: Product
-    invariance: Invariance  # to be active during a pass
+    invariance: Invariance  # see `mode`
     loading: Loading
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer: tokens seen, None for all
     forms: dict[str, Form] = field(default_factory=dict)  # by parameter: how it is encoded
+
+    def mode(self, device: torch.device) -> Invariance | None:
+        """Return what must be active during a pass on a device. On a GPU that is nothing: a token's bits depend on its
+        batch there anyway, and being asked about every function would only delay what is queued."""
+        return self.invariance if device.type == "cpu" else None
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:

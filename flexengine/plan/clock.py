@@ -139,9 +139,13 @@ class Clock:
         page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
         if task.op is Op.LOAD_CACHE:
             pages = sum(self._loaded(p, size) for p in batch.pieces)
-        else:
-            pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in batch.pieces)
-        return self.cost.hardware.link_seconds(lane, pages * page, page)
+            return self.cost.hardware.link_seconds(lane, pages * page, page)
+        single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
+        whole = [p for p in batch.pieces if not (single and p.decodes)]
+        pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in whole)
+        rows = (len(batch.pieces) - len(whole)) * page / size
+        return (self.cost.hardware.link_seconds(lane, pages * page, page)
+                + self.cost.hardware.link_seconds(lane, rows, max(rows, 1.0)))  # fmt: skip
 
     def _loaded(self, piece: Piece, page_tokens: int) -> float:
         """Pages that come ahead of computing; of keys alone, half a page each."""
@@ -170,13 +174,14 @@ class Clock:
         for window in rates.windows:
             seen = [min(n, window) if window else n for n in decoding]
             pairs = sum(p.pairs(window) for p in prompts)
-            length = sum(p.start + p.count for p in prompts) / max(1, len(prompts))
-            if batch.delegated:
-                work = rates.host_attention(sum(seen))
-            else:
-                work = rates.decode_attention(sum(seen), sum(seen) / max(1, len(seen)))
-            prompted = float(rates.prompt_attention(pairs, length))
-            by_window[window] = float(work) + prompted + self._values(batch, window)
+            late = sum(p.pairs(window) for p in prompts if p.start)
+            length = sum(p.count for p in prompts if not p.start) / max(1, sum(not p.start for p in prompts))
+            past = sum(p.start for p in prompts) / max(1, sum(p.start > 0 for p in prompts))
+            attention = rates.attention[window]
+            decode = attention.on_host if batch.delegated else attention.decode
+            work = decode(sum(seen), sum(seen) / max(1, len(seen)))
+            prompted = attention.prompt(pairs - late, length) + attention.continued(late, past)
+            by_window[window] = float(work + prompted) + attention.call + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]
 
 

@@ -13,26 +13,30 @@ realised ones. Both are priced by the same terms.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakMethod
 
 import numpy as np
 
+from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
-from flexengine.plan.lp import Linear, Memory, Phase
+from flexengine.plan.layout import ENCODED_ROWS, PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
+from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import places
 
+PAST = 2 / 3  # of a prompt is cached before the mean pair of its continued pieces
 SAMPLE = 256  # prompts that stand for all when batches are formed
 LOADED = 8 << 20  # bytes of a read, when weights are brought to where they stay
 GROUPS = 3  # phases that prefill sweeps, and decode sweeps, are grouped into
 
 Terms = dict[str, dict[str, Array]]  # lane -> fraction (or "" for what does not depend on any) -> seconds by sweep
 Fractions = Mapping[str, float]
+T = TypeVar("T")
 Indices = np.ndarray[tuple[Any, ...], np.dtype[np.signedinteger[Any]]]
 
 
@@ -97,9 +101,9 @@ class Cost:
         self.unit_bytes = max(streamed)
         self.head_chunks = -(-head.stored_bytes // self.unit_bytes)  # as slots are as large as a layer
         self.streamed_bytes = sum(streamed) + head.stored_bytes
-        self._units = cache(self._unit)
-        self._prefills = cache(self._prefill)
-        self._profiles = cache(self._profile)
+        self._units = _cached(self._unit)
+        self._prefills = _cached(self._prefill)
+        self._profiles = _cached(self._profile)
 
     # The job's sweeps.
 
@@ -130,12 +134,15 @@ class Cost:
 
     # Seconds by lane.
 
-    def terms(self, policy: Policy, sweeps: Profile, split: Iterable[float]) -> Terms:
-        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart."""
+    def terms(
+        self, policy: Policy, sweeps: Profile, split: Iterable[float], layout: Layout | None = None
+    ) -> Terms:  # fmt: skip
+        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart. layout:
+        tells how much of a layer is read at once; None: all of it."""
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
-        found["device"][""] = self._compute(policy, sweeps, list(split))
+        found["device"][""] = self._compute(policy, sweeps, list(split)) + self._embedding(sweeps, layout)
 
         def link(lane: str, name: str, nbytes: Array, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
@@ -143,8 +150,9 @@ class Cost:
             found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
         weights = np.full(sweeps.times.shape, float(self.streamed_bytes))
-        link("h2d", "wc", weights, self.unit_bytes)
-        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
+        pieces = {tier: self._transfer(layout, tier) for tier in ("host", "disk")}
+        link("h2d", "wc", weights, pieces["host"])
+        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(pieces["disk"], 1.0))
         page = self.away_page * model.kv_token
         coming = sweeps.loaded
         if model.topk is not None:
@@ -153,23 +161,25 @@ class Cost:
         loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
-        up, down = loaded, stored  # of what lives on the host
+        rows = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.away_page  # a decode step stores one each
+        up, down = loaded, sweeps.prompt_stored * model.kv_token * layers  # of what lives on the host
         if policy.delegate:  # then pages are moved for prompts alone
-            up, down = (x * model.kv_token * layers for x in (sweeps.prompt_loaded, sweeps.prompt_stored))
+            up, rows = sweeps.prompt_loaded * model.kv_token * layers, np.zeros_like(rows)
             asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
             link("h2d", "cc", asked * model.fetched, g * model.fetched)
             link("d2h", "cc", asked * model.sent, g * model.sent)
-            found["cpu"] = {"cc": self._seen(sweeps, lambda cached, _: rates.host_attention(cached)) * sweeps.counted}
-            here = self._seen(sweeps, rates.decode_attention) * sweeps.counted
+            found["cpu"] = {"cc": self._seen(sweeps, Attention.on_host) * sweeps.counted}
+            here = self._seen(sweeps, Attention.decode) * sweeps.counted
             found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
+            ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
         ):  # fmt: skip
             link(lane, name, nbytes, transfer)
         if staged:  # what comes from disk, or goes there, crosses the device's link as well
-            link("h2d", "wd", weights, self.unit_bytes)
+            link("h2d", "wd", weights, pieces["disk"])
             for lane, name, nbytes, transfer in (
                 ("h2d", "cd", loaded, page), ("d2h", "cd", stored, page),
                 ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
@@ -178,6 +188,23 @@ class Cost:
         if model.topk is not None:
             self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
+
+    def _embedding(self, sweeps: Profile, layout: Layout | None) -> Array | float:
+        """Seconds that the device waits for embedding rows, where they come one by one from the disk."""
+        t = self.model.edges[-1]
+        if layout is None or layout.homes[t.name] != "disk":
+            return 0.0
+        row = t.stored_bytes / self.model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
+        tokens = np.minimum(sweeps.prompt + sweeps.decoding, self.model.vocabulary)
+        return np.asarray(tokens * row / at(self.hardware.checkpoint_read, max(row, 1.0)))
+
+    def _transfer(self, layout: Layout | None, tier: str) -> float:
+        """Bytes of a layer's weights that come from a tier together, in the mean of the layers that have any there."""
+        if layout is None:
+            return self.unit_bytes
+        layers = ([t.stored_bytes for t in layer if layout.homes[t.name] == tier] for layer in self.model.layers)
+        sizes = [sum(found) for found in layers if found]
+        return sum(sizes) / len(sizes) if sizes else self.unit_bytes
 
     def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
         """Adds chosen values to the links, and to the device, which waits for them. Without overlap it waits anyway."""
@@ -193,35 +220,46 @@ class Cost:
             found["device"][name] = found["device"].get(name, 0.0) + on_device
 
     def _compute(self, policy: Policy, sweeps: Profile, split: list[float]) -> Array:
-        """Seconds of the device lane by sweep. Sequences at home on different tiers are never in one gpu_batch."""
+        """Seconds of the device lane by sweep."""
+        return np.asarray(sum(self.parts(policy, sweeps, split).values()))
+
+    def parts(self, policy: Policy, sweeps: Profile, split: list[float]) -> dict[str, Array]:
+        """Return the seconds of the device lane by sweep and kind of work. split: shares of the sequences by tier, who
+        are never in one gpu_batch."""
         hardware, rates, g = self.hardware, self.rates, policy.gpu_batch_size
         mean, per_token, per_batch = self._prefills(g, policy.prefill_tokens)
         units = len(self.model.layers) + (self.head_chunks if policy.weights[0] < 1 else 1)
-        total = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
+        found = dict.fromkeys(("layers", "head", "calls", "tasks", "prompt attention"), np.zeros(sweeps.times.shape))
+        found["bookkeeping"] = hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live
         prompts = max(1e-9, float(self._units(policy.prefill_tokens, 0.0).prompt))
         host = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1  # who never joins prompts
         for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
             decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
             full, rest = np.floor(decoding / g + 1e-9), decoding - g * np.floor(decoding / g + 1e-9)
             few = (prompt < mean) & (tier != host)  # then prompts join what is left of the decoding
-            whole = np.asarray(full * float(rates.stack(g)) + full * float(rates.head(g)))
-            joined = rates.stack(rest + prompt) + rates.head(rest + prompt / prompts)
-            apart = rates.stack(rest) + rates.head(rest) + prompt * per_token
+            joined, apart = rates.stack(rest + prompt), rates.stack(rest) + prompt * per_token
+            found["layers"] = found["layers"] + full * float(rates.stack(g)) + np.where(few, joined, apart)
+            joined, apart = rates.head(rest + prompt / prompts), rates.head(rest)
             apart = apart + prompt * per_batch * rates.head(min(g, mean / prompts))
-            total = total + whole + np.where(few, joined, apart)
+            found["head"] = found["head"] + full * float(rates.head(g)) + np.where(few, joined, apart)
             cells = full + (rest > 0) + np.where(few, 0, prompt * per_batch)
-            total = total + cells * units * hardware.task_seconds
+            found["tasks"] = found["tasks"] + cells * units * hardware.task_seconds
+            found["calls"] = found["calls"] + cells * rates.calls
         for window, layers in rates.windows.items():
-            total = total + layers * rates.prompt_attention(sweeps.pairs[window], prompts)
-        return np.asarray(total + self._seen(sweeps, rates.decode_attention))
+            late, attention = sweeps.late[window], rates.attention[window]
+            fresh = attention.prompt(sweeps.pairs[window] - late, min(prompts, policy.prefill_tokens))
+            work = fresh + attention.continued(late, PAST * prompts)
+            found["prompt attention"] = found["prompt attention"] + layers * work
+        return found | {"decode attention": self._seen(sweeps, Attention.decode)}
 
-    def _seen(self, sweeps: Profile, attention: Callable[[Array, Array], Array]) -> Array:
-        """Decode attention of all layers by sweep: attention(cached tokens, tokens of a sequence) is of one layer."""
+    def _seen(self, sweeps: Profile, seconds: Callable[[Attention, Array, Array], Array]) -> Array:
+        """Decode attention of all layers by sweep. seconds: of one layer, by cached tokens in all and of a sequence."""
         length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
         total = np.zeros(sweeps.times.shape)
         for window, layers in self.rates.windows.items():
             cached = sweeps.cached if window is None else sweeps.windows[window]
-            total = total + layers * attention(cached, length if window is None else np.minimum(length, window))
+            seen = length if window is None else np.minimum(length, window)
+            total = total + layers * seconds(self.rates.attention[window], cached, seen)
         return total
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
@@ -253,12 +291,15 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
+        """By lane, what it has to do and what the others add to it; seconds, or arrays of them. Another lane that has
+        more to do slows this one for as long as this one lasts."""
         talk = self.slowing(policy)
-        return {
-            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
-            for lane, seconds in used.items()
-        }
+
+        def added(lane: str, seconds: Any) -> Any:
+            others = {other: by for other, by in talk.get(lane, {}).items() if other in used and other != lane}
+            return sum(by * np.minimum(used[other], seconds) for other, by in others.items())
+
+        return {lane: seconds + added(lane, seconds) for lane, seconds in used.items()}
 
     # A policy that was laid out.
 
@@ -269,7 +310,7 @@ class Cost:
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
         sweeps = self.sweeps(policy, room, round(away, 2))
-        terms = self.terms(policy, sweeps, split.values())
+        terms = self.terms(policy, sweeps, split.values(), layout)
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(terms, fractions, policy)
         entering = sweeps.prompt > 1e-9
@@ -299,6 +340,8 @@ class Cost:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
         both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        if self.hardware.kind != "cuda":  # the processor that computes also gets the pages
+            both["device"] = both.get("device", 0.0) + touched
         return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
@@ -358,30 +401,28 @@ class Cost:
         return tuple(found)
 
     def _settling(self) -> dict[str, Linear]:
-        """Work of reading what stays in memory, once. Its RAM is new; who waits for a disk lets others write there."""
+        """Work of reading what stays in memory, once. Its RAM is new. Page faults take the processor that computes
+        where there is no GPU; else they are a lane of their own ("touch"), as they overlap disk reads."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
-        device = 0.0 if self.hardware.kind == "cuda" else touched
-        lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
+        lanes = {"disk_read": {"wg": read, "wc": read}}
+        if self.hardware.kind == "cuda":
+            lanes["touch"] = {"wg": 0.0, "wc": touched}
+        else:
+            lanes["device"] = {"wg": touched, "wc": touched}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
-    def memories(self, corners: Mapping[str, Layout], peak: float) -> tuple[Memory, ...]:
-        """Bytes of each memory as functions of the fractions: straight between layouts that put all on one tier.
 
-        corners: by tier, the layout with everything there, in memory without end. peak: page tokens the block needs.
-        """
-        capacity = self.hardware.capacity
-        limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
-        used = {tier: _straight(corners, tier, self._cache_bytes(peak)) for tier in TIERS}
-        if capacity.shared:
-            ram = used["device"] + used["host"]
-            pairs = [("device", ram, limits["device"]), ("disk", used["disk"], limits["disk"])]
-        else:
-            pairs = [(tier, used[tier], limits[tier]) for tier in TIERS]
-        return tuple(Memory(label, bytes_, float(limit)) for label, bytes_, limit in pairs if limit is not None)
+def _cached(method: Callable[..., T]) -> Callable[..., T]:
+    """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
+    weak = WeakMethod(method)
 
-    def _cache_bytes(self, peak: float) -> float:
-        return peak * self.model.kv_token * len(self.model.layers)
+    def call(*args: Any) -> T:
+        found = weak()
+        assert found is not None
+        return found(*args)
+
+    return cache(call)
 
 
 def _phase(label: str, terms: Terms, group: Indices, times: Array, sweeps: Profile) -> Phase:
@@ -400,26 +441,3 @@ def _together(one: Mapping[str, Linear], other: Mapping[str, Linear]) -> dict[st
     """The work of both, by lane."""
     nothing = Linear(0.0)
     return {lane: one.get(lane, nothing) + other.get(lane, nothing) for lane in dict.fromkeys([*one, *other])}
-
-
-def _straight(corners: Mapping[str, Layout], tier: str, cache_bytes: float) -> Linear:
-    """Bytes of one tier. Buffers that exist as soon as anything is away are constants: the caller's switches."""
-    accounts = {at: layout.account[tier] for at, layout in corners.items()}
-    names = dict(zip(TIERS, "gcd", strict=True))
-    coefficients: dict[str, float] = {}
-    fixed = 0.0
-    for what in dict.fromkeys(what for account in accounts.values() for what in account):
-        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
-        if what == "KV cache":
-            coefficients[f"c{names[tier]}"] = cache_bytes
-        elif what in ("weights", "weight slots", "weight staging"):
-            least = min(booked.values())
-            fixed += least
-            for at_, nbytes in booked.items():
-                name = f"w{names[at_]}"
-                coefficients[name] = coefficients.get(name, 0.0) + nbytes - least
-        elif what == "hidden states":
-            coefficients[f"h{names[tier]}"] = booked.get(tier, 0.0)
-        else:
-            fixed += max(booked.values())
-    return Linear(fixed, coefficients)

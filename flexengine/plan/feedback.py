@@ -35,6 +35,7 @@ class _Sweep:
     hidden: tuple[int, ...] = (0, 0, 0)  # tokens by tier of their hidden states
     windows: Mapping[int, int] = field(default_factory=dict)
     pairs: Mapping[int | None, int] = field(default_factory=dict)
+    late: Mapping[int | None, int] = field(default_factory=dict)
 
 
 class Watch:
@@ -73,6 +74,7 @@ class Watch:
         homes, hidden = [0, 0, 0], [0, 0, 0]
         seen = dict.fromkeys(windows, 0)
         pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
+        late = dict(pairs)
         for batch in batches:
             homes[TIERS.index(batch.cache_home)] += sum(p.final for p in batch.pieces)
             hidden[TIERS.index(batch.hidden_home)] += batch.tokens
@@ -85,7 +87,8 @@ class Watch:
                 else:
                     entering, prompt = entering + piece.final, prompt + piece.count
                     for window in pairs:
-                        pairs[window] += piece.pairs(window)
+                        pairs[window] += (found := piece.pairs(window))
+                        late[window] += found if piece.start else 0
                 if batch.cache_home != "device":
                     tokens = moved[not piece.decodes]
                     tokens[0] += pages_for(piece.start, away) * away
@@ -93,7 +96,7 @@ class Watch:
         (decode_loaded, decode_stored), (loaded, stored) = moved
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
-            tuple(homes), tuple(hidden), seen, pairs,
+            tuple(homes), tuple(hidden), seen, pairs, late,
         )  # fmt: skip
 
     def _price(self) -> None:
@@ -108,15 +111,16 @@ class Watch:
         names = ("entering", "decoding", "prompt", "cached", "loaded", "stored", "prompt_loaded", "prompt_stored")
         sums = {name: column([getattr(s, name) for s in made]) for name in names}
         windows = {w: column([s.windows[w] for s in made]) for w in self.cost.windows}
-        pairs = {w: column([s.pairs[w] for s in made]) for w in (None, *self.cost.windows)}
+        seeing = (None, *self.cost.windows)
+        pairs, late = ({w: column([getattr(s, name)[w] for s in made]) for w in seeing} for name in ("pairs", "late"))
         policy = self.layout.policy
         homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
         away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted for these alone
         profile = Profile(
-            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, rows=self.cost.workload.count, peak=0.0,
-            counted=away,
+            **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
+            peak=0.0, counted=away,
         )  # fmt: skip
-        terms = self.cost.terms(policy, profile, homes.mean(0))
+        terms = self.cost.terms(policy, profile, homes.mean(0), self.layout)
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
         for i, place in enumerate("gcd"):
             fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]

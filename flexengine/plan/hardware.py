@@ -21,6 +21,7 @@ KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
 LEAST, MOST = 1e-30, 1e30  # of any number: what machines have, so that seconds made of them stay finite
 MOST_SLOWED = 2.0  # seconds that one second of a lane may add to another, or waiting to a layer
+ATTENTION = ("decode", "host", "prompt", "continued", "call")
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
 
 Table = tuple[tuple[float, float], ...]
@@ -48,8 +49,14 @@ class Hardware:
     checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
     products: by dtype a matrix is held in, (rows of activations, FLOP per second) of a matrix product.
     prompt_attention: (tokens of the prompt, FLOP per second) of causal attention, 2 per multiply-add of what is seen.
-    decode_attention: (cached tokens of a sequence, bytes of KV per second) on the device.
+    decode_attention: (cached tokens of a sequence, bytes of KV per second) on the device, as fast as memory allows.
     host_attention: bytes of KV per second where the KV lies in host RAM; 0 if not known.
+    vector_flops, host_flops: FLOP per second of decode attention and of dequantizing where memory does not limit them,
+        on the device and on the host; 0 if not known.
+    attention: measured for the shape of a model's attention (`ModelFacts.attention_signature`), in place of the five
+        fields above. decode, host: (cached tokens of a sequence, bytes of KV per second); prompt: (tokens of a prompt,
+        FLOP per second); continued: (tokens cached before, FLOP per second) of a further piece of a prompt; call:
+        [[1, seconds]] of one call of attention with almost nothing to read.
     elementwise: bytes per second of what norms, activations and residuals read and write.
     cell_seconds: fixed cost of one layer of one gpu_batch; task_seconds: of handing one task to its lane.
     sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in it.
@@ -77,6 +84,8 @@ class Hardware:
     decode_attention: Table
     elementwise: float
     host_attention: float = 0.0
+    vector_flops: float = 0.0
+    host_flops: float = 0.0
     cell_seconds: float = 0.0
     task_seconds: float = 0.0
     sweep_seconds: float = 0.0
@@ -84,6 +93,7 @@ class Hardware:
     crosstalk: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     layers: Mapping[str, Table] = field(default_factory=dict)
     heads: Mapping[str, Table] = field(default_factory=dict)
+    attention: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
     streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     touch: float = 0.0
     measured: bool = False
@@ -97,6 +107,7 @@ class Hardware:
         for name in ("links", "products", "layers", "heads"):
             tables = _object(name, getattr(self, name))
             object.__setattr__(self, name, {key: _table(f"{name} {key}", value) for key, value in tables.items()})
+        object.__setattr__(self, "attention", _attention(self.attention))
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
             if (size := getattr(self, name)) is not None:
                 if _positive(name, size) < 1:
@@ -105,7 +116,8 @@ class Hardware:
         for name, factor in _object("corrected", self.corrected).items():
             _positive(f"corrected {name}", factor)
         _positive("elementwise", self.elementwise)
-        for name in ("host_attention", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds", "touch"):
+        seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
+        for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch"):
             if _number(name, getattr(self, name)) != 0:
                 _positive(name, getattr(self, name))
         if not isinstance(self.name, str) or not isinstance(self.measured, bool):
@@ -206,6 +218,17 @@ def _positive(name: str, value: object) -> float:
     if not LEAST <= number <= MOST:
         raise InvalidInput(f"{name} is {shown(value)}; it must be {LEAST:g} to {MOST:g}, in bytes, FLOP and seconds")
     return number
+
+
+def _attention(value: object) -> dict[str, dict[str, Table]]:
+    """Return the checked tables of `Hardware.attention`."""
+    found = {}
+    for shape, tables in _object("attention", value).items():
+        given = _object(f"attention {shape}", tables)
+        if unknown := set(given) - set(ATTENTION):
+            raise InvalidInput(f"attention {shown(shape)} has {sorted(unknown)}; it may have {', '.join(ATTENTION)}")
+        found[shape] = {what: _table(f"attention {shape} {what}", table) for what, table in given.items()}
+    return found
 
 
 def _table(name: str, value: object) -> Table:

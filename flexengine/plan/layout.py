@@ -4,14 +4,16 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 """
 
 import hashlib
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import gpu
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import pages_for
+from flexengine.schedule.order import entrants, pages_for
 from flexengine.schedule.place import place_groups, places
 from flexengine.schedule.sweeps import Pool
 
@@ -24,6 +26,8 @@ HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer need
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
 VALUES = "chosen values"
+EMBEDDED = "embedding rows"
+PASSING = "weights on their way to the GPU"
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
@@ -67,11 +71,13 @@ class ModelFacts:
     """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
 
     itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
     kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
     past values that attention reads, None for all.
+    scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
-    () where all see all.
+    () where all see all. gpu: whether a GPU computes.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -92,6 +98,9 @@ class ModelFacts:
     kv_pieces: int = 1
     centred: bool = False
     topk: float | None = None
+    scratch: int = 0
+    kv_form: str = ""
+    gpu: bool = False
 
     @property
     def kv_token(self) -> int:
@@ -140,6 +149,14 @@ class ModelFacts:
         tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
         shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
         return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
+
+    def attention_signature(self, window: int | None = None) -> str:
+        """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates. window: tokens
+        that the layer sees, None for all."""
+        kept = self.kv_form or f"{8 * self.itemsize}-bit"
+        shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
+        seen = f", window {window}" if window else ""
+        return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
 
     @property
     def head_signature(self) -> str:
@@ -224,6 +241,8 @@ class Layout:
     pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
+    embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
+    which are read once into GPU memory.
     delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
     """
 
@@ -237,6 +256,8 @@ class Layout:
     page_bytes: dict[str, int] = field(default_factory=dict)
     cache_buffer: int = 0
     values: int = 0
+    embedded: int = 0
+    passing: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -269,31 +290,62 @@ def slot_bytes(sizes: Iterable[int]) -> int:
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that computing one gpu_batch may take at once: activations of its widest moments and two sets of logits.
+    """Bytes that computing one gpu_batch may take at once: activations of its widest moments, two sets of logits, and
+    the scratch of the attention kernels.
 
     A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
     holds q, k, v with and without rotation.
     """
-    tokens = min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
+    tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
     logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
-    return aligned(tokens * moment * model.itemsize + logits)
+    return aligned(tokens * moment * model.itemsize + logits + model.scratch)
+
+
+def batch_tokens(policy: Policy, workload: Workload) -> int:
+    """Return the most tokens of one gpu_batch."""
+    return min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
+
+
+def sweep_tokens(policy: Policy, workload: Workload) -> int:
+    """Return the most tokens that one sweep computes: the longest prompts of all sequences that may enter in one sweep
+    under the policy's schedule, and one token of each other sequence of the block."""
+    entering = entrants(policy.schedule, 0, policy.gpu_batch_size, policy.num_gpu_batches)
+    decoding = min(policy.block_size, workload.count) - min(entering, workload.count)
+    return workload.prompt_tokens(entering) + decoding
+
+
+def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
+    """Return the most tokens of one sweep whose hidden states have their home on `tier`.
+
+    `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
+    """
+    share, total = policy.activations[TIERS.index(tier)], sweep_tokens(policy, workload)
+    return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
+
+
+def _kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
+    """Bytes that a GPU's kernels hold beside activations; 0 where none computes."""
+    if not model.gpu:
+        return 0
+    return aligned(gpu.buffers(model, batch_tokens(policy, workload), workload.longest))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     """Bytes that the paused forward passes of a whole sweep hold on the device.
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states unless those of all are at home elsewhere.
+    there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
+    sines of rotary positions in fp32, its id and its position.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
-    tokens = prompts + policy.block_size
+    tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
-    held = 2 if policy.activations[0] else 1
-    return aligned(held * tokens * model.hidden * model.itemsize + logits)
+    row = model.hidden * model.itemsize
+    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits)
 
 
 def delegated(policy: Policy) -> int:
@@ -320,7 +372,8 @@ def lay_out(
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
-    layout.book("device", "workspace", workspace(model, policy, workload))
+    _embedded(layout, model, workload)
+    layout.book("device", "workspace", workspace(model, policy, workload) + _kernel_buffers(model, policy, workload))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
     _delegation(layout, model, capacity)
     for tier in TIERS:
@@ -347,6 +400,9 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if staged:
         layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
+    if model.gpu:
+        layout.passing = gpu.CONVERTED
+        layout.book("host", PASSING, layout.passing)
     return layout
 
 
@@ -385,11 +441,19 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
     if "disk" in away and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
-    tokens = workload.prompt_tokens(policy.block_size) + policy.block_size
-    batches = policy.block_size + tokens // policy.prefill_tokens + 1
+    batches = policy.block_size + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
     for tier in away:
-        layout.hidden_home[tier] = aligned(tokens * row) + batches * ALIGN
+        layout.hidden_home[tier] = aligned(hidden_tokens(policy, workload, tier) * row) + batches * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
+
+
+def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
+    """Host memory for the rows that a sweep's tokens need of an embedding off a GPU. On a CPU they are activations."""
+    if not model.gpu or layout.homes[model.embedding.name] == "device":
+        return
+    width = max(model.hidden, model.embedding.elements // model.vocabulary)
+    layout.embedded = aligned(sweep_tokens(layout.policy, workload) * width * model.itemsize)
+    layout.book("host", EMBEDDED, layout.embedded)
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:

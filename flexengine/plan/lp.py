@@ -112,8 +112,8 @@ class Solution:
 def solve(problem: Problem) -> Solution | None:
     """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
 
-    None where no placement fits, or none keeps the latency limit. Raises InvalidInput for numbers that are not finite,
-    and NoSolver.
+    Returns None where no placement fits, or none keeps the latency limit. Raises InvalidInput for numbers that are not
+    finite, and NoSolver and SolverFailed as `solver.optimum`.
     """
     problem = _checked(problem)
     values = optimum(_job_program(problem))
@@ -276,8 +276,10 @@ def _check_number(what: str, value: float) -> None:
 def _check_line(what: str, line: Linear) -> None:
     if unknown := line.coefficients.keys() - _NAMES:
         raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
-    if not all(map(math.isfinite, (line.constant, *line.coefficients.values()))):
-        raise InvalidInput(f"{what} is {shown(line)}; its numbers must be finite")
+    for name, value in {"": line.constant, **line.coefficients}.items():
+        if not math.isfinite(value):
+            where = f" for {name} (share of the {KINDS[name[0]]} {PLACES[name[1]]})" if name else ""
+            raise InvalidInput(f"{what} is {shown(value)}{where}; the number must be finite")
 
 
 def _check_allowed(allowed: frozenset[str]) -> None:

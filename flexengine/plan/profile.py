@@ -33,8 +33,9 @@ class Unit:
     stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
     the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
     stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
-    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); prompt_loaded,
-    prompt_stored: what of `loaded` and `stored` its prompt causes.
+    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); late: those of
+    `pairs` that pieces after a prompt's first compute; prompt_loaded, prompt_stored: what of `loaded` and `stored` its
+    prompt causes.
     alike: whether all sequences hold as many pages at their end. together: whether all live as long.
     """
 
@@ -47,6 +48,7 @@ class Unit:
     windows: Mapping[int, Array]
     prompt: float
     pairs: Mapping[int | None, float]
+    late: Mapping[int | None, float]
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
     alike: bool = False
@@ -81,6 +83,7 @@ class Profile:
     prompt_stored: Array
     windows: Mapping[int, Array]
     pairs: Mapping[int | None, Array]
+    late: Mapping[int | None, Array]
     rows: int
     peak: float
     counted: Array | float = 1.0
@@ -124,16 +127,22 @@ def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozens
     loaded = np.where(age > 0, held(p + age - 1, pages.away), prefill_tokens * chunks * (chunks - 1) / 2 / stride)
     stored = np.where(age > 0, float(pages.away), held(p, pages.away) / stride)
     seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
-    pairs: dict[int | None, float] = {None: float((p * (p + 1) / 2 * share).sum())}
-    for w in windows:
-        short = np.minimum(p, w)
-        pairs[w] = float(((short * (short + 1) / 2 + (p - short) * w) * share).sum())
+    seeing = (None, *windows)
+    pairs = {w: float((_pairs(p, w) * share).sum()) for w in seeing}
+    first = np.minimum(p, prefill_tokens)
+    late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in seeing}
     return Unit(
         stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
-        (stored * step).sum(1), seen, float((p * share).sum()), pairs,
+        (stored * step).sum(1), seen, float((p * share).sum()), pairs, late,
         float((prefill_tokens * chunks * (chunks - 1) / 2 * share).sum()), float((held(p, pages.away) * share).sum()),
         len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
     )  # fmt: skip
+
+
+def _pairs(tokens: Array, window: int | None) -> Array:
+    """Return the (query, key) pairs of prompts of so many tokens, of which each query sees `window` at most."""
+    short = tokens if window is None else np.minimum(tokens, window)
+    return np.asarray(short * (short + 1) / 2 + (tokens - short) * (window or 0))
 
 
 def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Profile:
@@ -238,7 +247,7 @@ def _summed(each: Unit, walk: _Walk, rows: int) -> Profile:
         mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
         mean(sums(each.stored, each.prompt_stored)), mean(prompts(each.prompt_loaded)),
         mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
-        {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()}, rows,
+        *({w: mean(prompts(pairs)) for w, pairs in found.items()} for found in (each.pairs, each.late)), rows,
         float(np.convolve(entered, each.kept).max()),
     )  # fmt: skip
 

@@ -5,14 +5,16 @@ sizes of its tensors and the rates of the machine's kernels.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from flexengine.errors import InvalidInput
+from flexengine.plan.attention import DEQUANTIZE, Attention
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.layout import EXTENT, ModelFacts, TensorFact
+from flexengine.plan.layout import ModelFacts, TensorFact
 from flexengine.plan.profile import Array
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # where a layer's time is put together
@@ -70,27 +72,15 @@ class Rates:
         names = list(dict.fromkeys(self.model.signature(j) for j in range(len(self.model.layers))))
         return float(self.layers[names.index(self.model.signature(layer))][0](tokens))
 
-    def decode_attention(self, tokens: Array | float, length: Array | float) -> Array:
-        """One layer: `tokens` cached tokens read by sequences of about `length` each."""
-        lengths, rates = self._decode_rates
-        rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), lengths, rates))
-        return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
+    @cached_property
+    def attention(self) -> dict[int | None, Attention]:
+        """Attention by window, one entry for each of `windows`."""
+        return {window: Attention(self.model, self.hardware, window) for window in self.windows}
 
     @cached_property
-    def _decode_rates(self) -> Array:
-        """Logarithms of lengths and of rates: for many lengths at once, as plan.hardware.at."""
-        return np.asarray(np.log(np.array(self.hardware.decode_attention)).T)
-
-    def host_attention(self, tokens: Array | float) -> Array:
-        """One layer: `tokens` cached tokens read where they live, on the host. Where nothing is known of it, that is
-        assumed to be as slow as moving them."""
-        rate = self.hardware.host_attention or at(self.hardware.links["h2d"], EXTENT)
-        return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
-
-    def prompt_attention(self, pairs: Array | float, length: float) -> Array:
-        """One layer: so many (query, key) pairs of prompts of about `length` tokens."""
-        rate = at(self.hardware.prompt_attention, max(length, 1.0))
-        return np.asarray(4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float) / rate)
+    def calls(self) -> float:
+        """Seconds that calling attention takes in all layers of one gpu_batch, whatever there is to read."""
+        return sum(layers * self.attention[window].call for window, layers in self.windows.items())
 
     @property
     def crosstalk(self) -> Mapping[str, Mapping[str, float]]:
@@ -139,8 +129,39 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
 
 
 def _products(hardware: Hardware, t: TensorFact) -> Table:
-    names: Sequence[str] = [*([t.form] if t.form else _NAMES.get(t.held, ())), *hardware.products]
-    return next(hardware.products[name] for name in names if name in hardware.products)
+    """Return the table of a matrix's own format, else of the same format with exact activations (rounding them is not
+    taken to be faster), else one derived from the widest plain format that is known; see `derived`."""
+    for name in (t.form, t.form.split(" by ")[0], *(_NAMES.get(t.held, ()) if not t.form else ())):
+        if name in hardware.products:
+            return hardware.products[name]
+    width, table = next(((w, hardware.products[name]) for w in (2, 4) for name in _NAMES[w]
+                         if name in hardware.products), (0, ()))  # fmt: skip
+    if not width:
+        raise InvalidInput(f"hardware {hardware.name} has products of {', '.join(hardware.products)} alone; add a table"
+                           f" for {t.form or f'{t.held}-byte numbers'}, float16 or float32")  # fmt: skip
+    return derived(table, width, t.held_bytes / t.elements, bool(t.encoded), hardware.vector_flops)
+
+
+def derived(table: Table, width: float, nbytes: float, encoded: bool, vector_flops: float) -> Table:
+    """Return the products' rates of a format that has none, from those of a plain one.
+
+    One row is limited by reading weights: rate(1) = 2 / width x bandwidth. Many rows are limited by computing. So a
+    product of r rows takes, per element, nbytes / bandwidth + 2 r / most FLOP per second, and an encoded one is
+    dequantized once: DEQUANTIZE FLOP at vector_flops or, where that is not known, one more write and read of `width`
+    bytes. A table of one point says nothing of memory and holds for every format.
+
+    Args:
+        table: (rows, FLOP per second) of the plain format.
+        width, nbytes: bytes per element, of the plain format and of the other one.
+        encoded: whether elements have to be dequantized.
+    """
+    if len(table) == 1:
+        return table
+    bandwidth, most = table[0][1] / table[0][0] * width / 2, max(rate for _, rate in table)
+    each = nbytes / bandwidth
+    if encoded:
+        each += DEQUANTIZE / vector_flops if vector_flops else 2 * width / bandwidth
+    return tuple((rows, 2 * rows / (each + 2 * rows / most)) for rows, _ in table)
 
 
 def _head(model: ModelFacts, hardware: Hardware) -> Table:

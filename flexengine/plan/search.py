@@ -6,7 +6,6 @@ are then tried with other gpu_batches, micro-batches, slots and schedules, and t
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
@@ -16,7 +15,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, delegated, lay_out, lay_out_weights
+from flexengine.plan.least import capacity_for, smallest, smallest_layout
 from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
+from flexengine.plan.memories import memories
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
@@ -27,9 +28,7 @@ FEW, MOST_BATCHES = (2, 4, 8), 32
 SMALLER = (32, 16, 4)  # where buffers for that many do not fit
 TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
 TOKENS_CPU = (512, 2048, 1024, 256, 128)  # and on a CPU
-# Bytes of modules, tokenizer, threads, I/O chunks, the allocator's gaps: 45 to 75 MB were measured.
-OVERHEAD = 64 << 20
-FINALISTS, ROUNDS = 5, 3  # policies that are refined, and how often those then best are
+FINALISTS, ROUNDS = 8, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
 VAIN = 2  # steps without a gain before one turns back: tensors are whole, and the first of a kind needs a larger slot
 FINE = tuple(k / 500 for k in range(1, 16))  # moved at last, as what rounding to tensors does cannot be foreseen
@@ -37,9 +36,9 @@ MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between tiers: nearer to the
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
 BETTER = 0.995  # of the seconds, to be called better
 WAITING = 10.0  # seconds of loading, from which on a short job may rather stream its weights than keep them
-LEAST = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=1, prefill_tokens=min(TOKENS))  # what takes least memory
 _ON_DEVICE: Split = (1.0, 0.0, 0.0)
 _ON_HOST: Split = (0.0, 1.0, 0.0)
+_ON_DISK: Split = (0.0, 0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -63,34 +62,26 @@ class Search:
     tried: tuple[Prediction, ...]
 
 
-def planned(capacity: Capacity) -> Capacity:
-    """The capacity to plan for where the device is this process's own RAM, which holds more than tensors."""
-    if not capacity.shared or capacity.device is None:
-        return capacity
-    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
-    return replace(capacity, device=capacity.device - kept)
-
-
-def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
-    """The layout of a policy somebody gives: as the search would have planned it, if it fits so; else to the brim."""
-    try:
-        return lay_out(model, policy, workload, planned(capacity))
-    except OutOfMemory:
-        return lay_out(model, policy, workload, capacity)
-
-
 def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: Options | None = None) -> Search:
-    """The policy with which the job ends first. Raises OutOfMemory, with the numbers, where nothing fits, and
+    """The policy with which the job ends first. Raises TooLittle, with the numbers, where nothing fits, and
     InvalidInput where no policy keeps the latency limit, and NoSolver where one is needed and not installed."""
     options = options or Options()
     found = _Searching(Cost(model, hardware, workload, options.overlap), options)
-    lay_out(model, found.smallest(), workload, found.capacity)  # raises where nothing fits
+    _ = found.capacity  # raises where nothing fits
     if found.options.placed is not None:
         found.reshape(found.options.placed)
     elif not found.resident() or found.hurried():
         found.streamed()
         found.refine()
     return Search(found.best(), tuple(found.tried.values()))
+
+
+def check(model: ModelFacts, workload: Workload, capacity: Capacity, prefill_tokens: int | None = None) -> Layout:
+    """Return a layout in which a job runs, without a search. Raises TooLittle, as `search`, if there is none.
+
+    prefill_tokens: as in `Options`.
+    """
+    return smallest_layout(model, smallest(prefill_tokens or min(TOKENS), capacity.shared), workload, capacity)
 
 
 def frontier(found: Search) -> list[Prediction]:
@@ -117,13 +108,14 @@ class _Searching:
 
     @cached_property
     def capacity(self) -> Capacity:
-        return planned(self.cost.hardware.capacity)
+        """What is planned for. Raises TooLittle where nothing fits."""
+        return capacity_for(self.cost.model, self.smallest(), self.cost.workload, self.cost.hardware.capacity)
 
     def best(self) -> Prediction:
         """Raises InvalidInput if there is none within the latency limit."""
         if not self.tried:
-            lay_out(self.cost.model, self.smallest(), self.cost.workload, self.capacity)
-            self.attempt(self.smallest())
+            for policy in self.smallest():
+                self.attempt(policy)
         best, limit = self.leader(), self.options.latency_limit
         if limit is not None and best.latency > limit:
             least = upward(best.latency)
@@ -165,10 +157,11 @@ class _Searching:
         batches = -(-block // batch)
         return Policy(-(-block // batches), batches, prefill_tokens=self.tokens[0])
 
-    def smallest(self) -> Policy:
-        least = replace(LEAST, prefill_tokens=min(self.tokens))
+    def smallest(self) -> tuple[Policy, ...]:
+        """What takes least memory, the fastest first."""
+        policies = smallest(min(self.tokens), self.cost.hardware.shared)
         placed = self.options.placed
-        return _placed_like(least, placed) if placed is not None else least
+        return policies if placed is None else (_placed_like(policies[0], placed),)
 
     @property
     def delegates(self) -> bool:
@@ -255,9 +248,10 @@ class _Searching:
     def refine(self) -> None:
         """Tries the neighbours of the best policies."""
         if not self.tried:  # only the least does
+            for policy, slots in product(self.smallest(), (2, 1)):
+                self.attempt(replace(policy, slots=slots))
             for slots in (2, 1):
-                self.attempt(replace(self.smallest(), slots=slots))
-                self.place(replace(self.smallest(), slots=slots), False, False)
+                self.place(replace(self.smallest()[0], slots=slots), False, False)
         for _ in range(ROUNDS):
             before = self.leader()
             for prediction in self._finalists():
@@ -321,12 +315,10 @@ class _Searching:
         if self._too_large(shape):
             return None
         # The program's to say.
-        shape = replace(shape, weights=LEAST.weights, cache=_ON_DEVICE, activations=_ON_DEVICE, delegate=False)
+        shape = replace(shape, weights=_ON_DISK, cache=_ON_DEVICE, activations=_ON_DEVICE, delegate=False)
         asked = (shape, cache, hidden, delegate)
         if asked not in self.asked:
-            self.asked[asked] = None
-            with suppress(OutOfMemory, InvalidInput):  # no placement of this block fits, or corners that do not
-                self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden, delegate), delegate)
+            self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden, delegate), delegate)
         return self.asked[asked]
 
     def _placed(self, shape: Policy, problem: Problem, delegate: bool) -> Prediction | None:
@@ -350,7 +342,7 @@ class _Searching:
             allowed.discard("wc")
         allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
         return Problem(
-            cost.phases(priced, sweeps), cost.memories(corners, sweeps.peak),
+            cost.phases(priced, sweeps), memories(corners, self._cache_bytes(shape, cache), self.capacity),
             cost.slowing(priced), cost.overlaps(shape), frozenset(allowed & set(FRACTIONS)), self.options.latency_limit,
         )  # fmt: skip
 
@@ -361,10 +353,17 @@ class _Searching:
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
         return bool(stored < 0.9 * held)
 
+    def _cache_bytes(self, shape: Policy, cache: bool) -> dict[str, float]:
+        """Return, by tier, the bytes of the whole KV cache at its peak if it lies there."""
+        token = self.cost.model.kv_token * len(self.cost.model.layers)
+        device = self.cost.sweeps(shape).peak * token
+        away = self.cost.sweeps(shape, share=1.0).peak * token if cache else device
+        return {"device": device, "host": away, "disk": away}
+
     def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool, delegate: bool) -> Layout:
-        """The layout with all that may move on one tier, in memory without end. Schedules share it."""
+        """The layout with all that may move on one tier, in memory without end."""
         split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
-        policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE, schedule=LEAST.schedule,
+        policy = replace(shape, weights=split, cache=split if cache else _ON_DEVICE,
                          activations=split if hidden else _ON_DEVICE, delegate=delegate and tier == "host")  # fmt: skip
         if policy not in self.corners:
             endless = replace(self.capacity, device=None, host=None, disk=None)

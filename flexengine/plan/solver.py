@@ -1,6 +1,7 @@
 """Linear programs as rows for people, and their solution by HiGHS."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -49,6 +50,10 @@ class NoSolver(FlexError):
     """It is not installed. Not InvalidInput, which a search takes for a placement that will not do."""
 
 
+class SolverFailed(FlexError):
+    """The solver gave no optimum of a program, and not because its rows contradict each other."""
+
+
 _idle: list[Any] = []  # solvers that take no turn now: making one takes longer than solving such a small program
 
 
@@ -64,26 +69,55 @@ def _solver(highspy: Any) -> Any:
 
 
 def optimum(program: Program) -> dict[str, float] | None:
-    """Values by symbol; None where none satisfy the rows. Raises NoSolver."""
+    """Return values by symbol, or None if no values satisfy the rows (the program is infeasible).
+
+    Raises:
+        NoSolver: highspy is not installed.
+        SolverFailed: a coefficient is not finite (the message names it), the program is unbounded, or HiGHS stopped
+            for another reason, such as a time limit or a numerical error (the message has its status).
+    """
     try:
         import highspy
     except ImportError as error:
         raise NoSolver("the planner needs highspy, which is not installed; pip install highspy") from error
     # Of optima that are equal, which one is found depends on the order of the columns: that of the symbols.
     variables = sorted(program.variables, key=attrgetter("symbol"))
+    lp = _scaled(highspy, program, variables)
+    highs = _solver(highspy)
+    passed = highs.passModel(lp)
+    if passed == highspy.HighsStatus.kError:
+        raise SolverFailed(f"HiGHS refuses the program that minimises the {program.goal}")
+    highs.run()
+    status, found = highs.getModelStatus(), highs.getSolution().col_value
+    _idle.append(highs)
+    if status == highspy.HighsModelStatus.kInfeasible:
+        return None
+    if status != highspy.HighsModelStatus.kOptimal:
+        raise SolverFailed(_reason(program, status.name.removeprefix("k")))
+    return {v.symbol: value * v.scale for v, value in zip(variables, found, strict=True)}
+
+
+def _scaled(highspy: Any, program: Program, variables: Sequence[Variable]) -> Any:
+    """Return the program as HiGHS takes it, with columns in the order of `variables`. Raises SolverFailed."""
     column = {v.symbol: i for i, v in enumerate(variables)}
     scale = {v.symbol: v.scale for v in variables}
     total = sum(v.cost * v.scale for v in program.variables) or 1.0
-    starts, columns, values = [0], list[int](), list[float]()
+    costs = [_COST * (v.cost * v.scale / total + _TIE * v.tie) for v in variables]
+    for v, cost in zip(variables, costs, strict=True):
+        _check_finite(cost, f"cost of {v.symbol} ({v.cost:g} per {v.unit})")
+    starts, columns, values, limits = [0], list[int](), list[float](), list[float]()
     for row in program.rows:
-        columns += [column[symbol] for symbol in row.terms]
-        values += [k * scale[symbol] / row.scale for symbol, k in row.terms.items()]
+        for symbol, k in row.terms.items():
+            columns.append(column[symbol])
+            values.append(k * scale[symbol] / row.scale)
+            _check_finite(values[-1], f"coefficient of {symbol} in row '{row.label}' ({k:g} {row.unit})")
+        limits.append(row.limit / row.scale)
+        _check_finite(limits[-1], f"limit of row '{row.label}' ({row.limit:g} {row.unit})")
         starts.append(len(columns))
-    limits = [row.limit / row.scale for row in program.rows]
 
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = len(variables), len(limits)
-    lp.col_cost_ = [_COST * (v.cost * v.scale / total + _TIE * v.tie) for v in variables]
+    lp.col_cost_ = costs
     lp.col_lower_, lp.col_upper_ = [0.0] * len(variables), [highspy.kHighsInf] * len(variables)
     lp.row_lower_ = [
         limit if row.equal else -highspy.kHighsInf for row, limit in zip(program.rows, limits, strict=True)
@@ -91,11 +125,16 @@ def optimum(program: Program) -> dict[str, float] | None:
     lp.row_upper_ = limits
     lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
     lp.a_matrix_.start_, lp.a_matrix_.index_, lp.a_matrix_.value_ = starts, columns, values
-    highs = _solver(highspy)
-    highs.passModel(lp)
-    highs.run()
-    status, found = highs.getModelStatus(), highs.getSolution().col_value
-    _idle.append(highs)
-    if status != highspy.HighsModelStatus.kOptimal:
-        return None
-    return {v.symbol: value * v.scale for v, value in zip(variables, found, strict=True)}
+    return lp
+
+
+def _check_finite(value: float, what: str) -> None:
+    if not math.isfinite(value):
+        raise SolverFailed(f"the {what} is {value:g} after scaling; the numbers of a linear program must be finite")
+
+
+def _reason(program: Program, status: str) -> str:
+    """Return why HiGHS found no optimum. status: the name of its model status."""
+    if status in ("Unbounded", "UnboundedOrInfeasible"):
+        return f"the program has no least {program.goal}: no row bounds it from below (HiGHS: {status})"
+    return f"HiGHS found no least {program.goal}: it stopped with status {status}"

@@ -14,8 +14,9 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.least import planned
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import Options, planned, search
+from flexengine.plan.search import Options, search
 from flexengine.plan.words import size
 from flexengine.policy import TIERS, Policy
 
@@ -117,6 +118,12 @@ def _halves(tables: Mapping[str, Table]) -> dict[str, Table]:
     return {name: tuple((x, y / 2) for x, y in table) for name, table in tables.items()}
 
 
+def _faster_attention(tables: Mapping[str, Table]) -> dict[str, Table]:
+    """Measured attention on the device in half the time; what the host computes stays as it is."""
+    halved = {name: table if name == "host" else _twice(table) for name, table in tables.items()}
+    return halved | _halves({name: table for name, table in tables.items() if name == "call"})
+
+
 def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
     links = {lane: _twice(table) if lane in lanes else table for lane, table in hardware.links.items()}
     return replace(hardware, links=links)
@@ -134,8 +141,9 @@ def faster_device(hardware: Hardware) -> Hardware:
     return replace(
         faster, products={name: _twice(table) for name, table in hardware.products.items()},
         prompt_attention=_twice(hardware.prompt_attention), decode_attention=_twice(hardware.decode_attention),
-        elementwise=2 * hardware.elementwise, cell_seconds=hardware.cell_seconds / 2,
-        layers=_halves(hardware.layers), heads=_halves(hardware.heads),
+        attention={shape: _faster_attention(tables) for shape, tables in hardware.attention.items()},
+        vector_flops=2 * hardware.vector_flops, elementwise=2 * hardware.elementwise,
+        cell_seconds=hardware.cell_seconds / 2, layers=_halves(hardware.layers), heads=_halves(hardware.heads),
     )  # fmt: skip
 
 

@@ -2,10 +2,12 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import cast
 
-from flexengine.runtime.lane import Done, Lane, new_lane
+from flexengine.runtime.lane import Done, Lane, Mark, new_lane
 from flexengine.runtime.trace import Trace
 from flexengine.runtime.watchdog import Watchdog
 from flexengine.schedule.edges import Edges
@@ -26,8 +28,9 @@ class Executor:
     """Runs programs on lanes that live as long as it does. Use as a context manager; threads end with it, and what they
     have not begun by then (after an error or an interrupt) is not done any more.
 
-    perform: does what a task says, in the lane's thread. busy: seconds of work per lane so far; what brings weights
-    home, once, is no work of the lane's but LOADING.
+    perform: does what a task says, in the lane's thread. busy: seconds of work per lane, of the tasks that had ended
+    when `run` last returned or this was left; what brings weights home, once, is no work of the lane's but LOADING.
+    On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
     say: told what is under way when no task has ended for QUIET_SECONDS, for twice that, and so on; a task may last
     that long, or a lane hang (a network disk that does not answer), which nothing but the user can tell apart.
     """
@@ -37,11 +40,12 @@ class Executor:
         self.lanes: dict[str, Lane] = {}
         self.edges: Edges[Done] = Edges()
         self.busy: dict[str, float] = {}
+        self._marked: deque[tuple[Task, Mark, Mark]] = deque()  # beginning and end of tasks that `busy` lacks
         self.say: Callable[[str], None] = _say
         self._ended = False
         self._under_way: dict[str, tuple[Task, float]] = {}  # by lane: since when, in seconds of time.perf_counter
         self._awaited: Task | None = None  # what `run` waits for
-        self._watchdog = Watchdog(QUIET_SECONDS, self._lasting, lambda text: self.say(text))
+        self._watchdog = Watchdog(QUIET_SECONDS)
 
     def __enter__(self) -> "Executor":
         return self
@@ -50,15 +54,25 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
+        failed: list[BaseException] = []
         for lane in self.lanes.values():
-            lane.close()
+            try:
+                lane.close()
+            except BaseException as failure:  # the threads of the other lanes must end, too
+                failed.append(failure)
+        self.lanes, self.edges = {}, Edges()
+        self._count()
+        if failed and error is None:
+            raise failed[0]
+        for failure in failed:
+            cast(BaseException, error).add_note(f"then a lane could not be closed: {failure!r}")
 
     def abandon(self, lane: str, last: Callable[[], None]) -> None:
         """Begins nothing more. What a lane's thread alone can let go of, it does in `last`, after what it is doing."""
         self._ended = True
         if (there := self.lanes.get(lane)) is not None:
             done = Done()
-            with self._watchdog:
+            with self._watchdog.watching(self._lasting, self.say):
                 there.submit(last, (), done)
                 done.wait()
 
@@ -69,7 +83,7 @@ class Executor:
         """
         pending: list[tuple[Task, Done]] = []
         self._awaited = None
-        with self._watchdog:
+        with self._watchdog.watching(self._lasting, self.say):
             for task in program:
                 done = self._submit(task)
                 failed = done.error is not None
@@ -80,6 +94,19 @@ class Executor:
             for self._awaited, done in pending:
                 done.wait()
                 self._watchdog.progress()
+        self._count()
+
+    def _count(self) -> None:
+        """Add the tasks that have ended to `busy` and to the trace. Weights loaded ahead may still be under way."""
+        for _ in range(len(self._marked)):
+            task, began, end = self._marked.popleft()
+            if not end.passed:
+                self._marked.append((task, began, end))
+                continue
+            work = LOADING if task.op is Op.SETTLE else task.lane
+            self.busy[work] = self.busy.get(work, 0.0) + end.seconds - began.seconds
+            if self.trace is not None:
+                self.trace.add(task, began.seconds, end.seconds)
 
     def _lasting(self) -> str:
         now = time.perf_counter()
@@ -93,14 +120,14 @@ class Executor:
         lane = self.lanes.get(task.lane) or self.lanes.setdefault(task.lane, new_lane(self.kind, task.lane))
         done = Done()
         after = self.edges.add(task.reads, task.writes, done)
-        lane.submit(lambda: self._work(task), after, done)
+        lane.submit(lambda: self._work(task, lane), after, done)
         return done
 
-    def _work(self, task: Task) -> None:
+    def _work(self, task: Task, lane: Lane) -> None:
         if self._ended:
             raise Cancelled(f"{task.op.value}, {task.cell}")
-        began = time.perf_counter()
-        self._under_way[task.lane] = task, began
+        began = lane.mark()
+        self._under_way[task.lane] = task, time.perf_counter()
         try:
             self.perform(task)
         except BaseException as error:
@@ -108,9 +135,5 @@ class Executor:
             raise
         finally:
             self._under_way.pop(task.lane, None)
-            end = time.perf_counter()
             self._watchdog.progress()
-        work = LOADING if task.op is Op.SETTLE else task.lane
-        self.busy[work] = self.busy.get(work, 0.0) + end - began
-        if self.trace is not None:
-            self.trace.add(task, began, end)
+        self._marked.append((task, began, lane.mark()))

@@ -1,12 +1,70 @@
 """Lanes: serial resources that run tasks. The only place with CUDA streams, and with threads that run tasks."""
 
+import contextlib
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+
+from flexengine.runtime.frames import forget_variables
+
+
+class Mark:
+    """A point in time on a lane whose work ends before its call returns.
+
+    Attributes:
+        seconds: of time.perf_counter. To be read only when `passed` is true.
+        passed: whether the lane has come to this point.
+    """
+
+    passed = True
+
+    def __init__(self) -> None:
+        self.seconds = time.perf_counter()
+
+
+class StreamMark(Mark):
+    """A point in a CUDA stream: the GPU reaches it when everything queued before it has ended.
+
+    Reading it makes neither the GPU nor this thread wait: `passed` turns true by itself.
+
+    Seconds are summed from mark to mark of a stream: the GPU tells them as fp32 milliseconds, which after ten hours
+    would be 4 ms apart.
+
+    Args:
+        stream: the torch.cuda.Stream.
+        before: the stream's mark before this one; None makes this one the first, for which this thread waits once.
+    """
+
+    def __init__(self, stream: Any, before: "StreamMark | None") -> None:
+        self._event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+        self._before, self._seconds = before, 0.0
+        if before is None:
+            self._event.synchronize()
+            self._seconds = time.perf_counter()
+
+    @property
+    def passed(self) -> bool:  # type: ignore[override]
+        """Whether the GPU has come to this point. False after an error of the GPU, as then every query fails."""
+        with contextlib.suppress(RuntimeError):
+            return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return False
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        unknown = [self]
+        while (before := unknown[-1]._before) is not None:
+            unknown.append(before)
+        for mark in reversed(unknown[:-1]):
+            assert mark._before is not None
+            mark._seconds = mark._before._seconds + mark._before._event.elapsed_time(mark._event) / 1e3
+            mark._before = None  # each mark would keep all before it
+        return self._seconds
 
 
 class Done:
@@ -51,6 +109,10 @@ class Lane(ABC):
     def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
         """Runs `work` once everything in `after` has ended, then sets `done`, with the error if there was one."""
 
+    def mark(self) -> Mark:
+        """Return this point of the lane's work. Called within `work`, in the thread that runs it."""
+        return Mark()
+
     def close(self) -> None:  # noqa: B027 - an Inline lane has nothing to close
         """Waits for what was submitted and ends the lane."""
 
@@ -66,12 +128,21 @@ class Inline(Lane):
             for earlier in after:
                 earlier.wait()
             work()
-            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # copies from pinned memory are still under way
-                torch.cuda.current_stream().synchronize()
+            _synchronize()  # copies from pinned memory are still under way
         except BaseException as error:
             done.set(error)
             raise
         done.set()
+
+    def mark(self) -> Mark:
+        """Return this point, after what was queued on a GPU has ended: else it would be the time of queueing."""
+        _synchronize()
+        return Mark()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.current_stream().synchronize()
 
 
 class Thread(Lane):
@@ -90,6 +161,7 @@ class Thread(Lane):
                 try:
                     self._run(work, after, done)
                 except BaseException as error:  # every failure travels to whoever waits
+                    forget_variables(error)
                     done.set(error)
                 else:
                     done.set()
@@ -113,7 +185,13 @@ class Stream(Thread):
 
     def __init__(self, name: str) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._last = StreamMark(self._stream, None)
         super().__init__(name)
+
+    def mark(self) -> Mark:
+        """Return this point of the stream, which the GPU may reach long after the call."""
+        self._last = StreamMark(self._stream, self._last)
+        return self._last
 
     def _run(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
         with torch.cuda.stream(self._stream):

@@ -2,17 +2,17 @@
 
 import errno
 import re
-import traceback
 
 import torch
 
 from flexengine.errors import OutOfMemory
+from flexengine.runtime.frames import forget_variables
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
 # What torch says in RuntimeErrors that have no type of their own.
 _IN_RAM = ("DefaultCPUAllocator",)
-_ON_GPU = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_ON_GPU = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Shortage(Exception):
@@ -33,7 +33,7 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     """
     ram = "host" if gpu else "device"
     if isinstance(error, OutOfMemory):
-        found = None if error.tier == "disk" else Shortage(error.tier, error.what, error.needed)
+        found = None if error.tier == "disk" else Shortage(_tier(error, ram), error.what, error.needed)
     elif isinstance(error, torch.OutOfMemoryError) or _says(error, _ON_GPU):
         found = Shortage("device", _where(error), _asked(error))
     elif isinstance(error, MemoryError) or _says(error, _IN_RAM) or getattr(error, "errno", None) == errno.ENOMEM:
@@ -41,8 +41,14 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     else:
         found = None
     if found is not None:
-        _forget(error)
+        forget_variables(error)
     return found
+
+
+def _tier(error: OutOfMemory, ram: str) -> str:
+    """The tier to make smaller. Kernels for a CPU call RAM the device, also where it is the host. They give no
+    capacity, as ledgers do; and a GPU's allocator raises errors of its own."""
+    return error.tier if error.capacity or error.tier != "device" else ram
 
 
 def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
@@ -60,13 +66,3 @@ def _where(error: BaseException) -> str:
     """The task that failed, from the note that the executor adds."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix("in task: ") for note in notes if note.startswith("in task: ")), "the job's regions")
-
-
-def _forget(error: BaseException) -> None:
-    """Clears what the tracebacks of an error and of those before it hold."""
-    seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        traceback.clear_frames(at.__traceback__)
-        at = at.__cause__ or at.__context__

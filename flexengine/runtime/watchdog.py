@@ -3,48 +3,55 @@
 import contextlib
 import threading
 import time
-from collections.abc import Callable
-from types import TracebackType
+from collections.abc import Callable, Iterator
 
-_PATIENCE = 1.0  # seconds
+_PATIENCE = 1.0  # seconds to wait for the thread, whose report may block
 
 
 class Watchdog:
-    """While a `with` block runs, a thread of its own asks whether there was progress; outside of it nobody looks.
+    """Report a lack of progress while a block runs. It changes nothing: only the user can tell a slow disk from a lost
+    one.
 
-    quiet: seconds without progress until `say` is told, then twice that, and so on. lasting: what is under way, in
-    words. It changes nothing: whether a disk is slow or gone only the user can tell.
+    Args:
+        quiet: seconds without progress until the first report; the next one comes after twice that, and so on.
     """
 
-    def __init__(self, quiet: float, lasting: Callable[[], str], say: Callable[[str], None]) -> None:
-        self._first, self._lasting, self._say = quiet, lasting, say
+    def __init__(self, quiet: float) -> None:
+        self._first = quiet
         self._last = 0.0  # progress, in seconds of time.perf_counter
-        self._over = threading.Event()
 
     def progress(self) -> None:
         """Something has ended."""
         self._last = time.perf_counter()
 
-    def __enter__(self) -> "Watchdog":
+    @contextlib.contextmanager
+    def watching(self, lasting: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+        """Watch from a thread of its own while the block runs.
+
+        Args:
+            lasting: returns the work under way, in words. Not kept after the block: its owner may own this watchdog,
+                and a reference cycle would keep the job's memory until a garbage collection.
+            say: receives the reports; it may block.
+        """
         self.progress()
-        self._over.clear()
-        self._thread = threading.Thread(target=self._watch, name="flexengine-watchdog", daemon=True)
-        self._thread.start()
-        return self
+        over = threading.Event()
+        thread = threading.Thread(
+            target=self._watch, args=(over, lasting, say), name="flexengine-watchdog", daemon=True
+        )
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join(_PATIENCE)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._over.set()
-        self._thread.join(_PATIENCE)  # whoever is told may be slow to listen
-
-    def _watch(self) -> None:
+    def _watch(self, over: threading.Event, lasting: Callable[[], str], say: Callable[[str], None]) -> None:
         quiet = self._first
-        while not self._over.wait(self._first / 4):
+        while not over.wait(self._first / 4):
             silent = time.perf_counter() - self._last
             if silent < self._first:
                 quiet = self._first
             elif silent >= quiet:
                 with contextlib.suppress(Exception):  # that nobody listens is no reason to stop looking
-                    self._say(f"no task has ended for {silent:.0f} s; {self._lasting()}")
+                    say(f"no task has ended for {silent:.0f} s; {lasting()}")
                 quiet *= 2

@@ -102,7 +102,7 @@ class Sweeps:
             formed += [(batch, tier, True) for batch in self._formed(delegated, replace(pool, batch_pages=None))]
             rest = [s for s in there if not s.generated] if delegated else there
             formed += [(batch, tier, False) for batch in self._formed(rest, pool)]
-        hidden = place([1] * len(formed), policy.activations)
+        hidden = place([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
         return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
 
     def _formed(self, sequences: list[Sequence], pool: Pool) -> list[tuple[Piece, ...]]:

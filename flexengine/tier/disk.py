@@ -58,13 +58,8 @@ class DiskTier(Tier):
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         size = aligned(nbytes)
-        self.ledger.reserve(size, what)
-        try:
-            with self._lock:
-                return Home(*self._place(size, what), nbytes, dtype)
-        except BaseException:
-            self.ledger.release(size, what)
-            raise
+        with self.ledger.booked(size, what), self._lock:
+            return Home(*self._place(size, what), nbytes, dtype)
 
     def _place(self, size: int, what: str) -> tuple[File, int]:
         """The spill file and where in it `size` bytes are free."""

@@ -1,6 +1,8 @@
 """Byte-exact account of one memory: what is reserved, by whom, and the most there ever was."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from flexengine.errors import OutOfMemory
 
@@ -22,6 +24,16 @@ class Ledger:
             self.entries[what] = self.entries.get(what, 0) + nbytes
             self.used += nbytes
             self.peak = max(self.peak, self.used)
+
+    @contextmanager
+    def booked(self, nbytes: int, what: str) -> Iterator[None]:
+        """Reserve nbytes for `what` while its memory is taken, and release them again if that raises."""
+        self.reserve(nbytes, what)
+        try:
+            yield
+        except BaseException:
+            self.release(nbytes, what)
+            raise
 
     def restart_peak(self) -> None:
         """From now on `peak` tells of what comes."""

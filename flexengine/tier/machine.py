@@ -122,7 +122,7 @@ def make_machine(
         device: Tier = MemoryTier("device", Ledger("device", device_mem))
         return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread", fault)
     device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
-    pinned = MemoryTier("host", Ledger("host", ram), pinned=True)
+    pinned = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
     return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream", fault)

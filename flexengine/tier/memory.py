@@ -8,6 +8,7 @@ and 64 MB at its end: with more, the gaps between tensors grew beyond what any p
 import contextlib
 import ctypes
 import mmap
+from functools import cache
 
 import torch
 
@@ -25,7 +26,7 @@ def keep_freed() -> None:
     Threads started from now on share the main heap, so that lanes reuse what others freed.
     """
     with contextlib.suppress(OSError, AttributeError):
-        libc = ctypes.CDLL(None)
+        libc = _libc()
         libc.mallopt(_M_MMAP_THRESHOLD, 32 << 20)
         libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
         libc.mallopt(_M_ARENA_MAX, 1)
@@ -34,33 +35,48 @@ def keep_freed() -> None:
 def give_back_freed() -> None:
     """Returns what malloc keeps to the system."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+        _libc().malloc_trim(0)
 
 
-def aligned_buffer(nbytes: int, pinned: bool = False) -> torch.Tensor:
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library. Cached: every CDLL object is part of a reference cycle."""
+    return ctypes.CDLL(None)
+
+
+def mapped(nbytes: int) -> torch.Tensor:
+    """uint8 `[nbytes]`, more than 0, in pages of its own, in huge ones where the kernel gives them."""
+    pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
+
+
+def aligned_buffer(nbytes: int) -> torch.Tensor:
     """uint8 `[nbytes]` in RAM whose address is a multiple of ALIGN."""
-    if nbytes >= HUGE and not pinned:
-        pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
-    room = torch.empty(nbytes + ALIGN, dtype=torch.uint8, pin_memory=pinned)
+    if nbytes >= HUGE:
+        return mapped(nbytes)
+    room = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
     skip = -room.data_ptr() % ALIGN
     return room[skip : skip + nbytes]
 
 
 class MemoryTier(Tier):
-    """Regions of RAM. `pinned` pages are locked so that a GPU copies from them at full speed."""
+    """Regions of RAM."""
 
-    def __init__(self, name: str, ledger: Ledger, pinned: bool = False) -> None:
-        self.name, self.ledger, self.pinned = name, ledger, pinned
+    def __init__(self, name: str, ledger: Ledger) -> None:
+        self.name, self.ledger = name, ledger
         self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         size = aligned(nbytes)
-        self.ledger.reserve(size, what)
-        return Home(aligned_buffer(size, self.pinned), 0, nbytes, dtype)
+        with self.ledger.booked(size, what):
+            return Home(self._buffer(size, what), 0, nbytes, dtype)
+
+    def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
+        """The memory of a region of `nbytes`, a multiple of ALIGN. what: for errors."""
+        return aligned_buffer(nbytes)
 
     def free(self, home: Home, what: str) -> None:
         self.ledger.release(aligned(home.nbytes), what)
@@ -70,17 +86,9 @@ class MemoryTier(Tier):
         return place[home.start : home.start + home.nbytes].view(home.dtype)
 
     def load(self, home: Home, target: torch.Tensor) -> None:
-        source = self.view(home)
-        if target.is_cuda:
-            target.view(-1).copy_(source, non_blocking=self.pinned)
-        else:
-            self._convert(source, target.view(-1))
+        self._convert(self.view(home), target.view(-1))
         self.count(read=home.nbytes)
 
     def store(self, source: torch.Tensor, home: Home) -> None:
-        target = self.view(home)
-        if source.is_cuda:
-            target.copy_(source.view(-1), non_blocking=self.pinned)
-        else:
-            self._convert(source.view(-1), target)
+        self._convert(source.view(-1), self.view(home))
         self.count(written=home.nbytes)

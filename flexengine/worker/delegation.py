@@ -110,5 +110,7 @@ class Delegation:
         return self.cache.restored(out, asked.width)
 
     def close(self) -> None:
-        """Gives all memory back to the ledgers."""
+        """Free all memory of the regions, whatever still refers to this object."""
+        self._near = self._far = Home(None, 0, 0, self.dtype)
+        self._sinks.clear()
         self._regions.free()

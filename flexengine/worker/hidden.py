@@ -73,5 +73,7 @@ class Hidden:
             machine.tier(tier).store(self.buffer(k, buffer), home)
 
     def close(self) -> None:
-        """Gives all memory back to the ledgers."""
+        """Free all memory of the regions, whatever still refers to this object."""
+        for held in (self._far, self._buffers, self._stages, self._homes):
+            held.clear()
         self._regions.free()

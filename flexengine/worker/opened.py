@@ -10,6 +10,7 @@ import torch
 
 from flexengine.codec.cache import CacheForm
 from flexengine.errors import InvalidInput
+from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
@@ -77,13 +78,16 @@ class Opened:
         held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
         self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
-        self.facts = replace(self.facts, topk=lossy.topk)
+        kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
+        scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
+        self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
             self.facts = replace(self.facts, kv_kept=kv)
         if bits := lossy.cache_bits:
             form = self.cache_form(bits)
             self.facts = replace(self.facts, kv_kept=form.token_bytes, kv_pieces=form.pieces, centred=bits < 8)
+        self.facts = replace(self.facts, kv_form=lossy.cache or "")
         self.__dict__.pop("origins", None)
 
     def refusal(self, lossy: Lossy) -> str | None:

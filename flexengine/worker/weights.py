@@ -1,5 +1,5 @@
-"""Weights: those that stay are brought home once, the others pass through slots; embedding rows are gathered, the head
-comes in chunks of rows."""
+"""Weights: those that stay are brought home once, the others pass through slots; the head comes in chunks of
+rows."""
 
 from collections import deque
 from dataclasses import replace
@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flexengine.codec.packed import TOGETHER, Packed
+from flexengine.codec.packed import Packed
+from flexengine.model.form import Form
 from flexengine.model.skeleton import Slot
-from flexengine.plan.layout import ENCODED_ROWS, Layout, slot_offsets
+from flexengine.plan.layout import ENCODED_ROWS, PASSING, Layout, slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
@@ -37,7 +38,10 @@ class Weights:
         self._resident: dict[str, Tensor] = {}
         self._arriving: dict[int, deque[list[Pair]]] = {}  # by unit: the batches that have not been read
         self.settled = 0  # bytes that `settle` has read
+        self._passing: Home | None = None
         try:
+            if layout.passing:
+                self._passing = self._regions.take("host", layout.passing, PASSING)
             self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
@@ -83,14 +87,28 @@ class Weights:
         """Reads the next batch of the weights of a unit that are to stay. Until all have come they are not there, nor
         are those of units that come from host memory. Raises BadCheckpoint."""
         disk, batches = self.machine.disk, self._arriving[unit]
-        disk.load_all([pair for pair in batches[0] if not pair[1].is_cuda])
+        disk.load_all([pair for pair in batches[0] if not self._passes(pair[1])])
         for source, target in batches[0]:
-            if target.is_cuda:
-                passing = torch.empty(target.shape, dtype=source.dtype)
-                disk.load(source, passing)
-                target.copy_(passing)
+            if self._passes(target):
+                self._pass(source, target)
         self.machine.settle()
         self.settled += sum(source.nbytes for source, _ in batches.popleft())
+
+    def _passes(self, target: Tensor) -> bool:
+        """Whether a tensor is in GPU memory, which a disk cannot read into."""
+        return self._passing is not None and target.device.type == self.machine.compute.type
+
+    def _pass(self, source: Home, target: Tensor) -> None:
+        """Read a piece of the checkpoint into GPU memory by way of locked memory, a part of it at a time."""
+        assert self._passing is not None
+        machine, width = self.machine, source.dtype.itemsize
+        step = self._passing.nbytes // width
+        for at in range(0, len(target), step):
+            part = source.part(at * width, min(step, len(target) - at) * width)
+            passing = machine.host.view(replace(self._passing.part(0, part.nbytes), dtype=source.dtype))
+            machine.disk.load(part, passing)
+            target[at : at + step].copy_(passing, non_blocking=True)
+            machine.settle()  # before it is written to again
 
     def settle_all(self) -> None:
         """What `settle` does, of all units."""
@@ -197,51 +215,40 @@ class Weights:
             return self._resident[self._head], bias, form
         return self._slot_views(len(self.skeleton.layers) + chunk, slot)[self._head], bias, form
 
-    def embed(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding rows that hold every id, and ids into those rows. Off the device only the rows needed are read."""
-        form = self._forms.get(self._embedding)
-        if self._embedding in self._resident:
-            table = self._resident[self._embedding]
-            if table.dtype == self.dtype:
-                return table, ids
-            unique, inverse = torch.unique(ids, return_inverse=True)
-            rows = table[unique] if form is None else form.packed.decode_rows(table, unique)
-            return rows.to(self.dtype), inverse
-        unique, inverse = torch.unique(ids.cpu(), return_inverse=True)
+    @property
+    def table(self) -> Tensor | None:
+        """The embedding, if it is on the device."""
+        return self._resident.get(self._embedding)
+
+    @property
+    def embedding_form(self) -> Form | None:
+        """How the embedding is kept, if it is encoded."""
+        return self._forms.get(self._embedding)
+
+    def gather(self, numbers: list[int]) -> Tensor:
+        """Rows of an embedding off the device, or blocks of encoded rows, by their rising numbers: in RAM."""
+        form, pieces = self.embedding_form, self._homes[self._embedding]
         if form is None:
-            width = self.skeleton.embedding[1][1]
-            rows = torch.empty(len(unique), width, dtype=self._held[self._embedding])
-            self._gather(unique.tolist(), width * self._homes[self._embedding][0].dtype.itemsize, rows)
-            rows = rows.to(self.dtype)
+            width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
-            rows = torch.cat([self._decoded(form.packed, ids) for ids in torch.split(unique, TOGETHER)]).to(self.dtype)
-        return rows.to(ids.device), inverse.to(ids.device)
-
-    def _decoded(self, packed: Packed, ids: Tensor) -> Tensor:
-        """Rows of an encoded embedding off the device, from the blocks they lie in."""
-        together, place = torch.unique(ids // ENCODED_ROWS, return_inverse=True)
-        size = packed.blocks[1] * packed.block_bytes
-        blocks = torch.empty(len(together), size, dtype=torch.uint8)
-        self._gather(together.tolist(), size, blocks)
-        part = replace(packed, rows=len(together) * ENCODED_ROWS)
-        return part.decode_rows(blocks.view(-1), place * ENCODED_ROWS + ids % ENCODED_ROWS)
-
-    def _gather(self, wanted: list[int], row: int, rows: Tensor) -> None:
-        """Rows of `row` bytes of the embedding, of rising numbers, into `rows`."""
-        pieces, pairs, at = self._homes[self._embedding], list[Pair](), 0
-        while at < len(wanted):  # neighbours in the table are one read
+            width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
+        row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
+        pairs, at = list[Pair](), 0
+        while at < len(numbers):  # neighbours in the table are one read
             end = at + 1
-            while end < len(wanted) and wanted[end] == wanted[end - 1] + 1:
+            while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
                 end += 1
-            pairs += _spread(_part(pieces, wanted[at] * row, (end - at) * row), rows[at:end])
+            pairs += _spread(_part(pieces, numbers[at] * row, (end - at) * row), rows[at:end])
             at = end
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
+        return rows
 
     def close(self) -> None:
         """Gives all memory back: the modules forget their weights, the ledgers their entries."""
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
                 slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
+        self._passing = None
         self._regions.free()
         for held in (self._homes, self._resident, self._views, self._slots, self._stages, self._arriving):
             held.clear()

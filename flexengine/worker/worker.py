@@ -17,6 +17,7 @@ from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.delegation import Delegation
+from flexengine.worker.embedding import Embedding, Rows
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
@@ -49,11 +50,13 @@ class Text:
 
 @dataclass
 class Run:
-    """One gpu_batch during one sweep: its forward pass, where that paused, and its view of the cache."""
+    """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, and its rows of the
+    embedding."""
 
     batch: Batch
     forward: Forward
     view: View
+    rows: Rows
     event: Pause | None = None
 
 
@@ -78,19 +81,23 @@ class Worker:
         self._regions = Regions(weights.machine)
         for what, nbytes in room.items():
             self._regions.keep_room("device", nbytes, what)
+        self.embedding = Embedding(weights, cache.layout, self._regions)
 
     def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
         self._texts, self.sampled = texts, {}
         self.hidden.begin(batches)
+        self.embedding.begin()
         if self.delegation is not None:
             self.delegation.begin(batches)
-        self._runs = [Run(b, self._forward(b), self.cache.view(b, live)) for b in batches]
+        self._runs = [self._run(batch, live) for batch in batches]
 
-    def _forward(self, batch: Batch) -> Forward:
-        return Forward(self.skeleton.model, self._inputs(batch), self.skeleton.invariance)
+    def _run(self, batch: Batch, live: dict[int, sweeps.Sequence]) -> Run:
+        inputs, rows = self._inputs(batch)
+        mode = self.skeleton.mode(self.weights.machine.compute)
+        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch, live), rows)
 
-    def _inputs(self, batch: Batch) -> Inputs:
+    def _inputs(self, batch: Batch) -> tuple[Inputs, Rows]:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -101,8 +108,9 @@ class Worker:
             if piece.final:
                 keep.append(len(ids) - 1)
         on = self.weights.machine.compute
-        return Inputs(torch.tensor([ids]).to(on), torch.tensor([positions]).to(on),
-                      torch.tensor(keep, dtype=torch.int64).to(on))  # fmt: skip
+        known = torch.tensor([ids])
+        inputs = Inputs(known.to(on), torch.tensor([positions]).to(on), torch.tensor(keep, dtype=torch.int64).to(on))
+        return inputs, self.embedding.rows(known)
 
     def perform(self, task: Task) -> None:
         """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
@@ -153,10 +161,11 @@ class Worker:
             self._sample(run, run.event.values)
             run.event = None
 
-    def _start(self, forward: Forward) -> Pause:
-        event = forward.resume()
+    def _start(self, run: Run) -> Pause:
+        event = run.forward.resume()
         assert isinstance(event, Embed)
-        return forward.resume(self.weights.embed(event.ids))
+        assert event.ids.data_ptr() == run.forward.inputs.ids.data_ptr(), "a model embeds the tokens that it is given"
+        return run.forward.resume(self.embedding.bring(run.rows))
 
     def _layer(self, task: Task, run: Run) -> Pause:
         attend = self._attention(task, run)
@@ -165,7 +174,7 @@ class Worker:
     def _attention(self, task: Task, run: Run) -> Attend:
         """Computes a layer up to its attention."""
         j = task.cell.layer
-        event = self._start(run.forward) if j == 0 else run.event
+        event = self._start(run) if j == 0 else run.event
         assert isinstance(event, Layer)
         self.weights.bind(j, task.slot)
         away = task.hidden >= 0 and j > 0
@@ -198,4 +207,5 @@ class Worker:
         self.hidden.close()
         if self.delegation is not None:
             self.delegation.close()
+        self.embedding.close()
         self._regions.free()

@@ -1,0 +1,93 @@
+"""Side process of bench.resident: runs jobs on one engine and reports the process's memory after each.
+
+Reads a `bench.resident.Setting` as JSON on stdin; prints one JSON line.
+"""
+
+import gc
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.harness import peak_rss, report_loaded
+
+
+def rss() -> int:
+    """Resident bytes of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def restart_peak() -> None:
+    """Makes `peak_rss` count from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def import_all(model: str) -> None:
+    """Import what a job imports, so that modules are in the base and not in the growth."""
+    import highspy  # noqa: F401
+    import psutil  # noqa: F401
+    import tqdm  # noqa: F401
+
+    import flexengine.engine
+    import flexengine.run
+    from flexengine.model.skeleton import build
+
+    build(Path(model), flexengine.engine.torch.float32)
+
+
+class Shortages:
+    """Lets one compute task of a job's second sweep fail for want of memory, in the jobs of these numbers."""
+
+    def __init__(self, jobs: list[int]) -> None:
+        from flexengine.schedule.program import Op
+        from flexengine.worker.worker import Worker
+
+        self.jobs, self.armed = jobs, False
+        perform = Worker.perform
+
+        def failing(worker: Any, task: Any) -> None:
+            if self.armed and task.op is Op.COMPUTE and task.cell.sweep == 1 and task.cell.layer == 1:
+                self.armed = False
+                raise MemoryError
+            perform(worker, task)
+
+        Worker.perform = failing  # type: ignore[method-assign]
+
+    def begin(self, job: int) -> None:
+        """Arm the failure if job number `job` is to have one."""
+        self.armed = job in self.jobs
+
+
+def main() -> None:
+    """Run the setting on stdin."""
+    setting = json.load(sys.stdin)
+    if not setting["collector"]:
+        gc.disable()
+    import_all(setting["model"])
+    from flexengine import Engine, Policy, SamplingParams
+    from flexengine.lossy import Lossy
+
+    base, found = rss(), []
+    shortages = Shortages(setting["short"])
+    options = {"device": setting["device"], "device_mem": setting["device_mem"], "host_mem": setting["host_mem"]}
+    policy = Policy(**setting["policy"]) if setting["policy"] else None
+    with Engine(setting["model"], policy, **options, lossy=Lossy(**setting["lossy"])) as engine:
+        report_loaded()
+        for number, (rows, prompt, tokens) in enumerate(setting["jobs"]):
+            restart_peak()
+            shortages.begin(number)
+            prompts = [{"prompt_token_ids": [5 + (i + j) % 900 for j in range(prompt)]} for i in range(rows)]
+            results = engine.generate(prompts, SamplingParams(tokens, ignore_eos=True))
+            summary = engine.summary
+            found.append({
+                "job": [rows, prompt, tokens], "peak": peak_rss() - base, "after": rss() - base,
+                "ledger": sum(n for tier, n in summary["peak_bytes"].items() if tier != "disk"),
+                "replanned": len(summary["replanned"]), "failed": sum(r.error is not None for r in results),
+                "seconds": summary["total_seconds"],
+            })  # fmt: skip
+    print(json.dumps({"base": base, "jobs": found, "closed": rss() - base}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

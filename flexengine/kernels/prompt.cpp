@@ -1,0 +1,2 @@
+// Attention of prompts: the queries of many tokens at once.
+#include "prompt.h"

@@ -1,0 +1,204 @@
+"""How fast attention of a model's own shape is: `Hardware.attention`, through the cache that jobs use.
+
+Every figure is of a call as the device lane makes it: new keys and values are appended (encoded, where the cache is),
+then decode steps or a piece of a prompt attend.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from flexengine import kernels as available
+from flexengine.errors import OutOfMemory
+from flexengine.lossy import Lossy
+from flexengine.measure.timing import fill, room, unnoticed
+from flexengine.model.forward import Attend
+from flexengine.plan.hardware import Table
+from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out, page_tokens
+from flexengine.policy import Policy
+from flexengine.schedule.order import Batch, Piece, pages_for
+from flexengine.schedule.sweeps import Sequence
+from flexengine.tier.machine import Machine
+from flexengine.worker.cache import Cache, View
+from flexengine.worker.opened import Opened
+
+LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of the sequences that decode, and how many
+PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; cached before a further piece
+UNCACHED = 64 << 20  # bytes of KV that decoding goes through before it begins again
+LAYERS = 64  # most layers of a trial
+MOST_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between them
+SECONDS, TURNS = 0.12, 3  # for each figure; turns in which that is spent, so that all meet good and bad moments
+TENSOR = TensorFact("w", 1, 1, 1)  # stands for the weights of a layer
+FEW = 1e-7  # seconds at least that are left of a call, its fixed cost taken off
+
+Tables = dict[str, Table]
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Sequences of a cache on the device, each with `past` tokens cached and `count` new ones."""
+
+    facts: ModelFacts
+    machine: Machine
+    dtype: torch.dtype
+    softcap: float | None
+
+    @contextmanager
+    def call(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> Iterator[Call]:
+        """Yield what computes one layer's attention of these sequences in one gpu_batch. home: tier of the cache; on
+        the host they decode there."""
+        with self._cache(sequences, past, count, home) as (cache, view):
+            event = self._event(sequences * count, window)
+            yield partial(_on_host if home == "host" else _on_device, cache, view, event)
+
+    def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
+        """Layers of a trial: as many as no processor caches, or as have room; 0 if not one has."""
+        page = page_tokens(self.facts, home, tokens)
+        one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
+        return min(LAYERS, -(-UNCACHED // one), room(self.machine, home) // one)
+
+    @contextmanager
+    def _cache(self, sequences: int, past: int, count: int, home: str) -> Iterator[tuple[Cache, View]]:
+        """A cache in which these sequences have their pages, filled with numbers, and the view of their gpu_batch."""
+        facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
+        model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
+        away = home == "host"
+        policy = Policy(sequences, 1, cache=(float(not away), float(away), 0.0), prefill_tokens=sequences * count,
+                        delegate=away)  # fmt: skip
+        capacity = Capacity(None, None, None, self.machine.capacity.shared, self.machine.capacity.staged)
+        layout = lay_out(model, policy, Workload({(tokens, 1): sequences}), capacity)
+        lossy, kernels = Lossy(cache=facts.kv_form or None, topk=facts.topk), available.load_for(self.machine.compute)
+        cache = Cache(model, layout, self.machine, kernels, self.dtype, lossy)
+        try:
+            live = {i: Sequence(i, tokens, 1, past, home=home) for i in range(sequences)}
+            for number in range(pages_for(tokens, layout.pools[home].page_tokens)):  # in turn, so that pages scatter
+                for sequence in live.values():
+                    cache.claim(sequence, number + 1)
+            for layer in range(n):
+                fill(cache.on_host(layer)[0] if away else cache.on_device(layer))
+            batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", delegated=away)
+            yield cache, cache.view(batch, live)
+        finally:
+            cache.close()
+
+    def _event(self, tokens: int, window: int | None) -> Attend:
+        facts, on = self.facts, self.machine.compute
+        shapes = [(1, heads, tokens, facts.head_dim) for heads in (facts.heads, facts.kv_heads, facts.kv_heads)]
+        q, k, v = (fill(torch.empty(shape, dtype=self.dtype, device=on), 1.0) for shape in shapes)
+        return Attend(0, q, k, v, facts.head_dim**-0.5, window, self.softcap, None)
+
+
+def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
+    """The number-th call, on the next layer."""
+    return cache.attend(event._replace(layer=number % cache.layers), view, "device", -1)
+
+
+def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
+    """The same where the cache lies on the host, as worker.delegation attends there."""
+    pool, form = cache.on_host(number % cache.layers)
+    q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
+    native = available.load()
+    native.append(k, v, pool, view.pages, view.offsets, form)
+    return native.decode(q, pool, view.tables, view.lengths, event.scale, event.window, event.softcap, None, form)
+
+
+@torch.no_grad()
+def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
+    """Return `Hardware.attention` for every shape of attention that the model has. Takes about two seconds each.
+
+    Shapes that find no room are left out. The ledgers stay as they were.
+    """
+    text = opened.skeleton.config.get_text_config()
+    softcap = getattr(text, "attn_logit_softcapping", None)
+    trial = Trial(opened.facts, machine, opened.dtype, softcap)
+    most = opened.skeleton.context_length or max(LENGTHS)
+    found = {}
+    with unnoticed(machine):
+        for window in dict.fromkeys(opened.facts.windows or (None,)):
+            try:
+                found[opened.facts.attention_signature(window)] = _measured(trial, window, most)
+            except OutOfMemory:
+                continue
+    return found
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A call to time, for the table `what` at x. work: bytes or FLOP of a call, 0 where its seconds are asked for."""
+
+    what: str
+    x: int
+    work: float
+    call: AbstractContextManager[Call]
+
+
+def _measured(trial: Trial, window: int | None, most: int) -> Tables:
+    """All tables of one shape, for contexts of at most `most` tokens."""
+    figures = list(_figures(trial, window, most))
+    with ExitStack() as stack:
+        calls = [stack.enter_context(figure.call) for figure in figures]
+        found: list[list[float]] = [[] for _ in calls]
+        other = _product(trial)
+        for _ in range(TURNS):
+            for call, seconds in zip(calls, found, strict=True):
+                seconds += _seconds(call, other, SECONDS / TURNS, trial.machine)
+    took = [median(seconds) for seconds in found]
+    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    fixed = took[0]
+    for figure, seconds in zip(figures, took, strict=True):
+        rest = seconds if figure.what == "host" else max(FEW, seconds - fixed)
+        tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else seconds))
+    return {what: tuple(points) for what, points in tables.items()}
+
+
+def _product(trial: Trial) -> Callable[[], object]:
+    """A product like those of the layers, after which nothing that attention needs lies in a processor's cache."""
+    on, dtype = trial.machine.compute, trial.dtype
+    x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
+    return lambda: functional.linear(x, weight)
+
+
+def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Machine) -> list[float]:
+    """Seconds of calls, each after `other`, over about `budget` seconds of them; the first does not count."""
+    found, spent = list[float](), 0.0
+    for number in range(MOST_CALLS):
+        other()
+        machine.settle()
+        began = time.perf_counter()
+        call(number)
+        machine.settle()
+        found.append(time.perf_counter() - began)
+        spent += found[-1]
+        if spent >= budget and number:
+            break
+    return found[1:]
+
+
+def _figures(trial: Trial, window: int | None, most: int) -> Iterator[Figure]:
+    """What is timed: first a call with almost nothing to read."""
+    facts = trial.facts
+    yield Figure("call", 1, 0.0, trial.call(1, 15, 1, window))
+    apart = not trial.machine.capacity.shared and facts.topk is None
+    for home in ("device", "host") if apart else ("device",):
+        for length in (n for n in LENGTHS if n <= most and trial.layers(SEQUENCES, n, home)):
+            seen = SEQUENCES * min(length, window or length) * facts.kv_token
+            what = "decode" if home == "device" else home
+            yield Figure(what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home))
+    for tokens in (n for n in PROMPTS if n <= most):
+        yield Figure("prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window))
+    for past in (n for n in PASTS if n + PIECE <= most):
+        yield Figure("continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window))
+
+
+def _flop(facts: ModelFacts, past: int, count: int, window: int | None) -> float:
+    """FLOP of a piece of a prompt: 4 per (query, key) pair and element of a query head."""
+    return 4.0 * facts.heads * facts.head_dim * Piece(0, past, count, True).pairs(window)

@@ -1,0 +1,66 @@
+"""GPU memory that computing takes beside activations: what kernels and libraries hold while they run."""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+BUFFER = 64 << 20  # bytes that a kernel holds at once, as kernels.cuda says
+GATHERED = 28  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
+WIDEST = 256  # elements of a head that the fused attention takes, as kernels.triton_attention says
+SPAN = 512  # tokens that one of its partial results is for
+GROUP = 32  # least columns of x that share a scale where it is rounded to 8 bits
+CONVERTED = 16 << 20  # bytes of the host's elements that are converted on the GPU at once, as tier.cuda says
+CUBLAS = 64 << 20  # of its workspaces: at most 32 MiB for each of two streams that multiply
+
+
+class Tensor(Protocol):
+    """What matters of a TensorFact."""
+
+    elements: int
+    experts: int
+    stored: int
+    held: int
+    encoded: int
+    form: str
+
+
+class Shape(Protocol):
+    """What matters of ModelFacts."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    hidden: int
+    itemsize: int
+    active: int
+    topk: float | None
+
+    @property
+    def tensors(self) -> Iterable[Tensor]: ...
+
+
+def buffers(model: Shape, tokens: int, longest: int) -> int:
+    """Return bytes that kernels and libraries hold at once on a GPU, beside activations and logits.
+
+    Args:
+        model: its shape.
+        tokens: most tokens of a gpu_batch.
+        longest: most cached tokens of a sequence.
+    """
+    tensors = tuple(model.tensors)
+    partial = 4 * model.heads * -(-longest // SPAN) * (model.head_dim + 1)  # of one sequence, which is not divided
+    plain = model.topk is not None or model.head_dim > WIDEST
+    gathered = GATHERED * 2 * model.kv_heads * model.head_dim * longest if plain else 0
+    rounded = any(t.form.endswith("by int8") for t in tensors)
+    wide = max(model.width, model.hidden)
+    codes = tokens * (wide + GROUP + 8 * -(-wide // GROUP)) if rounded else 0  # with a scale and a sum for each group
+    experts = tokens * model.active * _pair(model, tensors) * model.itemsize
+    converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in tensors) else 0
+    return max(BUFFER, partial, gathered) + codes + experts + converted + CUBLAS
+
+
+def _pair(model: Shape, tensors: Iterable[Tensor]) -> int:
+    """Return elements that one token and one of its experts take where all experts are computed in one call: the token
+    before, after, weighted and back in order; what goes into the gate and what comes out of it, with copies."""
+    wide = max((t.elements // t.experts // model.hidden for t in tensors if t.experts and not t.encoded), default=0)
+    return 4 * model.hidden + 2 * wide if wide else 0

@@ -1,0 +1,147 @@
+"""The least memory a job runs in: policies that need little, and the error that says how much would do."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+from flexengine.errors import OutOfMemory, TooLittle
+from flexengine.plan.layout import ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, lay_out
+from flexengine.policy import TIERS, Policy, Split
+
+# Bytes of modules, tokenizer, threads, I/O chunks, the allocator's gaps: 45 to 75 MB were measured.
+OVERHEAD = 64 << 20
+_SHORTEST = Workload({(1, 1): 1})
+_HOMES: tuple[Split, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
+
+LayOut = Callable[[Policy, Workload, Capacity], Layout]
+
+
+def planned(capacity: Capacity) -> Capacity:
+    """Return the capacity to plan for where memory suffices: a part of a process's own RAM is left for other things."""
+    if not capacity.shared or capacity.device is None:
+        return capacity
+    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
+    return replace(capacity, device=capacity.device - kept)
+
+
+def smallest(prefill_tokens: int, shared: bool) -> tuple[Policy, ...]:
+    """Return the policies that need least of one memory or another: one sequence at a time and one slot, with all
+    weights, the KV cache and the hidden states each on one tier. The fastest come first.
+
+    shared: whether host and device are one memory; then nothing is gained by the host tier.
+    """
+    homes = [home for home in _HOMES if not (shared and home[1])]
+    weights = _HOMES[2:] if shared else tuple(reversed(_HOMES))
+    return tuple(
+        Policy(1, 1, weights=w, cache=c, activations=h, slots=1, prefill_tokens=prefill_tokens)
+        for h, c, w in product(homes, homes, weights)
+    )
+
+
+def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Capacity:
+    """Return the capacity to plan for: `planned`, or as much more as the smallest of the policies needs.
+
+    Raises TooLittle if none of the policies fits into all of `capacity`.
+    """
+    roomy = planned(capacity)
+    if any(_fits(model, policy, workload, roomy) for policy in policies):
+        return roomy
+    least = _least(model, policies, workload, capacity, "device")
+    if capacity.shared and least is not None and least <= (capacity.device or 0):
+        return replace(capacity, device=least)
+    raise _too_little(model, policies, workload, capacity)
+
+
+def smallest_layout(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Layout:
+    """Return the layout of the first of the policies that fits. Raises TooLittle as `capacity_for`."""
+    room = capacity_for(model, policies, workload, capacity)
+    return next(lay_out(model, p, workload, room) for p in policies if _fits(model, p, workload, room))
+
+
+def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
+    """Return the layout of a policy that a user gives: as the search would have planned it, if it fits so; else with
+    all of the capacity. Raises TooLittle if it does not fit."""
+    for room in (planned(capacity), capacity):
+        with suppress(OutOfMemory):
+            return lay_out(model, policy, workload, room)
+    raise _too_little(model, [policy], workload, capacity)
+
+
+def _too_little(
+    model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity
+) -> TooLittle:
+    """Return the error for policies none of which fits: with the tier that lacks the fewest bytes, if more of one tier
+    is enough; else with all tiers that must grow, the device as little as possible."""
+    find = partial(_least, model, policies, workload)
+    given = {tier: limit for tier in TIERS if (limit := getattr(capacity, tier)) is not None}
+    single = {tier: least for tier in given if (least := find(capacity, tier)) is not None}
+    if single:
+        tier = min(single, key=lambda t: single[t] - given[t])
+        needs = {tier: single[tier]}
+    else:
+        needs, room = {}, capacity
+        for tier in given:  # each as little as possible while those after it have no limit
+            rest = {t: None for t in given if t not in needs and t != tier}
+            least = find(replace(room, **rest), tier)  # type: ignore[arg-type]
+            if least is not None and least > given[tier]:
+                needs[tier] = least
+                room = replace(room, **{tier: least})  # type: ignore[arg-type]
+    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given)
+
+
+def _reason(
+    model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str
+) -> str:
+    """Return what does not fit. It begins with ONE_SEQUENCE if shorter sequences would."""
+    if len(policies) > 1 and any(_fits(model, policy, _SHORTEST, capacity) for policy in policies):
+        return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
+    errors = []
+    for policy in policies:
+        try:
+            lay_out(model, policy, workload, capacity)
+        except OutOfMemory as error:
+            errors.append(error)
+    return min((e for e in errors if e.tier == tier), key=lambda e: e.needed + e.used, default=errors[0]).what
+
+
+def _fits(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> bool:
+    try:
+        lay_out(model, policy, workload, capacity)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def _least(
+    model: ModelFacts, policies: Iterable[Policy], workload: Workload, capacity: Capacity, tier: str
+) -> int | None:
+    """Return the fewest bytes of a tier with which one of the policies fits, the other tiers being as they are; None
+    if no number of bytes is enough."""
+    found: int | None = None
+    for policy in policies:
+        fits = partial(_fits_in, model, policy, workload, capacity, tier)
+        try:
+            layout = lay_out(model, policy, workload, replace(capacity, **{tier: None}))  # type: ignore[arg-type]
+        except OutOfMemory:
+            continue
+        most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
+        if found is None or fits(min(found - 1, most)):
+            found = _bisect(fits, min(most, found or most))
+    return found
+
+
+def _fits_in(
+    model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int
+) -> bool:
+    return _fits(model, policy, workload, replace(capacity, **{tier: nbytes}))  # type: ignore[arg-type]
+
+
+def _bisect(fits: Callable[[int], bool], most: int) -> int:
+    """Return the least number for which `fits` is true, given that it is true for `most`."""
+    least = 0
+    while least < most:
+        middle = (least + most) // 2
+        least, most = (least, middle) if fits(middle) else (middle + 1, most)
+    return least

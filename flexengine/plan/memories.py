@@ -1,0 +1,59 @@
+"""The memory rows of the linear program: bytes of each memory as linear functions of the nine fractions.
+
+They are read off three layouts, the corners: everything that may move is on the device, in the host, on disk. Between
+corners a purpose's bytes are a straight line in the fractions of one kind of data. A layout differs from that line by:
+
+* rounding to whole tensors, sequences and gpu_batches;
+* buffers and staging: the program counts them at full size as soon as a kind may leave the device;
+* the KV cache: the program counts the pages held at the mean job's peak under the schedule, while `layout` reserves
+  pages for the longest sequences if memory is left.
+"""
+
+from collections.abc import Mapping
+
+from flexengine.plan.layout import DELEGATION, Capacity, Layout
+from flexengine.plan.lp import Linear, Memory
+from flexengine.policy import TIERS
+
+# Purposes of a layout's account whose bytes depend on where one kind of data lies: w, c, h as in `lp.KINDS`.
+_KIND = {"weights": "w", "weight slots": "w", "weight staging": "w", "hidden states": "h", DELEGATION: "c"}
+_PLACE = dict(zip(TIERS, "gcd", strict=True))
+
+
+def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[Memory, ...]:
+    """Return a row per memory that has a limit.
+
+    Args:
+        corners: by tier, the layout with everything that may move on that tier, in memory without limits.
+        cache: by tier, bytes of the whole KV cache if it lies there.
+        capacity: of the machine.
+    """
+    used = {tier: _bytes(corners, tier, cache[tier]) for tier in TIERS}
+    limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
+    if capacity.shared:
+        used["device"], limits["host"] = used["device"] + used["host"], None
+    return tuple(Memory(tier, used[tier], float(limit)) for tier, limit in limits.items() if limit is not None)
+
+
+def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
+    """Return the bytes of one tier."""
+    accounts = {at: layout.account[tier] for at, layout in corners.items()}
+    delegates = any(layout.policy.delegate for layout in corners.values())
+    line = Linear(0.0)
+    for what in dict.fromkeys(what for account in accounts.values() for what in account):
+        booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
+        if what == "KV cache":
+            line += Linear(0.0, {f"c{_PLACE[tier]}": cache})
+        elif what == "paused forwards":  # of delegated sequences, or of gpu_batches at home on the device
+            line += _between(booked, "c" if delegates else "h")
+        elif what in _KIND:
+            line += _between(booked, _KIND[what])
+        else:
+            line += Linear(max(booked.values()))
+    return line
+
+
+def _between(booked: Mapping[str, float], kind: str) -> Linear:
+    """Return the straight line between the bytes booked with all of a kind on each tier."""
+    least = min(booked.values())
+    return Linear(least, {f"{kind}{_PLACE[at]}": nbytes - least for at, nbytes in booked.items() if nbytes > least})
