@@ -18,6 +18,7 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import Importances, Recorder, load
 from flexengine.model.prepare import prepared
+from flexengine.model.shards import save
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
@@ -47,13 +48,11 @@ class Calibration:
         what that raises, InvalidInput for an OSError."""
 
         def build(directory: Path) -> None:
-            from safetensors.torch import save_file
-
             try:
                 found = measured()
             except OSError as error:  # of the checkpoint or the offload directory, not of where this is written
                 raise InvalidInput(f"calibrating with {source} failed: {error}") from error
-            save_file(found, directory / FILE)
+            save(found, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
         return load(prepared(source, files, build, what, verifier) / FILE)

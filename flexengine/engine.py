@@ -94,6 +94,8 @@ class Engine:
         named_dtype(dtype)  # a wrong name is refused before anything is converted
         place = Place(device, device_mem, host_mem, offload_dir)
         self.machine = place.machine(links)
+        if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
         name = str(model) if model is not None else None
@@ -417,8 +419,6 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
-        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
-            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property

@@ -212,6 +212,8 @@ def this_machine(
     dtype: of activations, where there is no model; None: this kind of machine's own."""
     computing = named_dtype(dtype)
     machine = place.machine()
+    if machine.no_offload and say:
+        say(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
         found = store.obtain(machine, place.directory, opened, True, say, again, computing)
         assert found is not None

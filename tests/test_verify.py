@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import subprocess
-import time
 import tracemalloc
 from collections.abc import Callable, Iterable
 from importlib.util import find_spec

@@ -18,7 +18,7 @@ from flexengine.reading import opened
 
 WHOLE = 1 << 30  # bytes of a model up to which all of it is hashed, which takes about a second
 PLACES = 64  # samples spread evenly over a file of weights
-SPACING = 64 << 20  # bytes of a file for each tensor whose first bytes are sampled, too; of a small file `PLACES` tensors
+SPACING = 64 << 20  # bytes of a file per tensor whose first bytes are sampled, too; at least `PLACES` tensors are
 SAMPLE = 1 << 16  # bytes of a sample
 _READ = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
