@@ -139,6 +139,9 @@ def test_the_plan_books_what_the_kernels_hold() -> None:
     gate, down = (TensorFact(n, 16 * size, 2, 2, experts=16) for n, size in (("g", 2 * 512 * 4096), ("d", 512 * 4096)))
     mixed = replace(facts, layers=((tensor, gate, down),), active=4)
     assert booked(mixed) - booked(facts) == tokens * 4 * (4 * 4096 + 2 * 1024) * 2
+    near = replace(facts, heads=128, windows=(900,))
+    copies = 1023 * (2 * 128 * 128 * 2 + 1024 * 3)  # K and V of each query head, and masks of 1,024 queries
+    assert booked(near) - booked(replace(near, gpu=False)) == gpu.CUBLAS + -(-max(gpu.BUFFER, copies) // 4096) * 4096
     chosen = replace(facts, topk=0.1)
     held = 2 * 8 * 128 * 1023 * cuda.GATHERED  # of the one sequence that is gathered at least
     assert booked(chosen) - alone >= max(gpu.BUFFER, held) + gpu.CUBLAS

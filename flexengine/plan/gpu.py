@@ -9,6 +9,7 @@ WIDEST = 256  # elements of a head that the fused attention takes, as kernels.tr
 SPAN = 512  # tokens that one of its partial results is for
 GROUP = 32  # least columns of x that share a scale where it is rounded to 8 bits
 CONVERTED = 16 << 20  # bytes of the host's elements that are converted on the GPU at once, as tier.cuda says
+BLOCK = 1024  # queries of a prompt that attend together within a window, as kernels.reference says
 CUBLAS = 64 << 20  # of its workspaces: at most 32 MiB for each of two streams that multiply
 
 
@@ -33,6 +34,7 @@ class Shape(Protocol):
     hidden: int
     itemsize: int
     active: int
+    windows: tuple[int | None, ...]
     topk: float | None
 
     @property
@@ -56,7 +58,13 @@ def buffers(model: Shape, tokens: int, longest: int) -> int:
     codes = tokens * (wide + GROUP + 8 * -(-wide // GROUP)) if rounded else 0  # with a scale and a sum for each group
     experts = tokens * model.active * _pair(model, tensors) * model.itemsize
     converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in tensors) else 0
-    return max(BUFFER, partial, gathered) + codes + experts + converted + CUBLAS
+    return max(BUFFER, partial, gathered, _windowed(model, longest)) + codes + experts + converted + CUBLAS
+
+
+def _windowed(model: Shape, longest: int) -> int:
+    """Return bytes of attention within a window: K and V copied for every query head, and a mask as bool and numbers."""
+    keys = max((min(w + BLOCK, longest) for w in model.windows if w is not None and w < longest), default=0)
+    return keys * (2 * model.heads * model.head_dim * model.itemsize + BLOCK * (1 + model.itemsize))
 
 
 def _pair(model: Shape, tensors: Iterable[Tensor]) -> int:
