@@ -129,9 +129,9 @@ def test_rate_counts_what_comes_before_the_sweeps_and_error_what_is_read_in_them
     assert "tok_s" not in short
 
 
-def test_median_and_worst_error_are_of_absolute_values() -> None:
+def test_median_and_worst_error_are_of_absolute_values_and_the_mean_is_not() -> None:
     runs = [{"prediction_error": e} for e in (-0.4, 0.1, 0.2)] + [{"error": "killed"}]
-    assert error_of(runs) == {"median": 0.2, "worst": 0.4, "runs": 3}
+    assert error_of(runs) == {"median": 0.2, "worst": 0.4, "mean": pytest.approx(-0.1 / 3), "runs": 3}
     assert error_of([]) is None
 
 
