@@ -257,7 +257,7 @@ class Cache:
         assert view.closed is not None
         assert self._values is not None
         assert self.topk is not None
-        form, (n, model) = self._form(home), (view.decode, self.model)
+        form, n = self._form(home), view.decode
         chosen = self.kernels.choose(q[:n], pool, view.tables, view.lengths, event.scale, self.topk, event.window,
                                      event.softcap, form)  # fmt: skip
         shape = self._page_shape(home)
