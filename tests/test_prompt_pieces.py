@@ -1,15 +1,14 @@
 """Attention of prompt pieces whose earlier tokens lie in pages: against sums in float64 over what the pages hold."""
 
 import math
-import weakref
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 from builds import BUILDS, kernels_named
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexengine.codec.cache import CacheForm
 from flexengine.errors import InvalidInput
@@ -139,8 +138,9 @@ class TestPieces:
                 past, _, _ = cached(kind, length, 8, 64)
                 held = most_alive(lambda past=past: kernel.attend_prompt(q, k, k, 0.125, past=past))  # type: ignore[misc]
                 assert held - q.nbytes <= min(bound, 2**26)
+                assert held >= q.nbytes
                 if kernel.name == "native":
-                    assert held == q.nbytes
+                    assert held < q.nbytes + 4096
 
 
 @pytest.mark.parametrize("name", BUILDS)
@@ -163,32 +163,10 @@ def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:
         torch.set_num_threads(2)
 
 
-class _Alive(TorchDispatchMode):
-    """Counts the bytes of storages that operations make, while they live."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(x, Tensor) and (key := x.untyped_storage()._cdata) not in self._known | known:
-                self._known.add(key)
-                self.now += (size := x.untyped_storage().nbytes())
-                self.most = max(self.most, self.now)
-                weakref.finalize(x.untyped_storage(), self._gone, key, size)
-        return out
-
-    def _gone(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.now -= size
-
-
 def most_alive(call: Callable[[], object]) -> int:
-    """The most bytes alive at once of tensors that `call` makes."""
-    with _Alive() as counted:
+    """Return the most bytes that torch's allocator had given out at once during `call`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
-    return counted.most
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(accumulate(changes), default=0)

@@ -139,20 +139,30 @@ void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my
 // KEYS scores in place to exp(score - top), to 0 outside of low .. high - 1; updates top and sum; returns the factor
 // for what was summed before. At least one score is inside.
 inline float soften_between(float* scores, int64_t low, int64_t high, float softcap, float& top, float& sum) {
+    const bool whole = low == 0 && high == KEYS;
     for (int64_t s = 0; softcap > 0 && s < KEYS; s += W)
         vstore(scores + s, vmul(vtanh(vmul(vload(scores + s), vset(1 / softcap))), vset(softcap)));
     for (int64_t s = 0; s < low; s++) scores[s] = -FLT_MAX;
     for (int64_t s = high; s < KEYS; s++) scores[s] = -FLT_MAX;
     vf most = vset(top);
     for (int64_t s = 0; s < KEYS; s += W) most = vmax(vload(scores + s), most);
-    const float above = vtop(most), keep = above > top ? expf(top - above) : 1.f;
-    for (int64_t s = 0; s < KEYS; s += W) vstore(scores + s, vexp(vsub(vload(scores + s), vset(above))));
-    for (int64_t s = 0; s < low; s++) scores[s] = 0;
-    for (int64_t s = high; s < KEYS; s++) scores[s] = 0;
+    const float above = vtop(most);
+    float keep[W];
+    vstore(keep, vexp(vset(top - above)));  // 1 where the maximum stays; a branch would often be guessed wrongly
     vf total = vset(0.f);
-    for (int64_t s = 0; s < KEYS; s += W) total = vadd(total, vload(scores + s));
-    top = above, sum = sum * keep + vsum(total);
-    return keep;
+    for (int64_t s = 0; s < KEYS; s += W) {
+        const vf e = vexp(vsub(vload(scores + s), vset(above)));
+        vstore(scores + s, e);
+        total = vadd(total, e);
+    }
+    if (!whole) {
+        for (int64_t s = 0; s < low; s++) scores[s] = 0;
+        for (int64_t s = high; s < KEYS; s++) scores[s] = 0;
+        total = vset(0.f);
+        for (int64_t s = 0; s < KEYS; s += W) total = vadd(total, vload(scores + s));
+    }
+    top = above, sum = sum * keep[0] + vsum(total);
+    return keep[0];
 }
 
 // At most ROWS rows from row `first` of a strip on. last: keys of the block that some of them sees.

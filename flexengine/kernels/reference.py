@@ -108,7 +108,7 @@ class ReferenceKernels(base.Kernels):
         base.check_options(window, softcap, sinks, q.shape[2])
         queries, keys = q.shape[1], k.shape[1]
         if past is not None or softcap is not None or sinks is not None:
-            first = (past.length if past else 0) + keys - queries
+            first = keys - queries + (0 if past is None else past.length)
             return _blockwise(q, first, _keys(q, k, v, window, past), scale, window, softcap, sinks)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if cpu := q.device.type == "cpu":
@@ -361,9 +361,9 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
         first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # position that is seen
         step = max(1, CACHED // (width * P))
         for page in range(first // P, len(pages), step):
-            found = read(past.pool, pages[page : page + step], past.form).permute(1, 0, 3, 2, 4).flatten(1, 2)
             positions = range(page * P, min((page + step) * P, start))
-            yield positions, *found[:, None, : len(positions)]
+            found = read(past.pool, pages[page : page + step], past.form).permute(1, 0, 3, 2, 4).flatten(1, 2)
+            yield positions, found[:1, : len(positions)], found[1:, : len(positions)]
     step = max(1, CACHED // max(1, k.shape[0] * width))
     for low in range(0, k.shape[1], step):
         high = min(low + step, k.shape[1])
