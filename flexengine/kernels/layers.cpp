@@ -4,7 +4,6 @@
 
 FLEX_SIZE(linear, Linear)
 FLEX_SIZE(product, Product)
-FLEX_SIZE(prompt, Prompt)
 FLEX_SIZE(norm, Norm)
 FLEX_SIZE(rotate, Rotate)
 FLEX_SIZE(gate, Gate)
