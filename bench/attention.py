@@ -1,11 +1,15 @@
-"""Decode attention over paged KV of every kind, against torch's fp32 SDPA and against plain reading of the same bytes.
+"""Attention of new tokens over paged KV of every kind, and of prompts, with 1, 4 and 8 query heads per KV head.
 
-python -m bench.attention [--cases mha gqa] [--rounds 20] [--out attention.jsonl]
+python -m bench.attention [--cases mha gqa gqa8 ...] [--rounds 12] [--out attention.jsonl]
 
-All sides alternate in one process, on threads that share cores with whatever else runs: what counts is the least time
-of many rounds. Every side goes through more memory than a cache holds, in huge pages as the engine's tiers have them:
-ours through pools whose pages are shuffled, SDPA through contiguous K and V of equal lengths. One JSON line per case,
-and a table: milliseconds, KV bytes/s and their share of the streaming rate, tokens of context/s, ratio to SDPA.
+Decode attention is compared with torch's fp32 SDPA, with a plain read of the same bytes, and with the bound: the time
+of that read or, if it is longer, of the products at the peak that bench.peak measures in the same run. Attention of
+prompts is compared with that peak; products with keys after the query are not counted.
+
+All sides alternate in one process, on threads that share cores with whatever else runs, so the least time of all rounds
+counts. Every side of a decode case goes through more memory than the CPU caches, in huge pages as in the engine's
+tiers: the kernel through pools of shuffled pages, SDPA through contiguous K and V of equal lengths. Prints one JSON
+line and one table per case.
 """
 
 import argparse
@@ -16,8 +20,9 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench import harness
+from bench import harness, peak
 from bench.harness import Record
+from bench.peak import Peak
 from flexengine import kernels
 from flexengine.codec.cache import CacheForm
 from flexengine.kernels.base import Kernels
@@ -26,7 +31,7 @@ from flexengine.tier.memory import aligned_buffer
 import torch  # isort: skip  # after flexengine, which says how threads wait
 from torch import Tensor  # isort: skip
 
-BEYOND = 512 << 20  # bytes at least that a side goes through before it is back where it began
+BEYOND = 256 << 20  # bytes at least that a side goes through before it is back where it began
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEED = 0
 Run = Callable[[int], object]  # of the i-th round
@@ -71,8 +76,31 @@ class Case:
         """What attention has to read."""
         return sum(self.lengths) * self.token_bytes(kind)
 
+    @property
+    def operations(self) -> int:
+        """Products and additions of one call: each query head multiplies every K and every V it sees."""
+        return 4 * sum(self.lengths) * self.heads * self.dim
 
-CASES = {case.name: case for case in (Case("mha", kv_heads=32), Case("gqa", kv_heads=8))}
+
+@dataclass(frozen=True)
+class PromptCase:
+    """Prompts of one layer, one at a time. tokens: of each."""
+
+    name: str
+    kv_heads: int
+    heads: int = 32
+    dim: int = 128
+    tokens: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
+
+    def operations(self, tokens: int) -> int:
+        """Products and additions that a causal prompt needs: query t sees t + 1 keys."""
+        return 4 * self.heads * self.dim * tokens * (tokens + 1) // 2
+
+
+CASES = {case.name: case for case in (Case("mha", kv_heads=32), Case("gqa", kv_heads=8), Case("gqa8", kv_heads=4))}
+PROMPTS = {case.name: case for case in (
+    PromptCase("prompt-mha", kv_heads=32), PromptCase("prompt-gqa", kv_heads=8), PromptCase("prompt-gqa8", kv_heads=4),
+)}  # fmt: skip
 
 
 def copies(nbytes: int) -> int:
@@ -92,9 +120,9 @@ def filled(case: Case, kind: str, kernel: Kernels) -> Tensor:
     if form is None:
         return torch.randn(case.pages, 2, case.kv_heads, size, case.dim).to(FLOATS[kind])
     pool = torch.zeros(case.pages, form.page_bytes, dtype=torch.uint8)
-    for page in range(case.pages):
-        k, v = torch.randn(2, size, case.kv_heads, case.dim)
-        kernel.append(k, v, pool, torch.full((size,), page, dtype=torch.int32), torch.arange(size).int(), form)
+    place = torch.arange(case.pages * size, dtype=torch.int32)
+    k, v = torch.randn(2, len(place), case.kv_heads, case.dim)
+    kernel.append(k, v, pool, place // size, place % size, form)
     return pool
 
 
@@ -138,10 +166,11 @@ def timed(sides: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
     return {name: seconds[1:] for name, seconds in found.items()}
 
 
-def results(case: Case, seconds: Mapping[str, list[float]]) -> dict[str, Record]:
-    """By kind, from the least times; sdpa and "read KIND" are sides too.
+def results(case: Case, seconds: Mapping[str, list[float]], most: Peak) -> dict[str, Record]:
+    """Return figures by kind, from the least times; `seconds` has the sides sdpa and "read KIND", too.
 
-    seconds, median: of a call. gb_s: KV bytes. share: of the rate of reading as many. tokens_s: of context, M/s.
+    seconds, median: of a call. gb_s: KV bytes. gflop_s: products and additions. share: of the rate of reading as many
+    bytes. bound: share of the least time possible. tokens_s: of context, M/s.
     """
     least = {name: min(found) for name, found in seconds.items()}
     full = case.sequences * case.tokens  # what SDPA attends to
@@ -156,50 +185,98 @@ def results(case: Case, seconds: Mapping[str, list[float]]) -> dict[str, Record]
             "mtokens_s": tokens / least[kind] / 1e6,
         }
         if kind != "sdpa":
+            read = least[f"read {kind}"]
             found[kind] |= {
-                "read_gb_s": nbytes / least[f"read {kind}"] / 1e9,
-                "share": least[f"read {kind}"] / least[kind],
+                "gflop_s": case.operations / least[kind] / 1e9,
+                "read_gb_s": nbytes / read / 1e9,
+                "share": read / least[kind],
+                "bound": max(read, case.operations / most.fp32) / least[kind],
                 "to_sdpa": tokens / least[kind] / (full / least["sdpa"]),
             }
+    return found
+
+
+def prompt_results(case: PromptCase, seconds: Mapping[int, list[float]], most: Peak) -> dict[str, Record]:
+    """Return figures by tokens of a prompt, from the least times. share: of the peak of fp32 products."""
+    found = {}
+    for tokens, all_seconds in seconds.items():
+        rate = case.operations(tokens) / min(all_seconds)
+        found[str(tokens)] = {
+            "seconds": min(all_seconds), "median": statistics.median(all_seconds), "gflop_s": rate / 1e9,
+            "share": rate / most.fp32,
+        }  # fmt: skip
     return found
 
 
 def table(case: Case, found: Mapping[str, Record]) -> str:
     """What results gives, to read."""
     title = f"{case.name}: {case.sequences} x {case.tokens} tokens, {case.heads} heads on {case.kv_heads} of {case.dim}"
-    lines = [title, f"{'KV':6}{'ms':>8}{'GB/s':>8}{'read':>8}{'share':>8}{'M tok/s':>9}{'x sdpa':>8}"]
+    lines = [title, f"{'KV':6}{'ms':>8}{'GB/s':>8}{'read':>8}{'share':>8}{'bound':>8}{'M tok/s':>9}{'x sdpa':>8}"]
     for kind, x in found.items():
-        more = f"{x['read_gb_s']:8.1f}{x['share']:8.2f}" if "share" in x else " " * 16
+        more = f"{x['read_gb_s']:8.1f}{x['share']:8.2f}{x['bound']:8.2f}" if "share" in x else " " * 24
         ratio = f"{x['to_sdpa']:8.2f}" if "share" in x else ""
         lines.append(f"{kind:6}{x['seconds'] * 1e3:8.2f}{x['gb_s']:8.1f}{more}{x['mtokens_s']:9.2f}{ratio}".rstrip())
     return "\n".join(lines)
 
 
+def prompt_table(case: PromptCase, found: Mapping[str, Record]) -> str:
+    """Return what prompt_results gives as lines to read."""
+    lines = [f"{case.name}: {case.heads} heads on {case.kv_heads} of {case.dim}",
+             f"{'tokens':8}{'ms':>9}{'GFLOP/s':>9}{'share':>8}"]  # fmt: skip
+    lines += [f"{n:8}{x['seconds'] * 1e3:9.2f}{x['gflop_s']:9.1f}{x['share']:8.2f}" for n, x in found.items()]
+    return "\n".join(lines)
+
+
 def run_case(case: Case, rounds: int) -> Record:
-    """The record of one case."""
+    """Return the record of one decode case."""
     torch.manual_seed(SEED)
     kernel, q = kernels.load(), torch.randn(case.sequences, case.heads, case.dim)
     room = held(torch.ones(max(2 * case.kv_bytes(kind) for kind in case.kinds) // 8 + BEYOND // 8, dtype=torch.int64))
     sides: dict[str, Run] = {"sdpa": sdpa(case, q)}
     for kind in case.kinds:
         sides |= {kind: ours(case, kind, kernel, q), f"read {kind}": reading(case.kv_bytes(kind), room)}
-    found = results(case, timed(sides, rounds))
-    settings = {"kernels": kernel.name, "simd": getattr(kernel, "simd", None), "threads": torch.get_num_threads()}
-    return {**harness.header("attention", case, [{"versions": harness.versions()}]), **settings, "seed": SEED,
-            "rounds": rounds, "kinds": found}  # fmt: skip
+    return record(case, kernel, rounds) | {"kinds": results(case, timed(sides, rounds), peak.measure())}
+
+
+def run_prompt(case: PromptCase, rounds: int) -> Record:
+    """Return the record of one case of prompts. Short prompts are computed more often."""
+    torch.manual_seed(SEED)
+    kernel, longest = kernels.load(), max(case.tokens)
+    q = torch.randn(1, longest, case.heads, case.dim)
+    k, v = torch.randn(2, 1, longest, case.kv_heads, case.dim)
+    seconds = {}
+    for n in case.tokens:
+        call = functools.partial(kernel.attend_prompt, q[:, :n], k[:, :n], v[:, :n], case.dim**-0.5)
+        seconds[n] = timed({"": lambda _, call=call: call()}, max(2, rounds * 256 // n))[""]
+    return record(case, kernel, rounds) | {"lengths": prompt_results(case, seconds, peak.measure())}
+
+
+def record(case: Case | PromptCase, kernel: Kernels, rounds: int) -> Record:
+    """Return the fields that every record starts with."""
+    most = peak.measure()
+    return {
+        **harness.header("attention", case, [{"versions": harness.versions()}]), "kernels": kernel.name,
+        "simd": getattr(kernel, "simd", None), "threads": torch.get_num_threads(), "seed": SEED, "rounds": rounds,
+        "peak_gflop_s": most.fp32 / 1e9,
+    }  # fmt: skip
 
 
 def main() -> None:
     """The command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", choices=sorted(CASES), default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=20, help="how often the sides take turns (default 20)")
+    parser.add_argument("--cases", nargs="+", choices=[*CASES, *PROMPTS], default=[*CASES, *PROMPTS])
+    parser.add_argument("--rounds", type=int, default=12, help="how often the sides take turns (default 12)")
     parser.add_argument("--out", metavar="FILE", help="append records to this file under bench/results/")
     arguments = parser.parse_args()
     for name in arguments.cases:
-        record = run_case(CASES[name], arguments.rounds)
-        harness.emit(record, arguments.out)
-        print(table(CASES[name], record["kinds"]), file=sys.stderr, flush=True)
+        if name in CASES:
+            found = run_case(CASES[name], arguments.rounds)
+            text = table(CASES[name], found["kinds"])
+        else:
+            found = run_prompt(PROMPTS[name], arguments.rounds)
+            text = prompt_table(PROMPTS[name], found["lengths"])
+        harness.emit(found, arguments.out)
+        print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ python -m bench.plan auto --model-dir DIR [--cases resident host disk] [--pairs 
 DIR is where the models are made (or reused). `error`: given policies on cpu and sim, predicted and measured seconds.
 `held-out`: the same for 16 cases that the cost model was not developed on: formats and shapes of attention, windows,
 experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory. `auto`: the
-planner's own choice against a grid of 24 policies, and against the best of them run again beside it. Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
+planner's own choice against a grid of 24 policies, and against the best of them run again beside it.
+Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
 machine a process measures both, and all those runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as
 they are, with what earlier jobs corrected; with an empty directory there, they are measured.
 --quick: a model of three small layers and rates that are assumed, to see that all is in order.

@@ -207,19 +207,37 @@ def compare_block(folder: Path = RESULTS) -> str:
 
 
 def attention_block(folder: Path = RESULTS) -> str:
-    """Decode attention over pages, by the form of the cache."""
+    """Return the tables of decode attention by the form of the cache, and of prompts by their length."""
     newest = {record["case"]["name"]: record for record in records("attention", folder=folder)}
-    rows = []
-    for record in newest.values():
-        case = record["case"]
-        for kind, x in record["kinds"].items():
-            if "share" in x:
-                rows.append((f"{case['heads']} heads, {case['kv_heads']} of KV", kind, short(x["gb_s"]),
-                             f"{100 * x['share']:.0f} %", short(x["to_sdpa"])))  # fmt: skip
-    first = next(iter(newest.values()))["case"]
-    title = f"{first['sequences']} sequences of {first['tokens']} tokens, heads of {first['dim']}"
-    head = (title, "cache", "GB/s of cache", "of a plain read's rate", "tokens/s to torch's fp32 attention")
-    return table(head, rows) + "\n\nCommand: `python -m bench.attention`"
+    decode = [record for record in newest.values() if "kinds" in record]
+    prompts = [record for record in newest.values() if "lengths" in record]
+    first, last = decode[0]["case"], decode[-1]
+    head = (f"{first['sequences']} sequences of {first['tokens']} tokens, heads of {first['dim']}", "cache",
+            "GB/s of cache", "of a plain read's rate", "of the bound",
+            "tokens/s to torch's fp32 attention")  # fmt: skip
+    rows = [
+        (heads_of(record), kind, short(x["gb_s"]), f"{100 * x['share']:.0f} %", f"{100 * x['bound']:.0f} %",
+         short(x["to_sdpa"]))
+        for record in decode for kind, x in record["kinds"].items() if "share" in x
+    ]  # fmt: skip
+    lengths = [str(n) for n in prompts[0]["case"]["tokens"]]
+    shares = [
+        (heads_of(record), *(f"{x['gflop_s']:.0f} ({100 * x['share']:.0f} %)" for x in record["lengths"].values()))
+        for record in prompts
+    ]
+    about = (
+        "The bound is the longer of two times: of a plain read of the cache, and of the products at the peak of"
+        f" {last['peak_gflop_s']:.0f} GFLOP/s that this machine ({last['simd']} bits wide, {last['threads']} threads)"
+        " showed in the same run. Prompts: GFLOP/s by tokens, and their share of that peak."
+    )
+    tables = table(head, rows), about, table(("prompt of tokens", *lengths), shares)
+    return "\n\n".join((*tables, "Command: `python -m bench.attention`"))
+
+
+def heads_of(record: Record) -> str:
+    """Return the heads of a record of bench.attention, to read."""
+    case = record["case"]
+    return f"{case['heads']} heads, {case['kv_heads']} of KV"
 
 
 def plan_block(folder: Path = RESULTS) -> str:
@@ -234,11 +252,14 @@ def plan_block(folder: Path = RESULTS) -> str:
         )
         for x in found if x["part"] == "auto"
     ]  # fmt: skip
-    error = [x for x in found if x["part"] == "error"][-1]
-    off = error["prediction_error"]
-    rows.append(("two models, two machines, three workloads", "given policies", "",
-                 f"{100 * off['median']:.0f} % ({off['runs']} runs)", f"{100 * off['worst']:.0f} %",
-                 str(error["failed"])))  # fmt: skip
+    titles = {"error": "two models, two machines, three workloads",
+              "held-out": "formats and shapes of attention, windows, experts, encoded weights, little memory"}
+    for part, title in titles.items():
+        for error in [x for x in found if x["part"] == part][-1:]:
+            off = error["prediction_error"]
+            mean = f", mean {100 * off['mean']:+.0f} %" if "mean" in off else ""
+            rows.append((title, "given policies", "", f"{100 * off['median']:.0f} % ({off['runs']} runs){mean}",
+                         f"{100 * off['worst']:.0f} %", str(error["failed"])))  # fmt: skip
     head = ("case", "policies", "rate to the best", "predicted to measured, median", "worst", "failed")
     commands = "`python -m bench.plan auto --model-dir DIR`, `python -m bench.plan error --model-dir DIR`"
     return table(head, rows) + f"\n\nCommands: {commands}"

@@ -18,13 +18,15 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import Importances, Recorder, load
 from flexengine.model.prepare import prepared
+from flexengine.model.shards import save
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
 
-VERSION = 1  # part of the cache's key: raise it when the numbers come out otherwise
+VERSION = 2  # part of the cache's key: raise it when the numbers come out otherwise
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
 Scorable = tuple[Sequence[int], Sequence[int]]
+PIECE = 128  # tokens of a micro-batch, whatever memory there is: last bits depend on where a prompt is cut
 FILE = "importances.safetensors"
 
 
@@ -46,13 +48,11 @@ class Calibration:
         what that raises, InvalidInput for an OSError."""
 
         def build(directory: Path) -> None:
-            from safetensors.torch import save_file
-
             try:
                 found = measured()
             except OSError as error:  # of the checkpoint or the offload directory, not of where this is written
                 raise InvalidInput(f"calibrating with {source} failed: {error}") from error
-            save_file(found, directory / FILE)
+            save(found, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
         return load(prepared(source, files, build, what, verifier) / FILE)

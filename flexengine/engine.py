@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from flexengine import kernels
-from flexengine.calibration import Calibration, calibration, check
+from flexengine.calibration import PIECE, Calibration, calibration, check
 from flexengine.config import Result, SamplingParams
 from flexengine.course import Course
 from flexengine.errors import InvalidInput, OutOfMemory, RanOut
@@ -94,6 +94,8 @@ class Engine:
         named_dtype(dtype)  # a wrong name is refused before anything is converted
         place = Place(device, device_mem, host_mem, offload_dir)
         self.machine = place.machine(links)
+        if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep
         name = str(model) if model is not None else None
@@ -187,6 +189,7 @@ class Engine:
         tokens = sum(map(len, self._calibration.rows))
         self.planner.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
         with self._exact(hardware=self.planner.known()) as engine:
+            engine.fixed_prefill = PIECE
             return self._calibration.measure(engine.skeleton, engine.score)
 
     @property
@@ -416,8 +419,6 @@ class Engine:
         return self.planner.choose(workload, self.fixed_prefill, self._placed).layout
 
     def _laid_out(self, policy: Policy, workload: Workload) -> Layout:
-        if self.machine.no_offload and (policy.cache[2] or policy.activations[2]):
-            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         return lay_out_given(self.facts, policy, workload, self.machine.capacity)
 
     @property

@@ -62,19 +62,12 @@ class Planner:
     def least_lossy(self, workload: Workload, prefill_tokens: int | None, among: Sequence[Lossy]) -> Lossy:
         """The switches with which a job is predicted to end first; more of them only where that saves SAVING. Raises
         OutOfMemory if it fits with none."""
-        best, seconds, refused = among[0], float("inf"), list[OutOfMemory]()
-        for lossy in among:
+
+        def seconds(lossy: Lossy) -> float:
             self.use(lossy)
-            try:
-                found = self.choose(workload, prefill_tokens).total_seconds
-            except OutOfMemory as error:
-                refused.append(error)
-                continue
-            if found < SAVING * seconds:
-                best, seconds = lossy, found
-        self.use(best)
-        if seconds == float("inf"):
-            raise min(refused, key=lambda error: error.needed)
+            return self.choose(workload, prefill_tokens).total_seconds
+
+        self.use(best := least_lossy(among, seconds))
         return best
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
@@ -156,6 +149,30 @@ class Planner:
         return self._hardware
 
 
+def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
+    """Return the switches with the fewest seconds; more of them only where that saves SAVING.
+
+    Args:
+        among: the choices, the least lossy first.
+        seconds: of a job with these switches; raises OutOfMemory if it does not fit.
+
+    Raises:
+        OutOfMemory: the job fits with none; the error is that of the choice that needs the fewest bytes.
+    """
+    best, least, refused = among[0], float("inf"), list[OutOfMemory]()
+    for lossy in among:
+        try:
+            found = seconds(lossy)
+        except OutOfMemory as error:
+            refused.append(error)
+            continue
+        if found < SAVING * least:
+            best, least = lossy, found
+    if least == float("inf"):
+        raise min(refused, key=lambda error: error.needed)
+    return best
+
+
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     """The same rates with a machine's capacities. Raises InvalidInput if it is of another kind."""
     if hardware.kind != machine.kind:
@@ -195,6 +212,8 @@ def this_machine(
     dtype: of activations, where there is no model; None: this kind of machine's own."""
     computing = named_dtype(dtype)
     machine = place.machine()
+    if machine.no_offload and say:
+        say(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
         found = store.obtain(machine, place.directory, opened, True, say, again, computing)
         assert found is not None

@@ -14,7 +14,8 @@ from flexengine import __version__
 from flexengine.command import DONE, INTERRUPTED, SOME_FAILED, ended, say
 from flexengine.config import Result, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, SWITCHES, WEIGHTS, Lossy, choices
+from flexengine.lossy import BUNDLED, Lossy
+from flexengine.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
@@ -24,15 +25,8 @@ if TYPE_CHECKING:
     from flexengine.job.interrupt import Interrupts
     from flexengine.job.resume import Job
 
-AUTO = "auto"  # --policy
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 _TOLD = 5  # errors of rows that are shown while a job runs
-
-
-def _named(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("an empty name; leave the option out or name something")
-    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,25 +38,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("input", metavar="INPUT",
                    help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines;"
                         " .txt, .csv, .tsv, .parquet or .arrow")  # fmt: skip
-    p.add_argument("--prompt-column", type=_named, metavar="NAME", help="column or field that holds the prompt")
+    p.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
     _add_output(p.add_argument_group("output"))
     _add_sampling(p.add_argument_group("sampling", "what a row does not say itself"))
     _add_machine(p.add_argument_group("model and machine"))
-    _add_lossy(p.add_argument_group("lossy", "what may differ from the checkpoint's own numbers, for speed and room;"
+    add_lossy(p.add_argument_group("lossy", "what may differ from the checkpoint's own numbers, for speed and room;"
                                              " python -m flexengine.quality shows what it costs"))  # fmt: skip
     p.add_argument("--version", action="version", version=f"flexengine {__version__}")
     return p
 
 
 def _add_output(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--output", type=_named, metavar="OUT.jsonl",
+    group.add_argument("--output", type=named, metavar="OUT.jsonl",
                        help="results in input order, and OUT.jsonl.journal to go on from;"
                             " without it results go to stdout and an interrupted job starts anew")  # fmt: skip
     group.add_argument("--restart", action="store_true", help="drop what an earlier run of this output left")
     group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
     group.add_argument("--json", action="store_true", help="the summary as JSON, last line of stdout")
-    group.add_argument("--trace", type=_named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
+    group.add_argument("--trace", type=named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
 
 
 def _add_sampling(group: "argparse._ArgumentGroup") -> None:
@@ -90,40 +84,17 @@ def _add_sampling(group: "argparse._ArgumentGroup") -> None:
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--model", type=_named, metavar="M",
+    group.add_argument("--model", type=named, metavar="M",
                        help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
-    group.add_argument("--trust-remote-code", action="store_true",
-                       help="run Python code that comes with the checkpoint")  # fmt: skip
     group.add_argument("--verify", action="store_true",
                        help="first compare all files of the model with their checksums (SHA256SUMS beside them, or the"
                             " hub cache's names), and prepared weights with theirs")  # fmt: skip
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    group.add_argument("--policy", type=_named, metavar="FILE.json", default=AUTO,
+    group.add_argument("--policy", type=named, metavar="FILE.json", default=AUTO,
                        help="block shape and placement; default: auto, predicted to be quickest")  # fmt: skip
     group.add_argument("--dry-run", action="store_true",
                        help="print the plan and what it predicts, without loading weights; python -m flexengine.plan"
                             " does so for other machines too")  # fmt: skip
-    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
-    group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
-    group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    group.add_argument("--offload-dir", type=_named, metavar="DIR",
-                       help="where KV cache and activations spill to disk")  # fmt: skip
-
-
-def _add_lossy(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--weights", choices=WEIGHTS, help="keep matrices in so many bits")
-    group.add_argument("--compute", choices=COMPUTE,
-                       help="round what is multiplied; int8 keeps weights in int8 unless --weights says")  # fmt: skip
-    group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in fewer bits")
-    group.add_argument("--topk", type=float, metavar="SHARE",
-                       help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
-    group.add_argument("--calibrate", nargs="?", const=BUNDLED, type=_named, metavar="FILE",
-                       help="first run the exact model over this UTF-8 text (default: a bundled one), once for the"
-                            " model, to see which errors of encoded weights matter")  # fmt: skip
-    group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
-                       help="let the planner choose: near: 8 bits; small: 4 bits, too (default: %(default)s)")
-    group.add_argument("--allow", metavar="NAME,...",
-                       help=f"let the planner choose from these: {', '.join(ALLOW)}")  # fmt: skip
+    add_machine(group)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -155,8 +126,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
     args.policy = Policy.load(args.policy) if args.policy != AUTO else None
-    args.lossy = Lossy(**{name: getattr(args, name) for name in SWITCHES})
-    args.allow = _allowed(args)
+    args.lossy = lossy_of(args)
+    args.allow = allowed(args, args.lossy, args.policy)
     if args.lossy:
         say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
     if args.dry_run:
@@ -278,16 +249,6 @@ def _check_importances(engine: "Engine", began: str | None) -> None:
         raise InvalidInput(f"this job began with weights calibrated to {began}, but that is gone from the cache, and"
                            f" calibrating again, with other memory or libraries, gave {found.digest};"
                            " --restart to run it again")  # fmt: skip
-
-
-def _allowed(args: argparse.Namespace) -> tuple[str, ...]:
-    """What the planner may choose from. Raises InvalidInput where there is nothing left to choose."""
-    names = (*QUALITY[args.quality], *(args.allow.split(",") if args.allow is not None else ()))
-    choices(names)
-    if names and (args.lossy or args.policy is not None):
-        given = "a policy" if args.policy is not None else f"{args.lossy}"
-        raise InvalidInput(f"--quality and --allow let the planner choose, but {given} is given; leave out one of them")
-    return names
 
 
 def _engine(args: argparse.Namespace, on_sweep: Callable[["Progress"], None]) -> "Engine":

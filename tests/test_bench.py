@@ -166,12 +166,13 @@ def test_a_failing_side_becomes_an_error_with_its_last_words() -> None:
 def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from bench import harness; import time; {}; time.sleep(60)"
     run = limit.run
-    for said, least, most in (("harness.report_loaded()", 0.5, 2.0), ("print()", 0.0, 0.0)):
+    for said, seconds in (("harness.report_loaded()", 4.0), ("print()", 1.0)):  # a busy machine starts Python slowly
         argv = [sys.executable, "-c", code.format(said)]
         monkeypatch.setattr(harness, "run", lambda _, *rest, argv=argv: run(argv, *rest))
-        stopped = harness.run_module("anything", "", Limits(seconds=2.0))
-        assert stopped["error"] == "stopped after 2 s"
-        assert least <= stopped["seconds_at_least"] <= most
+        stopped = harness.run_module("anything", "", Limits(seconds=seconds))
+        assert stopped["error"] == f"stopped after {seconds:g} s"
+        assert 0 <= stopped["seconds_at_least"] <= seconds
+        assert bool(stopped["seconds_at_least"]) == ("report_loaded" in said)
 
 
 def test_padded_peer_gives_each_row_what_one_row_at_a_time_gives(tiny: Path) -> None:

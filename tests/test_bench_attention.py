@@ -4,13 +4,26 @@ import pytest
 import torch
 
 from bench import attention
-from bench.attention import CASES, Case, copies, reading, results, table, timed
+from bench.attention import (
+    CASES,
+    PROMPTS,
+    Case,
+    PromptCase,
+    copies,
+    prompt_results,
+    prompt_table,
+    reading,
+    results,
+    table,
+    timed,
+)  # fmt: skip
+from bench.peak import Peak
 
 SMALL = Case("small", kv_heads=2, sequences=3, tokens=40, heads=4, dim=64, page_tokens=16)
 
 
 def test_the_cases_have_the_sizes_they_are_known_by() -> None:
-    for name, kv_heads in (("mha", 32), ("gqa", 8)):
+    for name, kv_heads in (("mha", 32), ("gqa", 8), ("gqa8", 4)):
         case = CASES[name]
         assert (case.sequences, case.tokens, case.heads, case.kv_heads, case.dim) == (16, 544, 32, kv_heads, 128)
         assert case.token_bytes("bf16") == 2 * kv_heads * 128 * 2
@@ -44,11 +57,14 @@ def test_sides_take_turns() -> None:
 
 def test_results_are_of_the_least_times() -> None:
     case = Case("one", kv_heads=1, sequences=1, tokens=100, heads=1, dim=64, page_tokens=16, kinds=("bf16",))
-    found = results(case, {"bf16": [2.0, 1.0, 4.0], "read bf16": [0.9, 0.5], "sdpa": [3.0]})
+    seconds = {"bf16": [2.0, 1.0, 4.0], "read bf16": [0.9, 0.5], "sdpa": [3.0]}
+    found = results(case, seconds, Peak(fp32=1e9, bf16=0.0, int8=0.0, read=0.0))
     assert found["bf16"] == {
-        "seconds": 1.0, "median": 2.0, "gb_s": 100 * 256 / 1e9, "mtokens_s": 100 / 1e6,
-        "read_gb_s": 2 * 100 * 256 / 1e9, "share": 0.5, "to_sdpa": 3.0,
+        "seconds": 1.0, "median": 2.0, "gb_s": 100 * 256 / 1e9, "gflop_s": 4 * 100 * 64 / 1e9, "mtokens_s": 100 / 1e6,
+        "read_gb_s": 2 * 100 * 256 / 1e9, "share": 0.5, "bound": 0.5, "to_sdpa": 3.0,
     }  # fmt: skip
+    slow = results(case, seconds, Peak(fp32=4 * 100 * 64 / 0.75, bf16=0.0, int8=0.0, read=0.0))
+    assert slow["bf16"]["bound"] == 0.75  # the products take longer than the read
     assert found["sdpa"]["gb_s"] == pytest.approx(100 * 512 / 3e9)
     assert [line.split()[0] for line in table(case, found).splitlines()] == ["one:", "KV", "bf16", "sdpa"]
 
@@ -59,3 +75,27 @@ def test_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(record["kinds"]) == [*SMALL.kinds, "sdpa"]
     assert all(x["seconds"] > 0 for x in record["kinds"].values())
     assert record["versions"]["torch"] == torch.__version__
+    assert all(0 < x["share"] <= x["bound"] for kind, x in record["kinds"].items() if kind != "sdpa")
+
+
+def test_prompts_are_the_lengths_and_heads_they_are_known_by() -> None:
+    for name, kv_heads in (("prompt-mha", 32), ("prompt-gqa", 8), ("prompt-gqa8", 4)):
+        case = PROMPTS[name]
+        assert (case.heads, case.kv_heads, case.dim) == (32, kv_heads, 128)
+        assert (min(case.tokens), max(case.tokens)) == (128, 4096)
+    pairs = sum(1 for t in range(5) for s in range(5) if s <= t)
+    assert PromptCase("five", kv_heads=1, heads=3, dim=16).operations(5) == pairs * 3 * 16 * 2 * 2
+
+
+def test_results_of_prompts_are_of_the_least_times() -> None:
+    case = PromptCase("one", kv_heads=1, heads=1, dim=64)
+    found = prompt_results(case, {3: [2.0, 1.0]}, Peak(fp32=2 * 4 * 64 * 6, bf16=0.0, int8=0.0, read=0.0))
+    assert found == {"3": {"seconds": 1.0, "median": 1.5, "gflop_s": 4 * 64 * 6 / 1e9, "share": 0.5}}
+    assert [line.split()[0] for line in prompt_table(case, found).splitlines()] == ["one:", "tokens", "3"]
+
+
+def test_a_small_prompt() -> None:
+    record = attention.run_prompt(PromptCase("small", kv_heads=2, heads=4, dim=64, tokens=(16, 48)), 1)
+    assert list(record["lengths"]) == ["16", "48"]
+    assert all(x["seconds"] > 0 for x in record["lengths"].values())
+    assert record["peak_gflop_s"] > 0

@@ -14,7 +14,23 @@ from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
 from bench.peers.planned_side import ASSUME, RUN, Asked, perform
 from bench.plan import Bench, error_of, judged, run_auto, run_errors
-from bench.plan_cases import AUTO, AUTO_QUICK, DEMO, ERROR, ERROR_QUICK, OPT, TINY, AutoCase, MachineCase, Shape
+from bench.plan_cases import (
+    AUTO,
+    AUTO_QUICK,
+    DEMO,
+    ERROR,
+    ERROR_QUICK,
+    EXPERTS,
+    GROUPED,
+    HELD_OUT,
+    HELD_OUT_QUICK,
+    OPT,
+    TINY,
+    WINDOWED,
+    AutoCase,
+    MachineCase,
+    Shape,
+)
 from flexengine import Policy
 
 FOUR = Case("four", 4, fixed(3), fixed(2))
@@ -129,9 +145,9 @@ def test_rate_counts_what_comes_before_the_sweeps_and_error_what_is_read_in_them
     assert "tok_s" not in short
 
 
-def test_median_and_worst_error_are_of_absolute_values() -> None:
+def test_median_and_worst_error_are_of_absolute_values_and_the_mean_is_not() -> None:
     runs = [{"prediction_error": e} for e in (-0.4, 0.1, 0.2)] + [{"error": "killed"}]
-    assert error_of(runs) == {"median": 0.2, "worst": 0.4, "runs": 3}
+    assert error_of(runs) == {"median": 0.2, "worst": 0.4, "mean": pytest.approx(-0.1 / 3), "runs": 3}
     assert error_of([]) is None
 
 
@@ -214,3 +230,24 @@ def test_side_in_a_process_of_its_own(tiny: Path) -> None:
     assert "error" not in alone, alone
     assert alone["token_ids"] == in_this_process(Asked(job), Limits())["token_ids"]
     assert alone["versions"] == harness.versions()
+
+
+def test_held_out_cases_are_16_that_differ_from_the_recorded_ones_and_cover_what_was_promised() -> None:
+    assert len(HELD_OUT) == 16
+    held, known = ({(c.model, c.machine.device, c.case) for c in cases} for cases in (HELD_OUT, ERROR))
+    assert not held & known
+    assert {"bf16", "int8", "int4", None} == {(c.lossy or {}).get("cache") for c in HELD_OUT}
+    assert {c.machine.device for c in HELD_OUT} == {"cpu", "sim"}
+    assert {c.machine.device_mem for c in HELD_OUT if c.shape is None} == {"900M", "700M"}
+    assert {c.model for c in HELD_OUT} == {DEMO, OPT, GROUPED, WINDOWED, EXPERTS}
+    assert sum((c.lossy or {}).get("compute") == "int8" for c in HELD_OUT) == 3
+    for case in HELD_OUT:
+        assert case.shape is None or Policy(**case.shape.policy).gpu_batch_size == case.shape.gpu_batch_size
+
+
+def test_held_out_runs_are_measured_and_made_with_their_switches(tiny: Path) -> None:
+    record = run_errors(bench(tiny, in_this_process, quick=True), HELD_OUT_QUICK, "held-out")
+    assert (record["part"], record["failed"]) == ("held-out", 0)
+    assert record["prediction_error"]["runs"] == 2
+    assert [run["lossy"] for run in record["runs"]] == [{"cache": "int8"}, {"weights": "int4", "compute": "int8"}]
+    assert len(record["rates"]) == 2

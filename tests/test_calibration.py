@@ -1,6 +1,7 @@
 """Calibration: what is recorded is what hooks on transformers' own model see, and weights are encoded by it."""
 
 import errno
+import math
 import os
 import shutil
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, FITTED
 from flexengine.model import encoding
-from flexengine.model.importance import PRIOR, Importances, Recorder
+from flexengine.model.importance import FINE, PRIOR, Importances, Recorder, exact_parts
 from flexengine.planning import Planner
 from flexengine.run import main
 
@@ -99,6 +100,24 @@ def test_importances_are_mean_squares_of_inputs(families: Any, family: str) -> N
             assert tokens == sum(map(len, rows))
             means = (sums + PRIOR * sums.mean() / tokens) / (tokens + PRIOR)
             assert torch.allclose(columns.double(), means, rtol=1e-4, atol=0), name
+
+
+def test_sums_do_not_depend_on_the_order_of_tokens() -> None:
+    """Added up in any order, in batches of any size, they are the exact sum, whatever the magnitudes."""
+    generator = torch.Generator().manual_seed(0)
+    scales = 10.0 ** torch.randint(-5, 4, (64,), generator=generator)
+    x = torch.randn(8192, 64, generator=generator) * scales
+    found = []
+    for size in (1000, 1000, 256, 7):
+        order = torch.randperm(len(x), generator=generator)
+        sums = torch.zeros(2, 64, dtype=torch.float64)
+        for rows in torch.split(x[order], size):
+            sums += torch.stack([part.sum(0) for part in exact_parts(rows.double().square())])
+        found.append(sums.sum(0))
+    assert all(torch.equal(found[0], other) for other in found)
+    for column, total in zip(x.T.double().tolist(), found[0].tolist(), strict=True):
+        exact = math.fsum(value * value for value in column)  # squares of fp32 numbers are exact in fp64
+        assert abs(total - exact) <= 8192 * FINE / 2 + 2**-52 * exact
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])

@@ -204,7 +204,8 @@ def test_a_device_twice_as_fast_takes_half_the_time() -> None:
     measured = replace(GPU, layers={model().signature(0): 0.01}, heads={model().head_signature: 0.002})
     for machine in (GPU, measured):
         before, after = (Rates.of(model(), m) for m in (machine, whatif.faster_device(machine)))
-        for seconds in (lambda r: r.stack(100.0), lambda r: r.head(100.0), lambda r: r.attention[None].decode(500.0, 50.0),
+        for seconds in (lambda r: r.stack(100.0), lambda r: r.head(100.0),
+                        lambda r: r.attention[None].decode(500.0, 50.0),
                         lambda r: r.attention[None].prompt(500.0, 50.0)):  # fmt: skip
             assert float(seconds(after)) == pytest.approx(float(seconds(before)) / 2)
 

@@ -206,21 +206,25 @@ def _refuses(values: dict[str, Any], *parts: str) -> None:
 
 class Sheet(NamedTuple):
     """memory: bytes per second of the device's memory; flop: peak of its 16-bit products; device, host: bytes built
-    in; bus: bytes per second of PCIe, one way, before its protocol."""
+    in; bus: bytes per second of PCIe, one way, before its protocol; integers, vector: peak of products of 8-bit integers
+    and of fp32 outside tensor cores."""
 
     memory: float
     flop: float
     device: int
     host: float
     bus: float
+    integers: float
+    vector: float
 
 
+SIZES = {"float32": 4.0, "float16": 2.0, "bfloat16": 2.0, "int8": 1.0625, "int4": 0.5625}  # bytes of an element
 SHEETS = {
-    "t4-16gb_208gb_ssd": Sheet(320e9, 65e12, 2**34, 208 * 2**30, 15.75e9),
-    "rtx3090-24gb_128gb": Sheet(936e9, 71e12, 24 * 2**30, 128 * 2**30, 31.5e9),
-    "h100-80gb_512gb": Sheet(3350e9, 989e12, 80 * 2**30, 512 * 2**30, 63e9),
+    "t4-16gb_208gb_ssd": Sheet(320e9, 65e12, 2**34, 208 * 2**30, 15.75e9, 130e12, 8.1e12),
+    "rtx3090-24gb_128gb": Sheet(936e9, 71e12, 24 * 2**30, 128 * 2**30, 31.5e9, 284e12, 35.6e12),
+    "h100-80gb_512gb": Sheet(3350e9, 989e12, 80 * 2**30, 512 * 2**30, 63e9, 1979e12, 67e12),
     # AVX-512 at 2.5 GHz: 2 cores x 2 units x 16 numbers x 2; DDR4 as it was measured
-    "cpu-2core_24gb": Sheet(25e9, 2 * 2 * 16 * 2 * 2.5e9, 24 * 2**30, 24 * 2**30, math.inf),
+    "cpu-2core_24gb": Sheet(25e9, 2 * 2 * 16 * 2 * 2.5e9, 24 * 2**30, 24 * 2**30, math.inf, 0.0, 160e9),
 }
 
 
@@ -263,11 +267,12 @@ def test_shipped_compute(name: str) -> None:
     hardware, sheet = shipped(name), SHEETS[name]
     for dtype, table in hardware.products.items():
         assert rises(table), dtype
-        size = 4 if dtype == "float32" else 2
+        size = SIZES[dtype.split(" by ")[0]]
         for rows in (1, 2, 4, 16):  # every weight is read once, for two operations a row
             assert at(table, rows) <= 2 * rows * sheet.memory / size
-        assert top(table) <= sheet.flop
+        assert top(table) <= (sheet.integers if "by int8" in dtype else sheet.flop)
     most = max(top(table) for table in hardware.products.values())
+    assert 0 < hardware.vector_flops <= sheet.vector
     assert rises(hardware.prompt_attention)
     assert top(hardware.prompt_attention) < most
     assert rises(hardware.decode_attention)
@@ -276,6 +281,19 @@ def test_shipped_compute(name: str) -> None:
     assert hardware.host_attention < hardware.decode_attention[0][1]
     assert 1e-5 < hardware.cell_seconds < 2e-3
     assert 1e-5 < hardware.task_seconds < 1e-3
+
+
+@pytest.mark.parametrize("name", [name for name in SHEETS if SHEETS[name].integers])
+def test_shipped_encoded_products_follow_the_stated_rule(name: str) -> None:
+    hardware, sheet = shipped(name), SHEETS[name]
+    plain = hardware.products["float16"]
+    bandwidth, most = plain[0][1], top(plain)  # a 16-bit weight is two bytes and two operations a row
+    for form, size, peak in (("int8", 1.0625, most), ("int4", 0.5625, most),
+                             ("int8 by int8", 1.0625, most * sheet.integers / sheet.flop),
+                             ("int4 by int8", 0.5625, most * sheet.integers / sheet.flop)):  # fmt: skip
+        for rows in (1, 16, 256, 16384):
+            each = size / bandwidth + 4 / hardware.vector_flops + 2 * rows / peak
+            assert at(hardware.products[form], rows) == pytest.approx(2 * rows / each, rel=0.04), (form, rows)
 
 
 def rises(table: Table) -> bool:

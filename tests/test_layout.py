@@ -79,8 +79,8 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
              for tier, share in zip(TIERS, policy.activations, strict=True)}  # fmt: skip
     if block > policy.gpu_batch_size or sum(longest[:block]) > policy.prefill_tokens:  # several passes open at a time
         logits = 4 * model.vocabulary * min(block, len(lengths_of(work)))
-        held = tokens + homes["device"]  # the embedding's output, and hidden states where they stay
-        account["device"]["paused forwards"] = up(held * row + logits, 4096)
+        each = row + 8 * model.head_dim + 16  # the embedding's output, cosines and sines, id and position
+        account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
     account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0

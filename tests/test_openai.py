@@ -313,7 +313,7 @@ def test_ids_are_different_for_each_line_and_the_same_in_every_process():
     code = "import json; from flexengine.job.openai import batch_line; from flexengine.job.inputs import Row\n"
     code += "from flexengine.config import Result\n"
     code += f"print(json.dumps(batch_line(Row(0, 1, {line()!r}, custom_id='a'), Result(0, 'x'), 'm', 1)))"
-    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(other.stdout) == out[0]
     assert all(a != b for a, b in pairwise(o["response"]["body"]["id"] for o in out))
 

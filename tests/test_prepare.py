@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.model import shards as shard_files
@@ -219,6 +220,17 @@ def test_what_cannot_be_read_is_not_called_unwritable(tmp_path):
         prepared(file, [file], lambda directory: (tmp_path / "gone").read_bytes())
     with pytest.raises(InvalidInput, match="cannot be written"):
         prepared(file, [file], lambda directory: (directory / "no" / "file").write_bytes(b""))
+
+
+def test_a_disk_that_fills_up_meanwhile(tmp_path):
+    (tmp_path / "x").write_bytes(b"x")
+
+    def build(directory: Path) -> None:
+        (directory / "full").symlink_to("/dev/full")
+        shard_files.save({"x": torch.zeros(100_000)}, directory / "full")
+
+    with pytest.raises(InvalidInput, match=r"cannot be written: .*full.*set FLEXENGINE_CACHE"):
+        prepared(tmp_path / "x", [tmp_path / "x"], build)
 
 
 def test_no_room_and_no_place(tmp_path, monkeypatch):

@@ -24,6 +24,7 @@ CONTENT = bytes(range(256)) * 100
 @pytest.fixture(autouse=True)
 def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flexengine.reading.PAUSES", [0.0] * len(PAUSES))
+    monkeypatch.setattr(identity_of, "PLACES", 3)
 
 
 def header(folder: Path) -> Any:

@@ -301,7 +301,8 @@ except ModelNotFound as error:
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         environment = {**os.environ, "HF_ENDPOINT": address, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+        words = [sys.executable, "-c", code]
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "given up\n", done.stderr
 
 

@@ -536,8 +536,8 @@ def test_throttled_takes_the_time_of_the_link() -> None:
     for thread in threads:
         thread.join()
     read = time.perf_counter() - began
-    assert 0.15 <= read < 0.4
-    assert 0.025 <= written < 0.14
+    assert read >= 0.15  # three loads, one after the other; a busy machine may add to it
+    assert 0.025 <= written < read  # the store is the last to start, and waits for no load
 
 
 # Ledger.

@@ -3,6 +3,8 @@
 // Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of a part,
 // t position. Pool: [page, 2 (K, V), j, offset, d], contiguous; of codes, see codec/cache.py.
 #pragma once
+#include <omp.h>
+
 #include "coded.h"
 #include "rows.h"
 
@@ -52,23 +54,12 @@ template <class Q> void read_queries(const Decode& a, int64_t i, int64_t h, int6
 
 // Calls f(R) with the kind of rows that the pool holds, as a null pointer to it.
 template <class F> void with_rows(const Decode& a, F f) {
-    auto plain = [&](auto number) {
-        typedef decltype(number) T;
-        if (a.dim == 64) return f((PlainRows<T, 64 / W>*)nullptr);
-        if (a.dim == 128) return f((PlainRows<T, 128 / W>*)nullptr);
-        return f((PlainRows<T, 0>*)nullptr);
-    };
-    if (a.pool_dtype == FP32) plain(float());
-    if (a.pool_dtype == BF16) plain(bf16());
-    if (a.pool_dtype == FP16) plain(fp16());
+    if (a.pool_dtype == FP32) f((PlainRows<float>*)nullptr);
+    if (a.pool_dtype == BF16) f((PlainRows<bf16>*)nullptr);
+    if (a.pool_dtype == FP16) f((PlainRows<fp16>*)nullptr);
     with_form(a.pool_dtype, a.group, [&](auto bits, auto size) {
-        constexpr int wide = WIDE<bits>;
-        if constexpr (size != wide) return f((DecodedRows<bits, size>*)nullptr);
-        else {
-            if (a.dim == 64) return f((CodedRows<bits, 64 / wide>*)nullptr);
-            if (a.dim == 128) return f((CodedRows<bits, 128 / wide>*)nullptr);
-            return f((CodedRows<bits, 0>*)nullptr);
-        }
+        if constexpr (size == WIDE<bits>) f((CodedRows<bits>*)nullptr);
+        else f((DecodedRows<bits, size>*)nullptr);
     });
 }
 
@@ -106,7 +97,6 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
         }
         for (int64_t k = 0; k < J; k++) rows.weigh(k, s, int(n), ahead(J + k));
     }
-    rows.done(J);
 }
 
 // Sets all but the k largest of p[0 .. n - 1] to 0, the later of equal ones first; kept[t] becomes 1 for those that
@@ -187,7 +177,6 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
             }
         }
     }
-    rows.done(J);
 }
 
 // One head's output from `parts` partial results, `step` floats apart, the first of which becomes their sum; the sink
@@ -216,71 +205,108 @@ void finish_head(const Decode& a, int64_t i, int64_t h, int parts, float* acc, c
     if (a.q_dtype == FP16) finish<fp16>(a, i, h, parts, acc, top, sum, step);
 }
 
-}  // namespace
-
-extern "C" {
-
-// 0, or i + 1 when sequence i has a length or page that the table or pool does not have; then nothing is computed.
-int64_t flex_decode(const Decode* args) {
-    const Decode& a = *args;
-    int64_t items = 0, slots = 0, longest = 0;
-    const bool some = a.topk < 1 || a.chosen;
+// 0, or i + 1 if sequence i has a length or page that the table or pool does not have.
+int64_t bad_sequence(const Decode& a) {
     for (int64_t i = 0; i < a.n; i++) {
         if (a.lengths[i] < 1 || a.lengths[i] > a.max_pages * a.page_tokens) return i + 1;
         for (int64_t t = first_token(a, i) / a.page_tokens; t * a.page_tokens < a.lengths[i]; t++)
             if (uint32_t(a.tables[i * a.max_pages + t]) >= uint64_t(a.pages)) return i + 1;
-        const int64_t seen = a.lengths[i] - first_token(a, i), parts = some ? 1 : (seen + PART - 1) / PART;
-        items += parts, slots += parts > 1 ? parts : 0, longest = some && seen > longest ? seen : longest;
     }
-    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), step = group * (width + 2);
-    Item* list = (Item*)malloc(size_t(items + 1) * sizeof(Item));
-    // partial: [slot, j] of acc [group, width], top [group], sum [group]
-    float* partial = (float*)malloc(size_t(slots * a.kv_heads * step + 1) * 4);
-    if (!list || !partial) abort();
-    items = slots = 0;
-    for (int64_t i = 0; i < a.n; i++) {
-        const int32_t parts = some ? 1 : int32_t((a.lengths[i] - first_token(a, i) + PART - 1) / PART);
-        for (int32_t p = 0; p < parts; p++) list[items++] = {int32_t(i), p, parts, parts > 1 ? int32_t(slots) : -1};
-        slots += parts > 1 ? parts : 0;
+    return 0;
+}
+
+// How a call is cut into items, each of which is dealt out in blocks of J heads, few where there are many items; and
+// how much memory that takes: the list of items, partial results, and what each thread works in.
+struct Work {
+    bool some;  // top-k, or the choice alone: whole sequences at once
+    int64_t items = 0, slots = 0, longest = 0, J, blocks, step;
+    size_t listed, partial, scratch, bytes;
+
+    explicit Work(const Decode& a) : some(a.topk < 1 || a.chosen) {
+        const int64_t group = a.heads / a.kv_heads;
+        for (int64_t i = 0; i < a.n; i++) {
+            const int64_t seen = a.lengths[i] - first_token(a, i), n = parts(a, i);
+            items += n, slots += n > 1 ? n : 0, longest = some && seen > longest ? seen : longest;
+        }
+        const int64_t most = items ? (SHARES * a.threads + items - 1) / items : 1;
+        J = (a.kv_heads + most - 1) / most, blocks = (a.kv_heads + J - 1) / J, step = group * (padded(a.dim) + 2);
+        listed = (size_t(items) * sizeof(Item) + 63) / 64 * 64;
+        partial = (size_t(slots * a.kv_heads * step) * 4 + 63) / 64 * 64;
+        scratch = Scratch(a, J, longest, nullptr).used;
+        bytes = listed + partial + size_t(a.threads) * scratch;
     }
-    // Work is dealt out in blocks of J heads: few blocks where there are many items anyway.
-    const int64_t most = items ? (SHARES * a.threads + items - 1) / items : 1;
-    const int64_t J = (a.kv_heads + most - 1) / most, blocks = (a.kv_heads + J - 1) / J;
+    int64_t parts(const Decode& a, int64_t i) const {
+        return some ? 1 : (a.lengths[i] - first_token(a, i) + PART - 1) / PART;
+    }
+    void list(const Decode& a, Item* to) const {
+        for (int64_t i = 0, slot = 0; i < a.n; i++) {
+            const int64_t n = parts(a, i);
+            for (int64_t p = 0; p < n; p++) *to++ = {int32_t(i), int32_t(p), int32_t(n), n > 1 ? int32_t(slot) : -1};
+            slot += n > 1 ? n : 0;
+        }
+    }
+};
+
+// J heads of one item, from head j on. to: where the item's partial results go, head by head acc [group, width], top
+// [group], sum [group]; null if it is the only one of its sequence.
+void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j, float* to, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), J = a.kv_heads - j < work.J ? a.kv_heads - j : work.J;
+    with_rows(a, [&](auto* kind) {
+        typedef std::remove_pointer_t<decltype(kind)> R;
+        work.some ? attend_top<R>(a, item.i, j, J, my) : attend_part<R>(a, item, j, J, my);
+    });
+    for (int64_t h = 0; h < J * group && !to && !a.chosen; h++)
+        finish_head(a, item.i, j * group + h, 1, my.acc + h * width, my.top + h, my.sum + h, 0);
+    for (int64_t k = 0; k < J && to; k++, to += work.step) {
+        memcpy(to, my.acc + k * group * width, size_t(group * width) * 4);
+        memcpy(to + group * width, my.top + k * group, size_t(group) * 4);
+        memcpy(to + group * width + group, my.sum + k * group, size_t(group) * 4);
+    }
+}
+
+// memory: work.bytes of it.
+void decode(const Decode& a, const Work& work, char* memory) {
+    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim);
+    Item* list = (Item*)memory;
+    float* partial = (float*)(memory + work.listed);  // [slot, j] of what decode_block writes
+    work.list(a, list);
+    auto place = [&](const Item& item, int64_t j) { return partial + ((item.slot + item.part) * a.kv_heads + j) * work.step; };
 #pragma omp parallel num_threads(a.threads)
     {
-        Scratch my(a, J, longest);
+        Scratch my(a, work.J, work.longest, memory + work.listed + work.partial + size_t(omp_get_thread_num()) * work.scratch);
 #pragma omp for schedule(dynamic)
-        for (int64_t w = 0; w < items * blocks; w++) {
-            const Item& item = list[w / blocks];
-            const int64_t j = w % blocks * J, heads = a.kv_heads - j < J ? a.kv_heads - j : J;
-            with_rows(a, [&](auto* kind) {
-                typedef std::remove_pointer_t<decltype(kind)> R;
-                some ? attend_top<R>(a, item.i, j, heads, my) : attend_part<R>(a, item, j, heads, my);
-            });
-            for (int64_t h = 0; h < heads * group && item.parts == 1 && !a.chosen; h++)
-                finish_head(a, item.i, j * group + h, 1, my.acc + h * width, my.top + h, my.sum + h, 0);
-            for (int64_t k = 0; k < heads && item.parts > 1; k++) {
-                float* to = partial + ((item.slot + item.part) * a.kv_heads + j + k) * step;
-                memcpy(to, my.acc + k * group * width, size_t(group * width) * 4);
-                memcpy(to + group * width, my.top + k * group, size_t(group) * 4);
-                memcpy(to + group * width + group, my.sum + k * group, size_t(group) * 4);
-            }
+        for (int64_t w = 0; w < work.items * work.blocks; w++) {
+            const Item& item = list[w / work.blocks];
+            const int64_t j = w % work.blocks * work.J;
+            decode_block(a, work, item, j, item.parts > 1 ? place(item, j) : nullptr, my);
         }
-        if (slots) {
 #pragma omp for schedule(dynamic)
-            for (int64_t w = 0; w < items * a.kv_heads; w++) {
-                const Item& item = list[w / a.kv_heads];
-                if (item.parts == 1 || item.part > 0) continue;
-                const int64_t j = w % a.kv_heads;
-                float* from = partial + (item.slot * a.kv_heads + j) * step;
-                for (int64_t g = 0; g < group; g++)
-                    finish_head(a, item.i, j * group + g, item.parts, from + g * width, from + group * width + g,
-                                from + group * width + group + g, a.kv_heads * step);
-            }
+        for (int64_t w = 0; w < (work.slots ? work.items * a.kv_heads : 0); w++) {
+            const Item& item = list[w / a.kv_heads];
+            if (item.parts == 1 || item.part > 0) continue;
+            const int64_t j = w % a.kv_heads;
+            float* from = place(item, j);
+            for (int64_t g = 0; g < group; g++)
+                finish_head(a, item.i, j * group + g, item.parts, from + g * width, from + group * width + g,
+                            from + group * width + group + g, a.kv_heads * work.step);
         }
     }
-    free(list);
-    free(partial);
+}
+
+}  // namespace
+
+extern "C" {
+
+// Returns 0; or i + 1 if sequence i has a length or page that the table or pool does not have; or, negative, the bytes
+// for which there was no memory. Unless it returns 0 nothing is computed.
+int64_t flex_decode(const Decode* args) {
+    const Decode& a = *args;
+    if (const int64_t bad = bad_sequence(a)) return bad;
+    const Work work(a);
+    char* memory = (char*)aligned_alloc(64, work.bytes);
+    if (!memory) return -int64_t(work.bytes);
+    decode(a, work, memory);
+    free(memory);
     return 0;
 }
 

@@ -2,6 +2,9 @@
 #include "cache.h"
 #include "convert.h"
 
+FLEX_SIZE(append, Append)
+FLEX_SIZE(gather, Gather)
+
 extern "C" {
 
 // stream: targets of at least this many bytes bypass the cache.

@@ -24,39 +24,42 @@ template <class From, class To> void append_plain(const Append& a, int64_t t, in
     convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + a.kv_heads * a.page_tokens * a.dim, a.dim);
 }
 
-// x: dim floats, of K or of V.
-typedef void Encode(const Append& a, int64_t t, int64_t j, bool value, const float* x);
-
-template <int BITS, int G> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const float* x) {
-    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, G);
+// One row of K, or of V, to codes. A group at a time, so that no memory is needed.
+template <int BITS, int G, class From> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const From* x) {
+    const Panels at(BITS, a.kv_heads, a.page_tokens, a.dim, G);
     const int64_t o = a.offsets[t], panel = (int64_t(a.pages[t]) * 2 + value) * a.kv_heads + j;
-    uint8_t* to = (uint8_t*)a.pool + panel * panels.panel;
-    encode_row<BITS, G>(x, a.dim / G, to + o * panels.row, (fp16*)(to + panels.scales) + o,
-                        (fp16*)(to + panels.minima) + o, a.page_tokens);
-}
-
-template <class From> void append_heads(const Append& a, int64_t t, Encode* encode, float* x) {
-    for (int64_t j = 0; j < a.kv_heads; j++) {
-        convert_row((const From*)a.k + t * a.k_row + j * a.k_head, x, a.dim);
-        encode(a, t, j, false, x);
-        convert_row((const From*)a.v + t * a.v_row + j * a.v_head, x, a.dim);
-        encode(a, t, j, true, x);
+    uint8_t* to = (uint8_t*)a.pool + panel * at.panel;
+    for (int64_t r = 0; r < a.dim / G; r++) {
+        float group[G];
+        convert_row(x + r * G, group, G);
+        encode_row<BITS, G>(group, 1, to + o * at.row + r * (G * BITS / 8), (fp16*)(to + at.scales) + r * a.page_tokens + o,
+                            (fp16*)(to + at.minima) + r * a.page_tokens + o, a.page_tokens);
     }
 }
 
-template <int BITS, int G> void gather_codes(const Gather& a, int64_t s, int64_t j, float* scales) {
+// All heads of token t.
+typedef void Encode(const Append& a, int64_t t);
+
+template <int BITS, int G, class From> void append_heads(const Append& a, int64_t t) {
+    for (int64_t j = 0; j < a.kv_heads; j++) {
+        append_codes<BITS, G>(a, t, j, false, (const From*)a.k + t * a.k_row + j * a.k_head);
+        append_codes<BITS, G>(a, t, j, true, (const From*)a.v + t * a.v_row + j * a.v_head);
+    }
+}
+
+template <int BITS, int G> void gather_codes(const Gather& a, int64_t s, int64_t j) {
     const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, G);
-    const int64_t P = a.page_tokens, R = a.dim / G, o = s % P;
+    const int64_t P = a.page_tokens, o = s % P;
     const uint8_t* at = (const uint8_t*)a.pool + (int64_t(a.table[s / P]) * 2 * a.kv_heads + j) * panels.panel;
-    auto decode = [&](const uint8_t* from, void* to) {
-        for (int64_t r = 0; r < R; r++) {
-            scales[r] = widen(((const fp16*)(from + panels.scales))[r * P + o]);
-            scales[R + r] = widen(((const fp16*)(from + panels.minima))[r * P + o]);
+    auto decode = [&](const uint8_t* from, float* to) {
+        for (int64_t r = 0; r < a.dim / G; r++) {
+            const float scale = widen(((const fp16*)(from + panels.scales))[r * P + o]);
+            const float minimum = widen(((const fp16*)(from + panels.minima))[r * P + o]);
+            decode_row<BITS, G>(from + o * panels.row + r * (G * BITS / 8), &scale, &minimum, 1, 1, to + r * G);
         }
-        decode_row<BITS, G>(from + o * panels.row, scales, scales + R, 1, R, (float*)to + (s * a.kv_heads + j) * a.dim);
     };
-    decode(at, a.k);
-    decode(at + panels.value, a.v);
+    decode(at, (float*)a.k + (s * a.kv_heads + j) * a.dim);
+    decode(at + panels.value, (float*)a.v + (s * a.kv_heads + j) * a.dim);
 }
 
 void gather_plain(const Gather& a, int64_t s, int64_t j) {
@@ -85,19 +88,13 @@ int64_t flex_append(const Append* args) {
         return 0;
     }
     Encode* encode = nullptr;
-    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) { encode = append_codes<bits, group>; });
-#pragma omp parallel num_threads(a.threads) if (a.tokens * a.kv_heads * a.dim > 8192)
-    {
-        float* x = (float*)malloc(size_t(a.dim) * 4);
-        if (!x) abort();
-#pragma omp for schedule(static)
-        for (int64_t t = 0; t < a.tokens; t++) {
-            if (a.from_dtype == FP32) append_heads<float>(a, t, encode, x);
-            if (a.from_dtype == BF16) append_heads<bf16>(a, t, encode, x);
-            if (a.from_dtype == FP16) append_heads<fp16>(a, t, encode, x);
-        }
-        free(x);
-    }
+    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
+        if (a.from_dtype == FP32) encode = append_heads<bits, group, float>;
+        if (a.from_dtype == BF16) encode = append_heads<bits, group, bf16>;
+        if (a.from_dtype == FP16) encode = append_heads<bits, group, fp16>;
+    });
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 8192)
+    for (int64_t t = 0; t < a.tokens; t++) encode(a, t);
     return 0;
 }
 
@@ -113,16 +110,10 @@ int64_t flex_gather(const Gather* args) {
         return 0;
     }
     with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
-#pragma omp parallel num_threads(a.threads) if (a.length * a.kv_heads * a.dim > 65536)
-        {
-            float* scales = (float*)malloc(size_t(a.dim / a.group) * 8);
-            if (!scales) abort();
-#pragma omp for schedule(static)
-            for (int64_t s = 0; s < a.length; s++)
-                for (int64_t j = 0; j < a.kv_heads; j++)
-                    gather_codes<decltype(bits)::value, decltype(group)::value>(a, s, j, scales);
-            free(scales);
-        }
+#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.length * a.kv_heads * a.dim > 65536)
+        for (int64_t s = 0; s < a.length; s++)
+            for (int64_t j = 0; j < a.kv_heads; j++)
+                gather_codes<decltype(bits)::value, decltype(group)::value>(a, s, j);
     });
     return 0;
 }

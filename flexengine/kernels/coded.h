@@ -1,4 +1,4 @@
-// Attention on rows of codes: minima are applied to sums, not to elements; so are scales, but where LOOKUP.
+// Attention on rows of codes. Minima are applied to sums, not to elements; the scales of V to the weights.
 //
 // Index legend: r group of a row, e and i as in codes.h; the rest as in rows.h.
 #pragma once
@@ -10,103 +10,81 @@ namespace {
 // The group that is multiplied as codes; other ones are decoded first, they are rare.
 template <int BITS> constexpr int WIDE = BITS == 4 ? 32 : 64;
 
-// scores[g][0 .. tokens_of(H) - 1] = sum over groups of scale * (q[g] . codes of those rows), for H query heads.
-// scale: [r][CHUNK].
-template <int BITS, int NG, int H>
+// scores[g][0 .. tokens_of(H) - 1] = q[g] . those rows without their minima, for H query heads. scale: [r][CHUNK].
+template <int BITS, int H>
 inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t groups, const float* scale,
                         float* scores, const Ahead& ahead) {
-    constexpr int stride = WIDE<BITS> * BITS / 8, tokens = tokens_of(H);
-    constexpr int T = LOOKUP<BITS> || H * 4 <= W / 2 || H == 1 ? TILE : 2;  // bounded by the registers
-    const int64_t R = NG > 0 ? NG : groups;
+    constexpr int stride = WIDE<BITS> * BITS / 8, tokens = tokens_of(H), T = tile_of(H);
     vf all[(H * tokens + W - 1) / W * W];
     for (int first = 0; first < tokens; first += T) {
-        vf total[H][T];
-        for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) total[g][t] = vset(0.f);
+        vf sum[H][T];
+        clear(sum);
         for (int t = 0; t < T; t++) prefetch_row(rows + first + t, ahead);
-        for (int64_t r = 0; r < R; r++) {
-            vf part[H][T], table[T];
-            vf(&sum)[H][T] = LOOKUP<BITS> ? total : part;
-            for (int t = 0; t < T; t++) table[t] = multiples<BITS>(scale[r * CHUNK + first + t]);
-            for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) part[g][t] = vset(0.f);
-            for (int i = 0; i < stride; i += W) {
+        for (int64_t r = 0; r < groups; r++) {
+            vf step[T];
+            UNROLL for (int t = 0; t < T; t++) step[t] = multiples<BITS>(scale[r * CHUNK + first + t]);
+            UNROLL for (int i = 0; i < stride; i += W) {
                 vcodes raw[T];
                 const int64_t at = shift + r * stride + i;
-                for (int t = 0; t < T; t++) raw[t] = load_codes((const uint8_t*)rows[first + t] + at);
+                UNROLL for (int t = 0; t < T; t++) raw[t] = load_codes((const uint8_t*)rows[first + t] + at);
                 for_codes<BITS>([&](auto e) {
                     vf k[T];
-                    for (int t = 0; t < T; t++) k[t] = code<BITS, e>(raw[t], table[t]);
-                    for (int g = 0; g < H; g++) {
-                        vf x = vheld<H>(vload(q + g * width + r * WIDE<BITS> + e * stride + i));
-                        for (int t = 0; t < T; t++) sum[g][t] = vfma(x, k[t], sum[g][t]);
-                    }
+                    UNROLL for (int t = 0; t < T; t++) k[t] = vheld<H>(scaled<BITS, e>(raw[t], step[t]));
+                    add_products(q + r * WIDE<BITS> + e * stride + i, width, k, sum);
                 });
             }
-            for (int t = 0; t < T && !LOOKUP<BITS>; t++) {
-                vf step = vset(scale[r * CHUNK + first + t]);
-                for (int g = 0; g < H; g++) total[g][t] = vfma(part[g][t], step, total[g][t]);
-            }
         }
-        for (int g = 0; g < H; g++) for (int t = 0; t < T; t++) all[g * tokens + first + t] = total[g][t];
+        UNROLL for (int g = 0; g < H; g++)
+            UNROLL for (int t = 0; t < T; t++) all[g * tokens + first + t] = sum[g][t];
     }
     put_sums<H>(all, scores);
 }
 
-// acc[g][C columns] = acc * keep[g] + base[g][r] + sum over s of p[g][r][s] * (codes of token s), for H query heads.
-// p: where LOOKUP, weights [g][CHUNK], and scale [r][CHUNK] is apart; else their products [g][r][CHUNK]. base: [g][r];
-// shift: bytes from rows to the V codes wanted.
-template <int BITS, int H, int C>
-inline void weigh_codes(const float* p, const float* scale, const float* base, const float* keep, Tokens rows,
-                        int64_t shift, int n, float* acc, int64_t width, int64_t groups, Ahead ahead) {
-    constexpr int E = 8 / BITS, N = C / E, U = WIDE<BITS> * BITS / 8 / W;  // pieces of W bytes: here, in a group
-    constexpr int R = N > U ? N / U : 1;                                   // groups
-    auto column = [](int z, int e) { return z / U * WIDE<BITS> + e * (WIDE<BITS> / E) + z % U * W; };
-    vf sum[H][N][E];
-    for (int g = 0; g < H; g++)
-        for (int z = 0; z < N; z++)
-            for (int e = 0; e < E; e++) {
-                const vf old = vload(acc + g * width + column(z, e));
-                sum[g][z][e] = vfma(old, vset(keep[g]), vset(base[g * groups + z / U]));
-            }
+// acc[g][those columns] = acc * keep[g] + base[g][r] + sum over s of p[g][s] * (codes of token s), for H query heads and
+// C pieces of W bytes of a group r, of which all codes from the E-th to the last before E + N are meant.
+// p: weights times the scales of r; base: [g][r] with `groups` in a row; shift: bytes from rows to the pieces.
+template <int BITS, int H, int C, int E, int N>
+inline void weigh_codes(const float* p, int64_t apart, const float* base, const float* keep, Tokens rows, int64_t shift,
+                        int n, float* acc, int64_t width, int64_t groups, const Ahead& ahead) {
+    constexpr int stride = WIDE<BITS> * BITS / 8;
+    auto column = [](int c) { return c / N * W + c % N * stride; };
+    vf sum[H][C * N];
+    UNROLL for (int g = 0; g < H; g++)
+        UNROLL for (int c = 0; c < C * N; c++)
+            sum[g][c] = vfma(vload(acc + g * width + column(c)), vset(keep[g]), vset(base[g * groups]));
     for (int s = 0; s < n; s++) {
         const uint8_t* row = (const uint8_t*)rows[s] + shift;
-        vf x[N][E], table[R];
-        for (int r = 0; r < R; r++) table[r] = multiples<BITS>(scale[r * CHUNK + s]);
-        for (int z = 0; z < N; z++) {
-            vcodes raw = load_codes(row + z * W);
-            for_codes<BITS>([&](auto e) { x[z][e] = code<BITS, e>(raw, table[z * R / N]); });
+        vf x[C * N];
+        UNROLL for (int z = 0; z < C; z++) {
+            const vcodes raw = load_codes(row + z * W);
+            for_codes<BITS>([&](auto e) {
+                if constexpr (e >= E && e < E + N) x[z * N + e - E] = vheld<H>(code<BITS, e>(raw));
+            });
         }
         prefetch_row(rows + s, ahead);
-        for (int g = 0; g < H; g++)
-            for (int r = 0; r < R; r++) {
-                vf weight = vheld<H>(vset(LOOKUP<BITS> ? p[g * CHUNK + s] : p[(g * groups + r) * CHUNK + s]));
-                for (int z = r * N / R; z < (r + 1) * N / R; z++)
-                    for (int e = 0; e < E; e++) sum[g][z][e] = vfma(weight, x[z][e], sum[g][z][e]);
-            }
+        weigh_token(p + s, apart, x, sum);
     }
-    for (int g = 0; g < H; g++)
-        for (int z = 0; z < N; z++)
-            for (int e = 0; e < E; e++) vstore(acc + g * width + column(z, e), sum[g][z][e]);
+    UNROLL for (int g = 0; g < H; g++)
+        UNROLL for (int c = 0; c < C * N; c++) vstore(acc + g * width + column(c), sum[g][c]);
 }
 
+// All columns of acc for H query heads. p: [g][r][CHUNK].
 template <int BITS, int H>
-inline void weigh_groups(const float* p, const float* scale, const float* base, const float* keep, Tokens rows,
-                         int64_t shift, int n, float* acc, int64_t width, int64_t groups, Ahead ahead) {
-    constexpr int E = 8 / BITS, U = WIDE<BITS> * BITS / 8 / W;
-    constexpr int C = H <= HEADS / 2 ? 8 : 4, N = C / E > 0 ? C / E : 1;
-    const int64_t pieces = groups * U;
-    for (int64_t z = 0; z < pieces; ahead.bytes = 0) {
-        const int64_t r = z / U, to = r * WIDE<BITS> + z % U * W;
-        const float* weight = LOOKUP<BITS> ? p : p + r * CHUNK;
-        if (N == 1 || z + N <= pieces) {
-            weigh_codes<BITS, H, N * E>(weight, scale + r * CHUNK, base + r, keep, rows, shift + z * W, n, acc + to,
-                                        width, groups, ahead);
-            z += N;
-        } else {
-            weigh_codes<BITS, H, U * E>(weight, scale + r * CHUNK, base + r, keep, rows, shift + z * W, n, acc + to,
-                                        width, groups, ahead);
-            z += U;
-        }
-    }
+inline void weigh_groups(const float* p, const float* base, const float* keep, Tokens rows, int64_t shift, int n,
+                         float* acc, int64_t width, int64_t groups, Ahead ahead) {
+    constexpr int TOGETHER = H == 1 ? 8 : tile_of(H), codes = 8 / BITS, stride = WIDE<BITS> * BITS / 8;
+    constexpr int N = codes < TOGETHER ? codes : TOGETHER, whole = stride / W;
+    constexpr int C = TOGETHER / N < whole ? TOGETHER / N : whole;
+    for (int64_t r = 0; r < groups; r++)
+        for (int i = 0; i < stride; i += C * W)
+            for_codes<BITS>([&](auto e) {
+                if constexpr (e % N == 0) {
+                    weigh_codes<BITS, H, C, e, N>(p + r * CHUNK, groups * CHUNK, base + r, keep, rows,
+                                                  shift + r * stride + i, n, acc + r * WIDE<BITS> + e * stride + i,
+                                                  width, groups, ahead);
+                    ahead.bytes = 0;
+                }
+            });
 }
 
 // The scales and minima of rows of codes.
@@ -140,8 +118,8 @@ template <int BITS> struct Scaled : Place {
     }
 };
 
-// Groups of WIDE elements, multiplied as codes. NG > 0: groups of a row, known when compiling.
-template <int BITS, int NG> struct CodedRows : Scaled<BITS> {
+// Groups of WIDE elements, multiplied as codes.
+template <int BITS> struct CodedRows : Scaled<BITS> {
     static constexpr int chunk = CHUNK;
     using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::group, Scaled<BITS>::width, Place::panel, Place::value;
 
@@ -157,9 +135,9 @@ template <int BITS, int NG> struct CodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         this->read_scales(s, n, k * panel);
-        for_heads(k * group, group, [&](auto H, int64_t h) {
+        for_heads<SCORED>(k * group, group, [&](auto H, int64_t h) {
             for (int t = 0; t < n; t += tokens_of(H))
-                score_codes<BITS, NG, H>(my.q + h * width, width, my.rows + s + t, k * panel, R, my.scale + t,
+                score_codes<BITS, H>(my.q + h * width, width, my.rows + s + t, k * panel, R, my.scale + t,
                                          my.scores + h * CHUNK + t, ahead);
             ahead.bytes = 0;
         });
@@ -179,15 +157,13 @@ template <int BITS, int NG> struct CodedRows : Scaled<BITS> {
                 vf sum = vset(0.f);
                 for (int t = 0; t < n; t += W) {
                     vf p = vload(my.scores + (first + g) * CHUNK + t);
-                    if (!LOOKUP<BITS>)
-                        vstore(my.weights + (g * R + r) * CHUNK + t, vmul(p, vload(my.scale + r * CHUNK + t)));
+                    vstore(my.weights + (g * R + r) * CHUNK + t, vmul(p, vload(my.scale + r * CHUNK + t)));
                     sum = vfma(p, vload(my.minimum + r * CHUNK + t), sum);
                 }
                 my.base[g * R + r] = vsum(sum);
             }
-        for_heads(0, group, [&](auto H, int64_t g) {
-            const float* p = LOOKUP<BITS> ? my.scores + (first + g) * CHUNK : my.weights + g * R * CHUNK;
-            weigh_groups<BITS, H>(p, my.scale, my.base + g * R, my.keep + first + g, my.rows + s,
+        for_heads<WEIGHED>(0, group, [&](auto H, int64_t g) {
+            weigh_groups<BITS, H>(my.weights + g * R * CHUNK, my.base + g * R, my.keep + first + g, my.rows + s,
                                   value + k * panel, n, my.acc + (first + g) * width, width, R, ahead);
             ahead.bytes = 0;
         });
@@ -215,14 +191,14 @@ template <int BITS, int G> struct DecodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, k * panel, ahead);
-        for_heads(k * group, group, [&](auto H, int64_t h) {
+        for_heads<SCORED>(k * group, group, [&](auto H, int64_t h) {
             for (int t = 0; t < n; t += tokens_of(H))
-                score_tile<float, 0, H>(my.q + h * width, width, wide + t, 0, width, my.scores + h * CHUNK + t, {});
+                score_tile<float, H>(my.q + h * width, width, wide + t, 0, width, my.scores + h * CHUNK + t, {});
         });
     }
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, value + k * panel, ahead);
-        for_heads(k * group, group, [&](auto H, int64_t h) {
+        for_heads<WEIGHED>(k * group, group, [&](auto H, int64_t h) {
             ::weigh<float, H>(my.scores + h * CHUNK, my.keep + h, wide, 0, n, my.acc + h * width, width, width, {});
         });
     }

@@ -51,41 +51,49 @@ inline fp16 to_half(float x) { return narrow<fp16>(x); }
 
 // ---------------------------------------------------------------- widening
 
-// W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float. Where LOOKUP, codes are looked
-// up in a table that multiples<BITS>(step) makes, and come times that step.
+// W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float, and scaled<BITS, e> times the
+// step that multiples<BITS>(step) was made for.
 #if defined(FLEX_AVX512)
 typedef __m512i vcodes;
-template <int BITS> constexpr bool LOOKUP = BITS < 8;  // by the lowest four bits: that masks and converts at once
 inline vcodes load_codes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
-template <int BITS> inline vf multiples(float step) {
-    constexpr int m = BITS == 2 ? 3 : 15;
-    return vmul(_mm512_setr_ps(0, 1, 2, 3, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m, 12 & m, 13 & m,
-                               14 & m, 15 & m), vset(step));
-}
-template <int BITS, int e> inline vf code(vcodes x, vf table) {
-    if (BITS == 8) return _mm512_cvtepi32_ps(x);
-    return _mm512_permutexvar_ps(e ? _mm512_srli_epi32(x, e * BITS) : x, table);
-}
+inline vcodes shifted(vcodes x, int by) { return _mm512_srli_epi32(x, unsigned(by)); }
+inline vcodes masked(vcodes x, int m) { return _mm512_and_si512(x, _mm512_set1_epi32(m)); }
+inline vf number(vcodes x) { return _mm512_cvtepi32_ps(x); }
 #elif defined(FLEX_AVX2)
 typedef __m256i vcodes;
-template <int BITS> constexpr bool LOOKUP = false;
-template <int BITS> inline vf multiples(float) { return vset(0.f); }
 inline vcodes load_codes(const uint8_t* p) { return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
-template <int BITS, int e> inline vf code(vcodes x, vf) {
-    if (e) x = _mm256_srli_epi32(x, e * BITS);
-    if (e + 1 < 8 / BITS) x = _mm256_and_si256(x, _mm256_set1_epi32((1 << BITS) - 1));
-    return _mm256_cvtepi32_ps(x);
-}
+inline vcodes shifted(vcodes x, int by) { return _mm256_srli_epi32(x, by); }
+inline vcodes masked(vcodes x, int m) { return _mm256_and_si256(x, _mm256_set1_epi32(m)); }
+inline vf number(vcodes x) { return _mm256_cvtepi32_ps(x); }
 #else
 typedef vi vcodes;
-template <int BITS> constexpr bool LOOKUP = false;
-template <int BITS> inline vf multiples(float) { return vset(0.f); }
 inline vcodes load_codes(const uint8_t* p) { return vi{p[0], p[1], p[2], p[3]}; }
-template <int BITS, int e> inline vf code(vcodes x, vf) {
-    constexpr int32_t mask = (1 << BITS) - 1;
-    x = x >> (e * BITS) & vi{mask, mask, mask, mask};
-    return vf{float(x[0]), float(x[1]), float(x[2]), float(x[3])};
+inline vcodes shifted(vcodes x, int by) { return x >> by; }
+inline vcodes masked(vcodes x, int m) { return x & vi{m, m, m, m}; }
+inline vf number(vcodes x) { return vf{float(x[0]), float(x[1]), float(x[2]), float(x[3])}; }
+#endif
+
+#if defined(FLEX_AVX512)  // the lowest four bits choose from a table, which masks and converts at once
+template <int BITS> inline vf multiples(float step) {
+    constexpr int m = BITS == 2 ? 3 : 15;
+    const vf table = _mm512_setr_ps(0, 1, 2, 3, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m, 12 & m,
+                                    13 & m, 14 & m, 15 & m);
+    return BITS == 8 ? vset(step) : vmul(table, vset(step));
 }
+template <int BITS, int e> inline vf scaled(vcodes x, vf multiples) {
+    if (BITS == 8) return vmul(number(x), multiples);
+    return _mm512_permutexvar_ps(e ? shifted(x, e * BITS) : x, multiples);
+}
+template <int BITS, int e> inline vf code(vcodes x) {
+    return BITS == 8 ? number(x) : scaled<BITS, e>(x, multiples<BITS>(1.f));
+}
+#else
+template <int BITS> inline vf multiples(float step) { return vset(step); }
+template <int BITS, int e> inline vf code(vcodes x) {
+    if (e) x = shifted(x, e * BITS);
+    return number(e + 1 < 8 / BITS ? masked(x, (1 << BITS) - 1) : x);
+}
+template <int BITS, int e> inline vf scaled(vcodes x, vf step) { return vmul(code<BITS, e>(x), step); }
 #endif
 
 // f(std::integral_constant<int, e>) for e = 0 .. 8 / BITS - 1.

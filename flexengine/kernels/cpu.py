@@ -112,6 +112,12 @@ class _Gate(ctypes.Structure):
     _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
 
 
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "decode": _Decode, "append": _Append, "gather": _Gather, "linear": _Linear, "product": _Product,
+    "prompt": _Prompt, "norm": _Norm, "rotate": _Rotate, "gate": _Gate,
+}  # fmt: skip
+
+
 class NativeKernels(ReferenceKernels):
     """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
 
@@ -122,6 +128,8 @@ class NativeKernels(ReferenceKernels):
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_structs(library)
+
         def bound(name: str, returns: Any = None, takes: Any = (c_void_p,)) -> Any:
             function = getattr(library, f"flex_{name}")
             function.argtypes, function.restype = list(takes), returns
@@ -215,8 +223,11 @@ class NativeKernels(ReferenceKernels):
             *(q.stride(0), q.stride(1), *options),
             *(CODES[q.dtype], _stored(pool, form), torch.get_num_threads()),
         )
-        if bad := self._decode(ctypes.addressof(call)):
-            raise bad_sequence(bad - 1, room)
+        status = self._decode(ctypes.addressof(call))
+        if status > 0:
+            raise bad_sequence(status - 1, room)
+        if status < 0:
+            raise no_memory("the partial results of decode attention", -status)
 
     def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
         if not _native(pool, table):
@@ -272,8 +283,7 @@ class NativeKernels(ReferenceKernels):
             assert past is not None
             raise bad_sequence(0, base.check_pool(past.pool, past.form))
         if missing:
-            what = "what a thread reads of a prompt's queries, keys and values at a time"
-            raise OutOfMemory("device", what, missing, remedy="lower --device-mem, or end what else takes memory")
+            raise no_memory("what a thread reads of a prompt's queries, keys and values at a time", missing)
         return out.to(dtype)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -371,6 +381,23 @@ class NativeKernels(ReferenceKernels):
 def load_native(*flags: str) -> NativeKernels:
     """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
     return NativeKernels(build.load(*flags))
+
+
+def check_structs(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError if a struct has another size in the library: its fields would be misread."""
+    for name, struct in STRUCTS.items():
+        size_of = getattr(library, f"flex_{name}_size")
+        size_of.restype = c_int64
+        if (there := size_of()) != (here := ctypes.sizeof(struct)):
+            raise RuntimeError(
+                f"the argument struct of flex_{name} has {there} bytes in the native kernels but {here} in"
+                f" {__name__}.{struct.__name__}; give both the same fields"
+            )
+
+
+def no_memory(what: str, needed: int) -> OutOfMemory:
+    """Return the error for memory that the system refused to a native kernel, which then has written nothing."""
+    return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
 
 
 def _native(*tensors: Tensor) -> bool:

@@ -2,6 +2,13 @@
 #include "elementwise.h"
 #include "encoded.h"
 
+FLEX_SIZE(linear, Linear)
+FLEX_SIZE(product, Product)
+FLEX_SIZE(prompt, Prompt)
+FLEX_SIZE(norm, Norm)
+FLEX_SIZE(rotate, Rotate)
+FLEX_SIZE(gate, Gate)
+
 extern "C" {
 
 // What the wrappers above were compiled to: 512, 256 or 0 (portable).

@@ -17,6 +17,10 @@
 #include <immintrin.h>
 #endif
 
+// The size of a struct that Python fills in, for a check when the library is loaded.
+#define FLEX_SIZE(name, Struct) \
+    extern "C" int64_t flex_##name##_size() { return int64_t(sizeof(Struct)); }
+
 namespace {
 
 struct bf16 { uint16_t bits; };
@@ -57,7 +61,7 @@ template <> inline fp16 narrow<fp16>(float x) {
 // ---------------------------------------------------------------- W numbers
 
 #if defined(FLEX_AVX512)
-constexpr int W = 16, HEADS = 4;  // HEADS: query heads that share a loaded K/V vector; bounded by the registers
+constexpr int W = 16, REGISTERS = 32;
 typedef __m512 vf;
 typedef __m512i vp;
 inline vf vset(float x) { return _mm512_set1_ps(x); }
@@ -100,7 +104,7 @@ inline __m256 vfold(vf a) {
     return _mm256_add_ps(_mm512_castps512_ps256(a), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(a), 1)));
 }
 #elif defined(FLEX_AVX2)
-constexpr int W = 8, HEADS = 2;
+constexpr int W = 8, REGISTERS = 16;
 typedef __m256 vf;
 typedef __m256i vp;
 inline vf vset(float x) { return _mm256_set1_ps(x); }
@@ -144,7 +148,7 @@ inline void vstream(float* p, vf a) { _mm256_stream_ps(p, a); }
 template <class T> inline void vstream(T* p, vf a) { _mm_stream_si128((__m128i*)p, vnarrow(a, T())); }
 inline __m256 vfold(vf a) { return a; }
 #else
-constexpr int W = 4, HEADS = 2;
+constexpr int W = 4, REGISTERS = 16;
 typedef float vf __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(16)));
 typedef uint32_t vp __attribute__((vector_size(16)));
@@ -167,10 +171,9 @@ template <class T> inline void vstore(T* p, vf a) { for (int e = 0; e < W; e++) 
 template <class T> inline void vstream(T* p, vf a) { vstore(p, a); }
 #endif
 
-// x in a register where H > 1 heads share the other factors: left alone, compilers load x again for each of its
-// products, and there are more of these than loads.
-template <int H> inline vf vheld(vf x) {
-    if (H == 1) return x;
+// x, kept in a register if it is a factor of more than one product: left alone, compilers load it again for each.
+template <int PRODUCTS> inline vf vheld(vf x) {
+    if (PRODUCTS == 1) return x;
 #if defined(FLEX_AVX512)
     asm("" : "+v"(x));
 #elif defined(FLEX_AVX2)
@@ -215,26 +218,6 @@ inline vf vload_part(const float* p, int n) { return _mm512_maskz_loadu_ps(__mma
 inline vf vload_part(const bf16* p, int n) {
     __m256i x = _mm256_maskz_loadu_epi16(__mmask16((1u << n) - 1), p);
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
-}
-#endif
-
-// 2 * W numbers. Of bf16 first those at even places, then those at odd ones: neither takes a shuffle, and shuffles
-// compete with multiplications for their units.
-template <class T> constexpr bool SPLIT = false;
-template <class T> inline void vload2(const T* p, vf* to) { to[0] = vload(p), to[1] = vload(p + W); }
-#if defined(FLEX_AVX512)
-template <> constexpr bool SPLIT<bf16> = true;
-template <> inline void vload2<bf16>(const bf16* p, vf* to) {
-    __m512i both = _mm512_loadu_si512(p);
-    to[0] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-    to[1] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))));
-}
-#elif defined(FLEX_AVX2)
-template <> constexpr bool SPLIT<bf16> = true;
-template <> inline void vload2<bf16>(const bf16* p, vf* to) {
-    __m256i both = _mm256_loadu_si256((const __m256i*)p);
-    to[0] = _mm256_castsi256_ps(_mm256_slli_epi32(both, 16));
-    to[1] = _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))));
 }
 #endif
 

@@ -4,18 +4,22 @@ Every figure is of a call as the device lane makes it: new keys and values are a
 then decode steps or a piece of a prompt attend.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from flexengine import kernels as available
 from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy
-from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import fill, room, unnoticed
 from flexengine.model.forward import Attend
 from flexengine.plan.hardware import Table
 from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out, page_tokens
@@ -26,15 +30,17 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
 from flexengine.worker.opened import Opened
 
-LENGTHS, SEQUENCES = (64, 512, 2048), 16  # cached tokens of the sequences that decode, and how many
-PROMPTS, PASTS, PIECE = (32, 128, 512, 1024), (512, 1536), 512  # tokens of prompts; cached before a further piece
-UNCACHED = 128 << 20  # bytes of KV that decoding goes through before it begins again
+LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of the sequences that decode, and how many
+PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; cached before a further piece
+UNCACHED = 64 << 20  # bytes of KV that decoding goes through before it begins again
 LAYERS = 64  # most layers of a trial
-SECONDS = 0.12  # for each figure
+MOST_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between them
+SECONDS, TURNS = 0.12, 3  # for each figure; turns in which that is spent, so that all meet good and bad moments
 TENSOR = TensorFact("w", 1, 1, 1)  # stands for the weights of a layer
 FEW = 1e-7  # seconds at least that are left of a call, its fixed cost taken off
 
 Tables = dict[str, Table]
+Call = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -46,13 +52,13 @@ class Trial:
     dtype: torch.dtype
     softcap: float | None
 
-    def seconds(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> float:
-        """Return the seconds of one layer's attention of these sequences in one gpu_batch. home: tier of the cache; on
+    @contextmanager
+    def call(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> Iterator[Call]:
+        """Yield what computes one layer's attention of these sequences in one gpu_batch. home: tier of the cache; on
         the host they decode there."""
         with self._cache(sequences, past, count, home) as (cache, view):
             event = self._event(sequences * count, window)
-            call = partial(_on_host, cache, view, event) if home == "host" else partial(_on_device, cache, view, event)
-            return seconds_per_call(call, SECONDS, self.machine)
+            yield partial(_on_host if home == "host" else _on_device, cache, view, event)
 
     def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
         """Layers of a trial: as many as no processor caches, or as have room; 0 if not one has."""
@@ -125,36 +131,74 @@ def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
     return found
 
 
+@dataclass(frozen=True)
+class Figure:
+    """A call to time, for the table `what` at x. work: bytes or FLOP of a call, 0 where its seconds are asked for."""
+
+    what: str
+    x: int
+    work: float
+    call: AbstractContextManager[Call]
+
+
 def _measured(trial: Trial, window: int | None, most: int) -> Tables:
     """All tables of one shape, for contexts of at most `most` tokens."""
-    call = trial.seconds(1, 16, 1, window)
-    found: dict[str, list[tuple[float, float]]] = {"decode": [], "prompt": [], "continued": []}
-    for length in (n for n in LENGTHS if n <= most):
-        if trial.layers(SEQUENCES, length):
-            seen = SEQUENCES * min(length, window or length) * trial.facts.kv_token
-            took = trial.seconds(SEQUENCES, length - 1, 1, window)
-            found["decode"].append((float(length), seen / max(FEW, took - call)))
+    figures = list(_figures(trial, window, most))
+    with ExitStack() as stack:
+        calls = [stack.enter_context(figure.call) for figure in figures]
+        found: list[list[float]] = [[] for _ in calls]
+        other = _product(trial)
+        for _ in range(TURNS):
+            for call, seconds in zip(calls, found, strict=True):
+                seconds += _seconds(call, other, SECONDS / TURNS, trial.machine)
+    took = [median(seconds) for seconds in found]
+    tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    fixed = took[0]
+    for figure, seconds in zip(figures, took, strict=True):
+        rest = seconds if figure.what == "host" else max(FEW, seconds - fixed)
+        tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else seconds))
+    return {what: tuple(points) for what, points in tables.items()}
+
+
+def _product(trial: Trial) -> Callable[[], object]:
+    """A product like those of the layers, after which nothing that attention needs lies in a processor's cache."""
+    on, dtype = trial.machine.compute, trial.dtype
+    x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
+    return lambda: functional.linear(x, weight)
+
+
+def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Machine) -> list[float]:
+    """Seconds of calls, each after `other`, over about `budget` seconds of them; the first does not count."""
+    found, spent = list[float](), 0.0
+    for number in range(MOST_CALLS):
+        other()
+        machine.settle()
+        began = time.perf_counter()
+        call(number)
+        machine.settle()
+        found.append(time.perf_counter() - began)
+        spent += found[-1]
+        if spent >= budget and number:
+            break
+    return found[1:]
+
+
+def _figures(trial: Trial, window: int | None, most: int) -> Iterator[Figure]:
+    """What is timed: first a call with almost nothing to read."""
+    facts = trial.facts
+    yield Figure("call", 1, 0.0, trial.call(1, 15, 1, window))
+    apart = not trial.machine.capacity.shared and facts.topk is None
+    for home in ("device", "host") if apart else ("device",):
+        for length in (n for n in LENGTHS if n <= most and trial.layers(SEQUENCES, n, home)):
+            seen = SEQUENCES * min(length, window or length) * facts.kv_token
+            what = "decode" if home == "device" else home
+            yield Figure(what, length, seen, trial.call(SEQUENCES, length - 1, 1, window, home))
     for tokens in (n for n in PROMPTS if n <= most):
-        took = trial.seconds(1, 0, tokens, window)
-        found["prompt"].append((float(tokens), _flop(trial.facts, 0, tokens, window) / max(FEW, took - call)))
+        yield Figure("prompt", tokens, _flop(facts, 0, tokens, window), trial.call(1, 0, tokens, window))
     for past in (n for n in PASTS if n + PIECE <= most):
-        took = trial.seconds(1, past, PIECE, window)
-        found["continued"].append((float(past), _flop(trial.facts, past, PIECE, window) / max(FEW, took - call)))
-    host = _host(trial, window) if not trial.machine.capacity.shared and trial.facts.topk is None else ()
-    tables = {"call": ((1.0, call),), "host": host, **{what: tuple(points) for what, points in found.items()}}
-    return {what: table for what, table in tables.items() if table}
+        yield Figure("continued", past, _flop(facts, past, PIECE, window), trial.call(1, past, PIECE, window))
 
 
 def _flop(facts: ModelFacts, past: int, count: int, window: int | None) -> float:
     """FLOP of a piece of a prompt: 4 per (query, key) pair and element of a query head."""
     return 4.0 * facts.heads * facts.head_dim * Piece(0, past, count, True).pairs(window)
-
-
-def _host(trial: Trial, window: int | None) -> Table:
-    """(cached tokens of a sequence, bytes of KV per second) of decode attention where the cache lies on the host."""
-    facts, found = trial.facts, []
-    for length in LENGTHS[:2]:
-        if trial.layers(SEQUENCES, length, "host"):
-            seen = SEQUENCES * min(length, window or length) * facts.kv_token
-            found.append((float(length), seen / trial.seconds(SEQUENCES, length - 1, 1, window, "host")))
-    return tuple(found)

@@ -26,7 +26,7 @@ from flexengine.worker.regions import Regions
 KIB, MIB = 1 << 10, 1 << 20
 COPIES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)  # bytes of a transfer
 SPILLS = (64 * KIB, 256 * KIB, MIB, 8 * MIB)
-READS = (256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
+READS = (32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
 COPIED = 128 * MIB  # of each memory, which no cache holds
 SPILLED = 256 * MIB  # most of the offload directory
 LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead

@@ -78,7 +78,7 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
             beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
             wakes.append(alone.device - at(layer, tokens))
     lost, wake = (min(MOST_SLOWED, max(0.0, median(found))) for found in (beside, wakes))
-    return {"device": lost, "disk_read": lost, "wake": wake}
+    return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
 
 
 def _depth(opened: Opened) -> int:

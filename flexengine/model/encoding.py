@@ -19,7 +19,7 @@ from flexengine.model.linear import FastLinear
 from flexengine.model.loading import Origin, Run
 from flexengine.model.prepare import prepared
 from flexengine.model.products import FastConv1D, is_experts
-from flexengine.model.shards import check_room
+from flexengine.model.shards import check_room, save
 from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.model.verify import Verifier
 from flexengine.reading import opened
@@ -103,8 +103,6 @@ def _write(
     importances: Importances | None,
 ) -> None:  # fmt: skip
     """One file per parameter, each put in place when it is whole."""
-    from safetensors.torch import save_file
-
     total = sum(form.nbytes for form in chosen.values())
     done = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     check_room(directory, "encoded weights", max(0, total - done))
@@ -116,7 +114,7 @@ def _write(
             say(f"encoding weights, once for this model: {number} of {len(chosen)} matrices")
         data = _encoded(name, stored[name], form, importances)
         writing = final.with_suffix(".writing")
-        save_file({name: data}, writing)
+        save({name: data}, writing)
         with writing.open("rb") as file:
             os.fsync(file.fileno())
         writing.rename(final)

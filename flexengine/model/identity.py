@@ -18,7 +18,7 @@ from flexengine.reading import opened
 
 WHOLE = 1 << 30  # bytes of a model up to which all of it is hashed, which takes about a second
 PLACES = 64  # samples spread evenly over a file of weights
-STARTS = 1024  # most tensors of a file whose first bytes are sampled, too
+SPACING = 64 << 20  # bytes of a file per tensor whose first bytes are sampled, too; at least `PLACES` tensors are
 SAMPLE = 1 << 16  # bytes of a sample
 _READ = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
@@ -84,9 +84,10 @@ def _hashed(path: Path) -> str:
 
 def _sampled(path: Path, size: int, starts: Sequence[int]) -> str:
     digest = hashlib.sha256(str(size).encode())
+    most = max(PLACES, size // SPACING)
     even = (i * max(0, size - SAMPLE) // PLACES for i in range(PLACES + 1))
     with opened(path) as file:
-        for at in sorted({*even, *starts[:: len(starts) // STARTS + 1]}):
+        for at in sorted({*even, *starts[:: len(starts) // (most + 1) + 1]}):
             file.seek(at)
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()

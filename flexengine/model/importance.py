@@ -19,6 +19,7 @@ from flexengine.model.linear import FastLinear
 from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.skeleton import Skeleton, Slot
 
+COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
 TOGETHER = 256  # tokens whose squares are held at a time
 PRIOR = 16  # tokens with alike columns that are thought to have come before the text, so that a few decide nothing
 
@@ -52,9 +53,11 @@ def load(path: Path) -> Importances:
 
 
 class Recorder:
-    """Sums up the squares of what reaches the matrices of a model's layers. Memory: 8 bytes per column, and some MB.
+    """Sum up the squares of what reaches the matrices of a model's layers. Memory: 16 bytes per column, and some MB.
 
-    In fp64, so that hardly ever a bit of a mean depends on how tokens were put together.
+    The sums do not depend on which tokens were computed together: each square is split into a multiple of `COARSE` and
+    one of `FINE` (what is smaller is rounded off), and fp64 adds up 2^13 multiples of either exactly, for squares
+    below 2^30.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -63,7 +66,7 @@ class Recorder:
         self._tokens: dict[str, list[int]] = {}
         for name, slot in self._slots.items():
             count = slot.shape[0] if len(slot.shape) == 3 else 1
-            self._sums[name] = torch.zeros(count, _columns(slot), dtype=torch.float64)
+            self._sums[name] = torch.zeros(2, count, _columns(slot), dtype=torch.float64)
             self._tokens[name] = [0] * count
 
     @contextmanager
@@ -92,18 +95,26 @@ class Recorder:
     def _note(self, name: str, number: int, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
         for part in torch.split(rows, TOGETHER):
-            self._sums[name][number] += part.double().square().sum(0).cpu()
+            for sums, units in zip(self._sums[name], exact_parts(part.double().square()), strict=True):
+                sums[number] += units.sum(0).cpu()
         self._tokens[name][number] += len(rows)
 
     def means(self) -> dict[str, Tensor]:
         """As in `Importances`; 0 where no token came by."""
         found = {}
-        for name, sums in self._sums.items():
+        for name, (coarse, fine) in self._sums.items():
+            sums = coarse + fine
             tokens = torch.tensor(self._tokens[name], dtype=torch.float64)[:, None]
             flat = sums.mean(1, keepdim=True) / tokens.clamp(min=1)
             means = ((sums + PRIOR * flat) / (tokens + PRIOR)).float()
             found[name] = means if len(self._slots[name].shape) == 3 else means[0]
         return found
+
+
+def exact_parts(squares: Tensor) -> tuple[Tensor, Tensor]:
+    """Return fp64 numbers as multiples of `COARSE` and of `FINE`, which add up to them to within half of `FINE`."""
+    coarse = torch.round(squares / COARSE) * COARSE
+    return coarse, torch.round((squares - coarse) / FINE) * FINE
 
 
 def _columns(slot: Slot) -> int:

@@ -1,7 +1,9 @@
 """Writing safetensors shards tensor by tensor, with bounded memory."""
 
+import errno
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +23,17 @@ def check_room(directory: Path, what: str, needed: int) -> None:
         used = disk.total - disk.free
         remedy = f"they go to {directory.parent}; set FLEXENGINE_CACHE to a directory with room"
         raise OutOfMemory("disk", what, needed, used, disk.total, remedy)
+
+
+def save(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
+    """Write a safetensors file. Raises OSError naming it, where the library has an error of its own (a full disk)."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(dict(tensors), path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(errno.EIO, str(error), str(path)) from error
 
 
 class ShardWriter:
@@ -60,10 +73,8 @@ class ShardWriter:
     def _flush(self) -> None:
         if not self._held:
             return
-        from safetensors.torch import save_file
-
         self._shards.append(list(self._held))
-        save_file(self._held, self._directory / f"shard-{len(self._shards)}", metadata={"format": "pt"})
+        save(self._held, self._directory / f"shard-{len(self._shards)}")
         self._held, self._held_bytes = {}, 0
 
 

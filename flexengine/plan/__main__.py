@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from flexengine.command import DONE, ended, say
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
+from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.options import AUTO, add_lossy, add_machine, allowed, lossy_of
 from flexengine.plan import explain
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.fitting import aside, fitting
@@ -50,12 +52,15 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
     job.add_argument("--prompt-tokens", type=int, metavar="N", help=f"without FILE: of each row ({PROMPT_TOKENS})")
     job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: how many there are ({ROWS})")
+    job.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
                      help="tokens generated per row (default: %(default)s)")  # fmt: skip
-    _add_machine(p.add_argument_group("machine"))
-    p.add_argument("--hardware", metavar="FILE", help="a machine's numbers; without it this machine is measured")
+    machine = p.add_argument_group("machine")
+    add_machine(machine)
+    machine.add_argument("--hardware", metavar="FILE", help="a machine's numbers; without it this machine is measured")
+    add_lossy(p.add_argument_group("lossy", "as for run"))
     asked = p.add_argument_group("what to tell")
-    asked.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one")
+    asked.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
     asked.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
     asked.add_argument("--frontier", action="store_true", help="latency against throughput")
     asked.add_argument("--latency", type=float, metavar="SECONDS", help="most that a row may take, in the mean")
@@ -70,20 +75,11 @@ def measure_parser() -> argparse.ArgumentParser:
     """The command line of measuring."""
     p = argparse.ArgumentParser(prog="python -m flexengine.plan measure", description="Measure this machine.")
     p.add_argument("--model", metavar="M", help="measure this model's layers, too")
-    _add_machine(p.add_argument_group("machine"))
+    add_machine(p.add_argument_group("machine"))
     p.add_argument("--again", action="store_true", help="even if it has been measured before")
     p.add_argument("--json", action="store_true", help="as a hardware file, on stdout")
     p.add_argument("--save", metavar="FILE.json", help="write a hardware file, for --hardware")
     return p
-
-
-def _add_machine(group: "argparse._ArgumentGroup") -> None:
-    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
-    group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
-    group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    group.add_argument("--offload-dir", metavar="DIR", help="where KV cache and activations spill to disk")
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,7 +103,7 @@ def measure(args: argparse.Namespace) -> None:
         raise InvalidInput("--trust-remote-code says nothing without --model; leave it out")
     from flexengine import planning
 
-    opened = _opened(args, _kind(args)) if args.model is not None else None
+    opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
     hardware = planning.this_machine(_place(args), opened, args.again, say, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
@@ -117,12 +113,21 @@ def measure(args: argparse.Namespace) -> None:
 
 def plan(args: argparse.Namespace) -> None:
     """Plans, explains, and writes what is asked for. Raises FlexError."""
+    args.policy = None if args.policy == AUTO else args.policy
     _check(args)
     given = Policy.load(args.policy) if args.policy else None
+    lossy = lossy_of(args)
+    names = allowed(args, lossy, given)
+    if lossy.calibrate:
+        say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
     compared = [(path, Policy.load(path)) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
-    opened = _opened(args, other.kind if other else _kind(args))
+    opened = _opened(args, other.kind if other else _kind(args), lossy)
     asked = _workload(args, opened)
+    among = _choices(opened, names)
+    if among:
+        lossy = _choose(args, opened, asked, other, among)
+        say(f"chosen: {lossy}; python -m flexengine.quality shows what that costs")
     hardware = other or _measured(args, opened, asked)
     options = Options(latency_limit=args.latency)
 
@@ -133,10 +138,12 @@ def plan(args: argparse.Namespace) -> None:
     answer, largest, why = fitting(asked, tried)
     if left := aside(asked, largest, why):
         say(left)
-    name, case = opened.source.name, (opened.facts, hardware, asked.up_to(largest))
+    name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
+    case = (opened.facts, hardware, asked.up_to(largest))
     found = answer if isinstance(answer, Search) else None
     prediction = answer.best if isinstance(answer, Search) else answer
-    print(_told(args, name, case, found, prediction, compared))
+    head = {"model": opened.source.name, "lossy": lossy.given, "hardware": hardware.name}
+    print(_told(args, name, head, case, found, prediction, compared))
     if args.plot:
         curve = frontier(found) if found and args.frontier else ()
         plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
@@ -145,12 +152,11 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def _told(
-    args: argparse.Namespace, name: str, case: tuple[ModelFacts, Hardware, Workload], found: Search | None,
-    prediction: Prediction, compared: Sequence[tuple[str, Policy]],
+    args: argparse.Namespace, name: str, head: dict[str, Any], case: tuple[ModelFacts, Hardware, Workload],
+    found: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
 ) -> str:  # fmt: skip
-    """What is printed: a comparison, a frontier, or the report."""
+    """What is printed: a comparison, a frontier, or the report. head: what JSON output begins with."""
     model, hardware, workload = case
-    head = {"model": name, "hardware": hardware.name}
     title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
     if compared:
         entries = [(args.policy or "auto", prediction), *((path, _tried(*case, policy)) for path, policy in compared)]
@@ -251,10 +257,36 @@ def _kind(args: argparse.Namespace) -> str:
         return machine.kind
 
 
-def _opened(args: argparse.Namespace, kind: str) -> "Opened":
+def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
     from flexengine.worker.opened import open_model
 
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False)
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+
+
+def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
+    """Return the switches that the planner may choose from, exact first; none if it may not choose."""
+    made = choices(names) if names else ()
+    if unsuited := next(filter(None, map(opened.refusal, made)), None):
+        say(f"not considered: {unsuited}")
+    return [lossy for lossy in made if opened.refusal(lossy) is None]
+
+
+def _choose(
+    args: argparse.Namespace, opened: "Opened", workload: Workload, other: Hardware | None, among: Sequence[Lossy]
+) -> Lossy:
+    """Return the switches with which the job is predicted to end first, as run chooses them, and open the model so."""
+    from flexengine import planning
+
+    if other is None:
+        with closing((place := _place(args)).machine()) as machine:
+            return planning.Planner(machine, opened, place.directory).least_lossy(workload, None, among)
+
+    def seconds(lossy: Lossy) -> float:
+        opened.use(lossy)
+        return search(opened.facts, other, workload).best.total_seconds
+
+    opened.use(best := planning.least_lossy(among, seconds))
+    return best
 
 
 def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
@@ -283,13 +315,13 @@ def _other_machine(args: argparse.Namespace) -> Hardware:
 
 def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     """The job's sizes. Raises InvalidInput if there is no row to run."""
-    params = SamplingParams(max_tokens=args.max_tokens)
+    params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:
         prompt, most = args.prompt_tokens or PROMPT_TOKENS, opened.skeleton.context_length
         if most and prompt + params.max_tokens > most:
             raise InvalidInput(f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the"
                                f" {most} tokens of {opened.source.name}'s context; lower one")  # fmt: skip
-        return Workload({(prompt, params.max_tokens): args.rows or ROWS})
+        return Workload({(prompt, params.max_tokens): (args.rows or ROWS) * params.n})
     from flexengine import planning
     from flexengine.job.inputs import Rows
     from flexengine.survey import Refused

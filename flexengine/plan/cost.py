@@ -21,7 +21,7 @@ import numpy as np
 from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
+from flexengine.plan.layout import ENCODED_ROWS, PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
 from flexengine.plan.lp import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
@@ -134,12 +134,15 @@ class Cost:
 
     # Seconds by lane.
 
-    def terms(self, policy: Policy, sweeps: Profile, split: Iterable[float]) -> Terms:
-        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart."""
+    def terms(
+        self, policy: Policy, sweeps: Profile, split: Iterable[float], layout: Layout | None = None
+    ) -> Terms:  # fmt: skip
+        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart. layout:
+        tells how much of a layer is read at once; None: all of it."""
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
-        found["device"][""] = self._compute(policy, sweeps, list(split))
+        found["device"][""] = self._compute(policy, sweeps, list(split)) + self._embedding(sweeps, layout)
 
         def link(lane: str, name: str, nbytes: Array, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
@@ -147,8 +150,9 @@ class Cost:
             found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
         weights = np.full(sweeps.times.shape, float(self.streamed_bytes))
-        link("h2d", "wc", weights, self.unit_bytes)
-        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(self.unit_bytes, 1.0))
+        pieces = {tier: self._transfer(layout, tier) for tier in ("host", "disk")}
+        link("h2d", "wc", weights, pieces["host"])
+        found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(pieces["disk"], 1.0))
         page = self.away_page * model.kv_token
         coming = sweeps.loaded
         if model.topk is not None:
@@ -157,9 +161,10 @@ class Cost:
         loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
         wide = policy.gpu_batch_size * model.hidden * model.itemsize
-        up, down = loaded, stored  # of what lives on the host
+        rows = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.away_page  # a decode step stores one each
+        up, down = loaded, sweeps.prompt_stored * model.kv_token * layers  # of what lives on the host
         if policy.delegate:  # then pages are moved for prompts alone
-            up, down = (x * model.kv_token * layers for x in (sweeps.prompt_loaded, sweeps.prompt_stored))
+            up, rows = sweeps.prompt_loaded * model.kv_token * layers, np.zeros_like(rows)
             asked, g = sweeps.decoding * sweeps.counted * layers, policy.gpu_batch_size
             link("h2d", "cc", asked * model.fetched, g * model.fetched)
             link("d2h", "cc", asked * model.sent, g * model.sent)
@@ -168,12 +173,13 @@ class Cost:
             found["device"]["cc"] = asked / g * hardware.task_seconds - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
+            ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
         ):  # fmt: skip
             link(lane, name, nbytes, transfer)
         if staged:  # what comes from disk, or goes there, crosses the device's link as well
-            link("h2d", "wd", weights, self.unit_bytes)
+            link("h2d", "wd", weights, pieces["disk"])
             for lane, name, nbytes, transfer in (
                 ("h2d", "cd", loaded, page), ("d2h", "cd", stored, page),
                 ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
@@ -182,6 +188,23 @@ class Cost:
         if model.topk is not None:
             self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
+
+    def _embedding(self, sweeps: Profile, layout: Layout | None) -> Array | float:
+        """Seconds that the device waits for embedding rows, where they come one by one from the disk."""
+        t = self.model.edges[-1]
+        if layout is None or layout.homes[t.name] != "disk":
+            return 0.0
+        row = t.stored_bytes / self.model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
+        tokens = np.minimum(sweeps.prompt + sweeps.decoding, self.model.vocabulary)
+        return np.asarray(tokens * row / at(self.hardware.checkpoint_read, max(row, 1.0)))
+
+    def _transfer(self, layout: Layout | None, tier: str) -> float:
+        """Bytes of a layer's weights that come from a tier together, in the mean of the layers that have any there."""
+        if layout is None:
+            return self.unit_bytes
+        layers = ([t.stored_bytes for t in layer if layout.homes[t.name] == tier] for layer in self.model.layers)
+        sizes = [sum(found) for found in layers if found]
+        return sum(sizes) / len(sizes) if sizes else self.unit_bytes
 
     def _wait_for_values(self, found: Terms, policy: Policy, sweeps: Profile, full: Array) -> None:
         """Adds chosen values to the links, and to the device, which waits for them. Without overlap it waits anyway."""
@@ -268,12 +291,15 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
+        """By lane, what it has to do and what the others add to it; seconds, or arrays of them. Another lane that has
+        more to do slows this one for as long as this one lasts."""
         talk = self.slowing(policy)
-        return {
-            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
-            for lane, seconds in used.items()
-        }
+
+        def added(lane: str, seconds: Any) -> Any:
+            others = {other: by for other, by in talk.get(lane, {}).items() if other in used and other != lane}
+            return sum(by * np.minimum(used[other], seconds) for other, by in others.items())
+
+        return {lane: seconds + added(lane, seconds) for lane, seconds in used.items()}
 
     # A policy that was laid out.
 
@@ -284,7 +310,7 @@ class Cost:
         split, room = self._split(layout)
         away = sum(split[tier] for tier in ("host", "disk"))
         sweeps = self.sweeps(policy, room, round(away, 2))
-        terms = self.terms(policy, sweeps, split.values())
+        terms = self.terms(policy, sweeps, split.values(), layout)
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(terms, fractions, policy)
         entering = sweeps.prompt > 1e-9
@@ -375,11 +401,15 @@ class Cost:
         return tuple(found)
 
     def _settling(self) -> dict[str, Linear]:
-        """Work of reading what stays in memory, once. Its RAM is new; who waits for a disk lets others write there."""
+        """Work of reading what stays in memory, once. Its RAM is new. Page faults take the processor that computes
+        where there is no GPU; else they are a lane of their own ("touch"), as they overlap disk reads."""
         read = self.streamed_bytes / at(self.hardware.checkpoint_read, LOADED)
         touched = self.streamed_bytes / self.hardware.touch if self.hardware.touch else 0.0
-        device = 0.0 if self.hardware.kind == "cuda" else touched
-        lanes = {"disk_read": {"wg": read, "wc": read}, "touch": {"wg": device, "wc": touched}}
+        lanes = {"disk_read": {"wg": read, "wc": read}}
+        if self.hardware.kind == "cuda":
+            lanes["touch"] = {"wg": 0.0, "wc": touched}
+        else:
+            lanes["device"] = {"wg": touched, "wc": touched}
         return {lane: Linear(0.0, by) for lane, by in lanes.items()}
 
 

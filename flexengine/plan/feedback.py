@@ -120,7 +120,7 @@ class Watch:
             **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
             peak=0.0, counted=away,
         )  # fmt: skip
-        terms = self.cost.terms(policy, profile, homes.mean(0))
+        terms = self.cost.terms(policy, profile, homes.mean(0), self.layout)
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
         for i, place in enumerate("gcd"):
             fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]

@@ -339,7 +339,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
     sines of rotary positions in fp32, its id and its position.
     """
-    if policy.block_size == policy.gpu_batch_size and workload.prompt_tokens(policy.block_size) <= policy.prefill_tokens:
+    prompts = workload.prompt_tokens(policy.block_size)
+    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)

@@ -247,7 +247,8 @@ def _summed(each: Unit, walk: _Walk, rows: int) -> Profile:
         mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
         mean(sums(each.stored, each.prompt_stored)), mean(prompts(each.prompt_loaded)),
         mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
-        *({w: mean(prompts(pairs)) for w, pairs in found.items()} for found in (each.pairs, each.late)), rows,
+        {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
+        {w: mean(prompts(pairs)) for w, pairs in each.late.items()}, rows,
         float(np.convolve(entered, each.kept).max()),
     )  # fmt: skip
 

@@ -354,8 +354,7 @@ class _Searching:
         return bool(stored < 0.9 * held)
 
     def _cache_bytes(self, shape: Policy, cache: bool) -> dict[str, float]:
-        """Return, by tier, the bytes of the whole KV cache at its peak if it lies there. Off the device pages are larger.
-        """
+        """Return, by tier, the bytes of the whole KV cache at its peak if it lies there."""
         token = self.cost.model.kv_token * len(self.cost.model.layers)
         device = self.cost.sweeps(shape).peak * token
         away = self.cost.sweeps(shape, share=1.0).peak * token if cache else device

@@ -90,6 +90,22 @@ class Tier(ABC):
     def store(self, source: torch.Tensor, home: Home) -> None:
         """Copies `source` (contiguous, of the home's dtype and number of elements) to the home."""
 
+    def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
+        """Copy source[i] to row number rows[i] of the home, which is cut into rows of that many bytes.
+
+        Args:
+            source: [n, elements], contiguous; of any dtype, on any device.
+            home: any number of bytes; what is left behind its last whole row is not written to.
+            rows: int64 [n], in RAM.
+
+        Raises:
+            TypeError: this tier cannot be addressed.
+        """
+        width = source.shape[1] * source.element_size()
+        whole = Home(home.place, home.start, home.nbytes // width * width, source.dtype)
+        self.view(whole).view(-1, source.shape[1]).index_copy_(0, rows, source.cpu())
+        self.count(written=source.nbytes)
+
     def view(self, home: Home) -> torch.Tensor:
         """The home as a 1-D tensor sharing its memory. Raises TypeError where the tier cannot be addressed."""
         raise TypeError(f"{self.name} cannot be addressed; load from it")

@@ -67,6 +67,11 @@ class Throttled(Tier):
         self.inner.pick(home, rows, width, target)
         self._wait("read", target.nbytes, began)
 
+    def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
+        began = time.perf_counter()
+        self.inner.put(source, home, rows)
+        self._wait("write", source.nbytes, began)
+
     def store(self, source: torch.Tensor, home: Home) -> None:
         began = time.perf_counter()
         self.inner.store(source, home)

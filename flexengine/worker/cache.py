@@ -19,6 +19,7 @@ from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
+from flexengine.worker.rows import Rows, rows_of, store_rows
 from flexengine.worker.values import Closed, PageShape, Values
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
@@ -50,7 +51,8 @@ class View:
 
     decode: how many of the first tokens are single ones; tables, lengths: theirs. pages, offsets: of every new token.
     load, store: runs to bring before and write after compute; keys: of which only those, and of which values are
-    brought when they are chosen (`closed`). means: only where keys are kept without theirs.
+    brought when they are chosen (`closed`). means: only where keys are kept without theirs. rows: what is written after
+    compute of decoding sequences at home in RAM, instead of their pages.
     """
 
     decode: int
@@ -64,6 +66,7 @@ class View:
     keys: Runs
     closed: Closed | None = None
     means: MeanKeys | None = None
+    rows: tuple[Rows, ...] = ()
 
 
 def packed(batch: Batch) -> list[Piece]:
@@ -124,6 +127,10 @@ class Cache:
             return None
         return CacheForm(self.bits, self.model.kv_heads, self.layout.pools[tier].page_tokens, self.model.head_dim)
 
+    def _page_shape(self, home: str) -> PageShape:
+        model, tokens = self.model, self.layout.pools[home].page_tokens
+        return PageShape.of(self._form(home), model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
+
     def claim(self, sequence: Sequence, pages: int) -> None:
         """Gives the sequence pages until it has `pages`."""
         if (more := pages - len(sequence.pages)) > 0:
@@ -143,6 +150,7 @@ class Cache:
         pieces = packed(batch)
         owned = [live[p.sequence].pages[: pages_for(p.start + p.count, tokens)] for p in pieces]
         tables, load, store, keys, closed = owned, Runs(), Runs(), Runs(), None
+        tokens_stored: list[tuple[int, int, int]] = []  # page in the pool, page in the buffer, place in the page
         decode = sum(p.count == 1 for p in pieces)
         if batch.cache_home != "device" and not batch.delegated:
             tables, at = [], 0
@@ -152,7 +160,10 @@ class Cache:
                 hollow = first if self._values and piece.count == 1 else 0  # pages that come without their values
                 keys += _join(pages[:hollow], at)
                 load += _join(pages[hollow:past], at + hollow)
-                store += _join(pages[first:], at + first)
+                if piece.decodes and batch.cache_home == "host":
+                    tokens_stored.append((pages[first], at + first, piece.start % tokens))
+                else:
+                    store += _join(pages[first:], at + first)
                 at += len(pages)
         compute = self.machine.compute
         if keys:
@@ -168,7 +179,7 @@ class Cache:
             _int32([p.start + 1 for p in pieces[:decode]], on),
             _int32(page_ids, on), _int32(offsets, on),
             _prompts(pieces[decode:], tables[decode:], decode, on), load, store, keys, closed,
-            self._means_of(pieces, compute),
+            self._means_of(pieces, compute), tuple(rows_of(self._page_shape(batch.cache_home), tokens_stored, compute)),
         )  # fmt: skip
 
     def _means_of(self, pieces: list[Piece], on: torch.device) -> MeanKeys | None:
@@ -246,11 +257,10 @@ class Cache:
         assert view.closed is not None
         assert self._values is not None
         assert self.topk is not None
-        form, (n, model) = self._form(home), (view.decode, self.model)
+        form, n = self._form(home), view.decode
         chosen = self.kernels.choose(q[:n], pool, view.tables, view.lengths, event.scale, self.topk, event.window,
                                      event.softcap, form)  # fmt: skip
-        tokens = self.layout.pools[home].page_tokens
-        shape = PageShape.of(form, model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
+        shape = self._page_shape(home)
         self._values.bring(chosen, view.closed, home, self._layer(event.layer, home), self._room(home, buffer), shape)
 
     def _attend(
@@ -299,7 +309,7 @@ class Cache:
         machine.tier(home).load_all([(far, near.view(inside)) for far, inside in pairs])
 
     def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
-        """Writes the pages this sweep touched one leg further: to staging, or to their home."""
+        """Writes what this sweep appended one leg further: pages to staging or to their home, rows to their home."""
         staged, machine = home == "disk" and bool(self._stages), self.machine
         spans = self._spans(home, view.store)
         if staged and hop == 0:
@@ -308,6 +318,8 @@ class Cache:
         where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
         for far, inside in self._pairs(layer, home, spans, where, buffer):
             machine.tier(home).store(near.view(inside), far)
+        for rows in view.rows:
+            store_rows(machine, rows, self._room(home, buffer), self._layer(layer, home), home)
 
     def _between(self, spans: Spans, buffer: int, up: bool) -> None:
         """Staging to buffer (up) or buffer to staging: pages lie alike in both."""

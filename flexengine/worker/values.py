@@ -66,6 +66,12 @@ class PageShape(NamedTuple):
         panels = ((pages * 2 + 1) * self.kv_heads + heads) * (self.size // part.width) + offsets
         return torch.cat([panels + start // part.width for start in part.starts])
 
+    def token_rows(self, part: Part, pages: Tensor, offsets: Tensor) -> Tensor:
+        """Return the numbers of all rows of whole tokens: int64 [starts * tokens * 2 * kv_heads], in RAM."""
+        every = torch.arange(2 * self.kv_heads)
+        panels = (pages[:, None] * 2 * self.kv_heads + every) * (self.size // part.width) + offsets[:, None]
+        return torch.cat([(panels + start // part.width).flatten() for start in part.starts])
+
 
 class Values:
     """Brings rows of values to the pages they belong to, a buffer full at a time."""

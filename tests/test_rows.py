@@ -1,0 +1,60 @@
+"""Tokens that a decode step stores in RAM: their rows and not a byte more, in every form of the cache."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexengine.codec.cache import CacheForm
+from flexengine.tier.base import Home
+from flexengine.tier.ledger import Ledger
+from flexengine.tier.machine import make_machine
+from flexengine.tier.memory import MemoryTier
+from flexengine.worker.rows import rows_of, store_rows
+from flexengine.worker.values import PageShape
+
+KV_HEADS, PAGE_TOKENS = 3, 16
+TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page
+
+
+def _by_token(pages: torch.Tensor, form: CacheForm | None, dim: int) -> list[torch.Tensor]:
+    """Views of pages as whole numbers whose last dimension but one is the token's place in its page."""
+    if form is None:
+        return [pages.view(torch.int32).view(-1, 2, KV_HEADS, PAGE_TOKENS, dim)]
+    codes, *halves = form.panels(pages)
+    return [codes, *(half.view(torch.int16).transpose(-1, -2) for half in halves)]
+
+
+@pytest.mark.parametrize("dim", [8, 40, 128])
+@pytest.mark.parametrize("bits", [0, 8, 4, 2])
+def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -> None:
+    form = CacheForm(bits, KV_HEADS, PAGE_TOKENS, dim) if bits else None
+    page_bytes = form.page_bytes if form else 2 * KV_HEADS * PAGE_TOKENS * dim * 4
+    token_bytes = form.token_bytes if form else 2 * KV_HEADS * dim * 4
+    machine = make_machine("sim", None, None, tmp_path)
+    source = torch.randint(1, 255, (3, page_bytes), dtype=torch.uint8)
+    target = torch.zeros(7, page_bytes, dtype=torch.uint8)
+    buffer, pool = (Home(x.view(-1), 0, x.nbytes, torch.uint8) for x in (source, target))
+
+    for rows in rows_of(PageShape.of(form, KV_HEADS, PAGE_TOKENS, dim * 4), TOKENS, torch.device("cpu")):
+        store_rows(machine, rows, buffer, pool, "host")
+
+    assert machine.host.bytes_written == len(TOKENS) * token_bytes
+    for here, there in zip(*(_by_token(x, form, dim) for x in (source, target)), strict=True):
+        for far, near, place in TOKENS:
+            assert torch.equal(there[..., place, :][far], here[..., place, :][near])
+            there[..., place, :][far] = 0
+    assert not target.any()
+
+
+def test_put_counts_and_refuses_what_cannot_be_addressed(tmp_path: Path) -> None:
+    tier = MemoryTier("host", Ledger("host"))
+    home = tier.allocate(70, "rows")  # the last 6 bytes are no whole row
+    tier.view(home).zero_()
+    tier.put(torch.tensor([[7, 8], [5, 6]]), home, torch.tensor([3, 1]))
+    assert tier.view(home)[:64].view(torch.int64).tolist() == [0, 0, 5, 6, 0, 0, 7, 8]
+    assert tier.bytes_written == 32
+    disk = make_machine("cpu", None, None, tmp_path).disk
+    with pytest.raises(TypeError, match="cannot be addressed"):
+        disk.put(torch.zeros(1, 2), disk.allocate(4096, "rows"), torch.tensor([0]))
+    disk.close()
