@@ -16,7 +16,7 @@ from conftest import FAMILIES, NEW
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flexengine import Engine, Policy, SamplingParams, kernels
-from flexengine.kernels import CudaKernels
+from flexengine.kernels import CudaKernels, reference
 from flexengine.lossy import Lossy
 from flexengine.model import products
 from flexengine.schedule.program import Op, Task
@@ -99,6 +99,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = CudaKernels(fused=False)
     monkeypatch.setattr(kernels, "load_for", lambda device: plain)
     monkeypatch.setattr(products, "has_grouped_product", lambda x: True)
+    monkeypatch.setattr(reference, "check_pages", lambda pages, room: None)  # on a GPU tables are trusted
     watched(monkeypatch)
 
 

@@ -347,6 +347,12 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) ->
     )
 
 
+def check_pages(pages: Tensor, room: base.Room) -> None:
+    """Raise InvalidInput unless the pool has all these pages."""
+    if ((pages < 0) | (pages >= room.pages)).any():
+        raise bad_sequence(0, room)
+
+
 Keys = Iterator[tuple[range, Tensor, Tensor]]  # positions, and their K and V [B, keys, kv_heads, dim]
 
 
@@ -356,8 +362,8 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
     if past is not None:
         room, start = base.check_past(q, k, past), past.length
         pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
-        if q.device.type == "cpu" and ((pages < 0) | (pages >= room.pages)).any():
-            raise bad_sequence(0, room)
+        if q.device.type == "cpu":  # a GPU would wait for it
+            check_pages(pages, room)
         first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # position that is seen
         step = max(1, CACHED // (width * P))
         for page in range(first // P, len(pages), step):

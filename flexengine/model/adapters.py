@@ -6,6 +6,7 @@ position, and the cache and its kernels stay as they are.
 """
 
 import math
+from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -53,6 +54,12 @@ def slopes(heads: int) -> list[float]:
     return base + [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
 
 
+@cache
+def _slopes(heads: int) -> Tensor:
+    """The slopes in fp64, in RAM."""
+    return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu")
+
+
 def _bloom(attend: Any) -> Any:
     made: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # a GPU waits for what comes from a list
 
@@ -61,7 +68,7 @@ def _bloom(attend: Any) -> Any:
         scale = self.inv_norm_factor
         slope = made.get((q.device, q.dtype))
         if slope is None:
-            slope = made[q.device, q.dtype] = torch.tensor(slopes(self.num_heads), dtype=q.dtype, device=q.device)
+            slope = made[q.device, q.dtype] = _slopes(self.num_heads).to(q.device, q.dtype)
         slope = slope / scale
         positions = greenlet.getcurrent().positions.to(k.dtype)  # type: ignore[attr-defined]
         q = torch.cat([q, slope.view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
