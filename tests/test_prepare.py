@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from safetensors import SafetensorError
 
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.model import shards as shard_files
@@ -222,15 +222,16 @@ def test_what_cannot_be_read_is_not_called_unwritable(tmp_path):
         prepared(file, [file], lambda directory: (directory / "no" / "file").write_bytes(b""))
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path):
+def test_a_disk_that_fills_up_meanwhile(tmp_path, monkeypatch):
+    """The library's own error, which is no OSError, becomes one that names the file."""
     (tmp_path / "x").write_bytes(b"x")
 
-    def build(directory: Path) -> None:
-        (directory / "full").symlink_to("/dev/full")
-        shard_files.save({"x": torch.zeros(100_000)}, directory / "full")
+    def full(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    with pytest.raises(InvalidInput, match=r"cannot be written: .*full.*set FLEXENGINE_CACHE"):
-        prepared(tmp_path / "x", [tmp_path / "x"], build)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    with pytest.raises(InvalidInput, match=r"No space left.*one\.safetensors.*set FLEXENGINE_CACHE"):
+        prepared(tmp_path / "x", [tmp_path / "x"], lambda d: shard_files.save({}, d / "one.safetensors"))
 
 
 def test_no_room_and_no_place(tmp_path, monkeypatch):
