@@ -63,8 +63,13 @@ class Embedding:
         """Let the sweep's gpu_batches use all of the locked memory anew."""
         self._used = 0
 
-    def rows(self, ids: Tensor) -> Rows:
-        """The rows for the ids of a gpu_batch, [1, tokens], in RAM."""
+    def rows(self, ids: Tensor, staged: bool = True) -> Rows:
+        """Return the rows for the ids of a gpu_batch.
+
+        Args:
+            ids: [1, tokens], in RAM.
+            staged: whether rows read from RAM or disk go through locked memory, which has room for each gpu_batch once.
+        """
         table, on = self.weights.table, self.machine.compute
         if table is not None and table.dtype == self.weights.dtype:
             return Rows(ids.to(on))
@@ -76,7 +81,7 @@ class Embedding:
             reads = [Read(unique.tolist(), unique)]
         else:
             reads = [_blocks(some) for some in torch.split(unique, TOGETHER)]
-        return Rows(inverse.to(on), None, tuple(reads), self._target(len(unique)))
+        return Rows(inverse.to(on), None, tuple(reads), self._target(len(unique)) if staged else None)
 
     def _target(self, count: int) -> Tensor | None:
         if self._stage is None:

@@ -164,8 +164,10 @@ class Worker:
     def _start(self, run: Run) -> Pause:
         event = run.forward.resume()
         assert isinstance(event, Embed)
-        assert event.ids.data_ptr() == run.forward.inputs.ids.data_ptr(), "a model embeds the tokens that it is given"
-        return run.forward.resume(self.embedding.bring(run.rows))
+        rows = run.rows
+        if event.ids.data_ptr() != run.forward.inputs.ids.data_ptr():
+            rows = self.embedding.rows(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU is waited for
+        return run.forward.resume(self.embedding.bring(rows))
 
     def _layer(self, task: Task, run: Run) -> Pause:
         attend = self._attention(task, run)
