@@ -104,12 +104,6 @@ class CudaKernels(ReferenceKernels):
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
         return chosen
 
-    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
-        room = base.check_pool(pool, form)
-        used = table[: -(-length // room.page_tokens)].long()
-        pages = read(pool, used, form).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # [2, tokens, kv_heads, dim]
-        return pages[0].contiguous(), pages[1].contiguous()
-
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
