@@ -375,7 +375,9 @@ def test_lossy_switches_change_the_plan(line: Line) -> None:
     (line.folder / "hw.json").write_text(json.dumps(roomy.to_json()))
     exact, weights, cache = bytes_of(), bytes_of("--weights", "int4"), bytes_of("--cache", "int8")
     matrices = 6 * 2 * (256 * 256 * 3 + 3 * 256 * 512)  # bytes: q, o and half as many for k and v; gate, up, down
-    assert exact["weights"] - weights["weights"] == pytest.approx((1 - 4.5 / 16) * matrices, rel=0.02)
+    matrices += 2 * 1000 * 256  # the head
+    saved = (exact["weights"] - weights["weights"]) / matrices
+    assert 1 - 5 / 16 < saved < 1 - 4 / 16  # 4 bits, and less than one more for scales
     assert cache["weights"] == exact["weights"]
     assert 0.5 * exact["KV cache"] < cache["KV cache"] < 0.65 * exact["KV cache"]
     text = line(*SHAPE, "--weights", "int4", "--compare", str(line.folder / "all.json"))
