@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from flexengine import planning
+from flexengine import planning, run
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import __main__ as command
 from flexengine.plan import explain, picture, whatif, words
@@ -300,7 +300,7 @@ class Line:
         self.folder, self.capsys = folder, capsys
         (folder / "tiny").mkdir()
         (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
-        small = replace(GPU, device_bytes=182 << 20)  # 172 MiB of workspace at this shape, and little beside it
+        small = replace(GPU, device_bytes=178 << 20)  # 172 MiB of them are workspace
         (folder / "hw.json").write_text(json.dumps(small.to_json()))
 
     def __call__(self, *more: str, code: int = 0) -> str:
@@ -364,6 +364,51 @@ def test_compare_and_frontier(line: Line) -> None:
     assert json.loads(line(*SHAPE, "--json", "--latency", str(limit)))["latency"] <= limit
 
 
+def test_lossy_switches_change_the_plan(line: Line) -> None:
+    """From a bare config: the bytes are those of the switches; --compare prices both policies with them."""
+
+    def bytes_of(*more: str) -> dict[str, int]:
+        values = json.loads(line(*SHAPE, "--json", "--policy", str(line.folder / "all.json"), *more))
+        return values["memory"]["device"]["bytes"]
+
+    (line.folder / "all.json").write_text(json.dumps(Policy(2, 3, prefill_tokens=32).to_json()))
+    roomy = replace(GPU, device_bytes=1 << 30)
+    (line.folder / "hw.json").write_text(json.dumps(roomy.to_json()))
+    exact, weights, cache = bytes_of(), bytes_of("--weights", "int4"), bytes_of("--cache", "int8")
+    matrices = 6 * 2 * (256 * 256 * 3 + 3 * 256 * 512)  # bytes: q, o and half as many for k and v; gate, up, down
+    matrices += 2 * 1000 * 256  # the head
+    saved = (exact["weights"] - weights["weights"]) / matrices
+    assert 1 - 5 / 16 < saved < 1 - 4 / 16  # 4 bits, and less than one more for scales
+    assert cache["weights"] == exact["weights"]
+    assert 0.5 * exact["KV cache"] < cache["KV cache"] < 0.65 * exact["KV cache"]
+    text = line(*SHAPE, "--weights", "int4", "--compare", str(line.folder / "all.json"))
+    assert text.startswith("tiny (weights int4) on toy")
+
+
+def test_what_run_may_choose_plan_chooses(line: Line) -> None:
+    chosen = json.loads(line(*SHAPE, "--quality", "small", "--json"))
+    exact = json.loads(line(*SHAPE, "--json"))
+    assert exact["lossy"] == {}
+    assert chosen["lossy"]
+    assert chosen["seconds"] + chosen["load_seconds"] < exact["seconds"] + exact["load_seconds"]
+    alone = [json.loads(line(*SHAPE, "--allow", name, "--json"))["lossy"] for name in ("int8-cache", "int4-weights")]
+    assert all(set(lossy) <= {kind} for lossy, kind in zip(alone, ("cache", "weights"), strict=True))
+    assert "6 rows of" in line(*SHAPE, "--n", "1")
+    assert "12 rows of" in line(*SHAPE, "--n", "2")
+
+
+def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
+    """What run has besides is about reading, sampling, writing and running."""
+    def names(parser: Any) -> set[str]:
+        return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
+
+    elsewhere = {"--model", "--output", "--restart", "--retry-errors", "--trace", "--temperature", "--seed", "--top-k",
+                 "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
+                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
+                 "--version"}  # fmt: skip
+    assert names(run.parser()) - names(command.parser()) == elsewhere
+
+
 def test_plot_file(line: Line) -> None:
     pytest.importorskip("matplotlib")
     line(*SHAPE, "--frontier", "--plot", str(line.folder / "a.png"))
@@ -387,10 +432,17 @@ def test_plot_file(line: Line) -> None:
         (["--plot", "x.jpg"], "does not end with .png"),
         (["--save", "/missing/x.json"], "/missing/x.json cannot be written"),
         (["--dtype", "int3"], "int3"),
+        (["--weights", "int4", "--quality", "near"], "leave out one of them"),
+        (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),
+        (["--allow", "int5-cache"], "'int5-cache' cannot be allowed"),
+        (["--cache", "bf16"], "cache is 'bf16', but this GPU computes in"),
+        (["--topk", "2"], "topk is 2.0; it must be a share above 0 and below 1"),
+        (["--calibrate"], "it is for weights that are fitted"),
     ],
 )
 def test_refusals(line: Line, options: list[str], message: str) -> None:
-    error = line(*options, code=2)
+    (line.folder / "policy.json").write_text("{}")
+    error = line(*(str(line.folder / "policy.json") if o == "POLICY" else o for o in options), code=2)
     assert error.startswith("flexengine: ")
     assert error.count("\n") == 1
     assert message in error
