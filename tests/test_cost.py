@@ -246,8 +246,8 @@ def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
 
 
 def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
-    """The KV cache as it fills, all else in the first sweep, while the disk is read; not on a GPU, whose memory is
-    there at once."""
+    """The KV cache as it fills, all else in the first sweep, by the processor that computes; not on a GPU, whose memory
+    is there at once."""
     model, work = opt(4, 256, 4), Workload({(64, 9): 8})
     policy = Policy(8, 1, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0))
     layout = lay_out(model, policy, work, FLAT.capacity)
@@ -255,9 +255,11 @@ def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
     cache = sum(layout.account[tier]["KV cache"] for tier in ("device", "host"))
     rest = sum(sum(layout.account[tier].values()) for tier in ("device", "host")) - cache
     assert after.seconds - before.seconds == pytest.approx(cache / 1e6)
-    assert after.load_seconds == pytest.approx(rest / 1e6 - before.sweep_seconds["prefill"])
+    waits = before.sweep_seconds["prefill"] - before.lanes["prefill"]["device"]  # of the device, for other lanes
+    assert after.load_seconds == pytest.approx(rest / 1e6 - waits)
     assert after.load_seconds > before.load_seconds
-    assert Cost(model, replace(FLAT, touch=1e15), work).predict(layout).load_seconds == before.load_seconds
+    soon = Cost(model, replace(FLAT, touch=1e15), work).predict(layout).load_seconds
+    assert soon == pytest.approx(before.load_seconds, abs=1e-6)
     gpu = Cost(model, replace(FLAT, kind="cuda", touch=1e6), work).predict(layout)
     assert gpu.seconds - before.seconds == pytest.approx(layout.account["host"]["KV cache"] / 1e6)
 

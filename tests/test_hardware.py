@@ -206,8 +206,8 @@ def _refuses(values: dict[str, Any], *parts: str) -> None:
 
 class Sheet(NamedTuple):
     """memory: bytes per second of the device's memory; flop: peak of its 16-bit products; device, host: bytes built
-    in; bus: bytes per second of PCIe, one way, before its protocol; integers, vector: peak of products of 8-bit integers
-    and of fp32 outside tensor cores."""
+    in; bus: bytes per second of PCIe, one way, before its protocol; integers, vector: peak of products of 8-bit
+    integers and of fp32 outside tensor cores."""
 
     memory: float
     flop: float

@@ -291,15 +291,12 @@ class Cost:
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """By lane, what it has to do and what the others add to it; seconds, or arrays of them. Another lane that has
-        more to do slows this one for as long as this one lasts."""
+        """By lane, what it has to do and what the others add to it; seconds, or arrays of them."""
         talk = self.slowing(policy)
-
-        def added(lane: str, seconds: Any) -> Any:
-            others = {other: by for other, by in talk.get(lane, {}).items() if other in used and other != lane}
-            return sum(by * np.minimum(used[other], seconds) for other, by in others.items())
-
-        return {lane: seconds + added(lane, seconds) for lane, seconds in used.items()}
+        return {
+            lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
+            for lane, seconds in used.items()
+        }
 
     # A policy that was laid out.
 
