@@ -211,27 +211,38 @@ def attention_block(folder: Path = RESULTS) -> str:
     newest = {record["case"]["name"]: record for record in records("attention", folder=folder)}
     decode = [record for record in newest.values() if "kinds" in record]
     prompts = [record for record in newest.values() if "lengths" in record]
-    first, last = decode[0]["case"], decode[-1]
+    first = decode[0]["case"]
     head = (f"{first['sequences']} sequences of {first['tokens']} tokens, heads of {first['dim']}", "cache",
             "GB/s of cache", "of a plain read's rate", "of the bound",
             "tokens/s to torch's fp32 attention")  # fmt: skip
     rows = [
-        (heads_of(record), kind, short(x["gb_s"]), f"{100 * x['share']:.0f} %", f"{100 * x['bound']:.0f} %",
+        (heads_of(record), kind, short(x["gb_s"]), f"{100 * x['share']:.0f} %", percent(x.get("bound")),
          short(x["to_sdpa"]))
         for record in decode for kind, x in record["kinds"].items() if "share" in x
     ]  # fmt: skip
-    lengths = [str(n) for n in prompts[0]["case"]["tokens"]]
-    shares = [
-        (heads_of(record), *(f"{x['gflop_s']:.0f} ({100 * x['share']:.0f} %)" for x in record["lengths"].values()))
-        for record in prompts
-    ]
-    about = (
+    parts = [table(head, rows)]
+    if prompts:
+        lengths = [str(n) for n in prompts[0]["case"]["tokens"]]
+        rates = [
+            (heads_of(record), *(f"{x['gflop_s']:.0f} ({percent(x['share'])})" for x in record["lengths"].values()))
+            for record in prompts
+        ]
+        parts += [bound_text(prompts[-1]), table(("prompt of tokens", *lengths), rates)]
+    return "\n\n".join((*parts, "Command: `python -m bench.attention`"))
+
+
+def bound_text(record: Record) -> str:
+    """Return what the bound of decode attention and the figures of prompts are."""
+    return (
         "The bound is the longer of two times: of a plain read of the cache, and of the products at the peak of"
-        f" {last['peak_gflop_s']:.0f} GFLOP/s that this machine ({last['simd']} bits wide, {last['threads']} threads)"
-        " showed in the same run. Prompts: GFLOP/s by tokens, and their share of that peak."
+        f" {record['peak_gflop_s']:.0f} GFLOP/s that this machine ({record['simd']} bits wide, {record['threads']}"
+        " threads) showed in the same run. Prompts: GFLOP/s by tokens, and their share of that peak."
     )
-    tables = table(head, rows), about, table(("prompt of tokens", *lengths), shares)
-    return "\n\n".join((*tables, "Command: `python -m bench.attention`"))
+
+
+def percent(share: float | None) -> str:
+    """Return a share as text; nothing where it was not recorded."""
+    return "" if share is None else f"{100 * share:.0f} %"
 
 
 def heads_of(record: Record) -> str:

@@ -74,3 +74,18 @@ def test_every_kind_of_plot_as_text_and_as_svg(tmp_path: Path, monkeypatch: pyte
         assert plots.drawn(tmp_path)[name] == plots.digest(name)
     monkeypatch.setattr(plots, "find_spec", lambda name: None)
     assert not plots.draw("bars", tmp_path)
+
+
+def test_attention_shows_decode_and_prompts(tmp_path: Path) -> None:
+    shape = {"heads": 8, "kv_heads": 2, "dim": 64}
+    kind = {"gb_s": 10.0, "share": 0.25, "bound": 0.5, "to_sdpa": 3.0}
+    decode = {"case": {"name": "a", "sequences": 3, "tokens": 7, **shape}, "kinds": {"4-bit": kind, "sdpa": {}}}
+    prompt = {
+        "case": {"name": "b", "tokens": [5, 9], **shape}, "peak_gflop_s": 200.0, "simd": 256, "threads": 2,
+        "lengths": {"5": {"gflop_s": 50.0, "share": 0.25}, "9": {"gflop_s": 100.0, "share": 0.5}},
+    }  # fmt: skip
+    (tmp_path / "attention.jsonl").write_text("\n".join(map(json.dumps, (decode, prompt))))
+    block = report.attention_block(tmp_path)
+    assert "| 8 heads, 2 of KV | 4-bit | 10 | 25 % | 50 % | 3 |" in block
+    assert "| 8 heads, 2 of KV | 50 (25 %) | 100 (50 %) |" in block
+    assert "200 GFLOP/s" in block
