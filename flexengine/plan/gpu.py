@@ -62,7 +62,7 @@ def buffers(model: Shape, tokens: int, longest: int) -> int:
 
 
 def _windowed(model: Shape, longest: int) -> int:
-    """Return bytes of attention within a window: K and V copied for every query head, and a mask as bool and numbers."""
+    """Return bytes of attention within a window: K and V copied for every query head, and two masks."""
     keys = max((min(w + BLOCK, longest) for w in model.windows if w is not None and w < longest), default=0)
     return keys * (2 * model.heads * model.head_dim * model.itemsize + BLOCK * (1 + model.itemsize))
 
