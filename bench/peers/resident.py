@@ -27,13 +27,14 @@ def import_all(model: str) -> None:
     """Import what a job imports, so that modules are in the base and not in the growth."""
     import highspy  # noqa: F401
     import psutil  # noqa: F401
+    import torch
     import tqdm  # noqa: F401
 
     import flexengine.engine
-    import flexengine.run
+    import flexengine.run  # noqa: F401
     from flexengine.model.skeleton import build
 
-    build(Path(model), flexengine.engine.torch.float32)
+    build(Path(model), torch.float32)
 
 
 class Shortages:
@@ -52,7 +53,7 @@ class Shortages:
                 raise MemoryError
             perform(worker, task)
 
-        Worker.perform = failing  # type: ignore[method-assign]
+        Worker.perform = failing  # type: ignore[method-assign, assignment]
 
     def begin(self, job: int) -> None:
         """Arm the failure if job number `job` is to have one."""

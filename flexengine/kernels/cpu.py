@@ -263,7 +263,8 @@ class NativeKernels(ReferenceKernels):
         base.check_prompt(q, k, v)
         base.check_options(window, softcap, sinks, q.shape[2])
         cached: tuple[int, ...] = (0, 0, 1, 0)
-        places, stored = (None, None), 0
+        places: tuple[int | None, int | None] = (None, None)
+        stored = 0
         if past is not None:
             room, table = base.check_past(q, k, past), _int32(past.table)
             cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)

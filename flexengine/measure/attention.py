@@ -154,9 +154,9 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
     took = [median(seconds) for seconds in found]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
     fixed = took[0]
-    for figure, seconds in zip(figures, took, strict=True):
-        rest = seconds if figure.what == "host" else max(FEW, seconds - fixed)
-        tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else seconds))
+    for figure, whole in zip(figures, took, strict=True):
+        rest = whole if figure.what == "host" else max(FEW, whole - fixed)
+        tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else whole))
     return {what: tuple(points) for what, points in tables.items()}
 
 

@@ -1,7 +1,10 @@
 """GPU memory that computing takes beside activations: what kernels and libraries hold while they run."""
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from flexengine.plan.layout import ModelFacts, TensorFact
 
 BUFFER = 64 << 20  # bytes that a kernel holds at once, as kernels.cuda says
 GATHERED = 28  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
@@ -13,35 +16,7 @@ BLOCK = 1024  # queries of a prompt that attend together within a window, as ker
 CUBLAS = 64 << 20  # of its workspaces: at most 32 MiB for each of two streams that multiply
 
 
-class Tensor(Protocol):
-    """What matters of a TensorFact."""
-
-    elements: int
-    experts: int
-    stored: int
-    held: int
-    encoded: int
-    form: str
-
-
-class Shape(Protocol):
-    """What matters of ModelFacts."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    width: int
-    hidden: int
-    itemsize: int
-    active: int
-    windows: tuple[int | None, ...]
-    topk: float | None
-
-    @property
-    def tensors(self) -> Iterable[Tensor]: ...
-
-
-def buffers(model: Shape, tokens: int, longest: int) -> int:
+def buffers(model: "ModelFacts", tokens: int, longest: int) -> int:
     """Return bytes that kernels and libraries hold at once on a GPU, beside activations and logits.
 
     Args:
@@ -49,7 +24,7 @@ def buffers(model: Shape, tokens: int, longest: int) -> int:
         tokens: most tokens of a gpu_batch.
         longest: most cached tokens of a sequence.
     """
-    tensors = tuple(model.tensors)
+    tensors = model.tensors
     partial = 4 * model.heads * -(-longest // SPAN) * (model.head_dim + 1)  # of one sequence, which is not divided
     plain = model.topk is not None or model.head_dim > WIDEST
     gathered = GATHERED * 2 * model.kv_heads * model.head_dim * longest if plain else 0
@@ -61,13 +36,13 @@ def buffers(model: Shape, tokens: int, longest: int) -> int:
     return max(BUFFER, partial, gathered, _windowed(model, longest)) + codes + experts + converted + CUBLAS
 
 
-def _windowed(model: Shape, longest: int) -> int:
+def _windowed(model: "ModelFacts", longest: int) -> int:
     """Return bytes of attention within a window: K and V copied for every query head, and two masks."""
     keys = max((min(w + BLOCK, longest) for w in model.windows if w is not None and w < longest), default=0)
     return keys * (2 * model.heads * model.head_dim * model.itemsize + BLOCK * (1 + model.itemsize))
 
 
-def _pair(model: Shape, tensors: Iterable[Tensor]) -> int:
+def _pair(model: "ModelFacts", tensors: Iterable["TensorFact"]) -> int:
     """Return elements that one token and one of its experts take where all experts are computed in one call: the token
     before, after, weighted and back in order; what goes into the gate and what comes out of it, with copies."""
     wide = max((t.elements // t.experts // model.hidden for t in tensors if t.experts and not t.encoded), default=0)

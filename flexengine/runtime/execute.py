@@ -58,8 +58,8 @@ class Executor:
         for lane in self.lanes.values():
             try:
                 lane.close()
-            except BaseException as failure:  # the threads of the other lanes must end, too
-                failed.append(failure)
+            except BaseException as caught:  # the threads of the other lanes must end, too
+                failed.append(caught)
         self.lanes, self.edges = {}, Edges()
         self._count()
         if failed and error is None:
