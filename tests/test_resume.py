@@ -407,8 +407,8 @@ import sys, time
 from pathlib import Path
 from flexengine.runtime.execute import Executor
 real, journal = Executor._work, Path(sys.argv[1])
-def work(self, task):
-    real(self, task)
+def work(self, task, lane):
+    real(self, task, lane)
     if journal.read_bytes().count(b'"index"') > 1:  # a sweep that takes minutes, once rows are done
         time.sleep(1000)
 Executor._work = work
