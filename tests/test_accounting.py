@@ -276,11 +276,11 @@ def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
     monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     with Engine(families("llama").directory, policy, device="sim", offload_dir=tmp_path / "off") as engine:
-        with pytest.raises(OutOfMemory, match=r"of 65,536 bytes.* set --offload-dir") as caught:
+        with pytest.raises(OutOfMemory, match=r" 65,536 are given.* set --offload-dir") as caught:
             engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
         assert caught.value.tier == "disk"
         assert caught.value.needed > caught.value.capacity == 65536
-        assert f"needs {caught.value.needed:,} bytes" in str(caught.value)
+        assert f"at least {caught.value.needed:,} bytes are needed" in str(caught.value)
         assert not any(engine.machine.traffic().values())
     assert not list(tmp_path.iterdir())
 
