@@ -285,7 +285,7 @@ def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
     skeleton: Any = None
     machine: Any = None
-    for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 64]), (100.0, sorted(model.TOKENS))):
+    for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 20, 40, 64]), (100.0, sorted(model.TOKENS))):
         monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
         layers, start = model._layers(skeleton, ["a", "a"], {}, machine, model.TOKENS)
         assert layers["a"] == tuple((float(x), x * 0.01) for x in known)
@@ -514,7 +514,7 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert ask("llama", False, 50 * MB) is None
     first = ask("llama", True, 50 * MB)
     assert first is not None
-    assert measured == ["machine", "measuring the model's layers"]
+    assert measured == ["machine", "measuring the model's layers", "measuring the model's attention"]
     assert (first.device_bytes, first.host_bytes) == (50 * MB, None)
     second = ask("llama", False, 60 * MB)
     assert second is not None
@@ -526,4 +526,4 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert both is not None
     assert len(both.layers) == 2
     assert first.layers.items() <= both.layers.items()
-    assert measured[2:] == ["measuring the model's layers"]
+    assert measured[3:] == ["measuring the model's layers", "measuring the model's attention"]

@@ -224,7 +224,7 @@ def test_trace(job: Job) -> None:
         (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
         (["--device-mem", "lots"], ["size 'lots'", "800M, 1.5GB or 16GiB"]),
-        (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: ", "of 100,000 bytes are taken"]),
+        (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: at least ", ", 100,000 are given"]),
         (["--device", "cpu", "--host-mem", "1G"], ["host memory cannot be set for device 'cpu'", "use --device-mem"]),
         (["--dtype", "int3"], ["int3", "float32"]),
         (["--output", "/nowhere/out.jsonl"], ["/nowhere", "does not exist; create it first"]),
