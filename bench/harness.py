@@ -71,6 +71,17 @@ def peak_rss() -> int:
     return 0
 
 
+def rss() -> int:
+    """Return the resident bytes of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) * 1024
+
+
+def restart_peak() -> None:
+    """Let `peak_rss` count from now on."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def versions() -> dict[str, str]:
     """Python and the packages that matter, as installed here."""
     found = {"python": platform.python_version()}

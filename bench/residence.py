@@ -139,8 +139,8 @@ def grown(case: Case, model: Path, work: Path, given: int) -> Record:
     from flexengine.config import SamplingParams
 
     kernels.load()
-    before = _resident()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
+    before = harness.rss()
+    harness.restart_peak()
     with engine(case, model, work, given) as ours:
         results = ours.generate(case.rows(), SamplingParams(max_tokens=NEW, ignore_eos=True))
         growth, summary = harness.peak_rss() - before, ours.summary
@@ -150,11 +150,6 @@ def grown(case: Case, model: Path, work: Path, given: int) -> Record:
     return {"given": given, "memory": memory, "growth": growth, "over": growth / memory - 1, "before": before,
             "booked": booked, "policy": summary["policy"], "account": layout.account["device"],
             "errors": [r.error for r in results if r.error]}  # fmt: skip
-
-
-def _resident() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) * 1024
 
 
 def child(case: Case, model: Path, work: Path, given: int) -> Record:

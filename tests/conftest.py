@@ -132,6 +132,15 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread. A tiny model gains nothing from more; a busy machine loses."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiled kernels and prepared weights of a test run go to a directory of its own. All workers share it, and

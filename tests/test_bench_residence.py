@@ -1,4 +1,4 @@
-"""bench.residence: its cases are what they say, and a run within its memory is told from one beyond."""
+"""bench.residence: the cases have the shapes that they name, and a run above its memory limit is reported."""
 
 from dataclasses import asdict
 

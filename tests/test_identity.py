@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,7 @@ from flexengine.run import main
 ROWS = "".join(json.dumps({"prompt_token_ids": [5 + i, 6]}) + "\n" for i in range(3))
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model gains nothing from more; a busy machine loses."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     row = model.hidden * model.itemsize
     longest = sorted((p for p, _ in lengths_of(work)), reverse=True)
     entering = policy.gpu_batch_size if policy.schedule == "diagonal" else block
-    tokens = sum(longest[:entering]) + len(longest[entering:block])  # prompts of those who enter, one of each other
+    tokens = sum(longest[:entering]) + len(longest[entering:block])  # whole prompts enter; others add 1
     homes = {tier: min(tokens, math.ceil(share * tokens) + policy.prefill_tokens) if share else 0
              for tier, share in zip(TIERS, policy.activations, strict=True)}  # fmt: skip
     if block > policy.gpu_batch_size or sum(longest[:block]) > policy.prefill_tokens:  # several passes open at a time

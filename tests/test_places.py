@@ -5,12 +5,10 @@ import json
 import os
 import pwd
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_gguf import tiny_gguf
 from test_run import Job
 
@@ -23,13 +21,7 @@ from flexengine.planning import Place
 ON_DISK = {"gpu_batch_size": 8, "num_gpu_batches": 1, "cache": [0, 0, 1]}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """A tiny model gains nothing from more; a busy machine loses."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from test_run import Job
 
 from flexengine import run
@@ -24,13 +23,9 @@ SAMPLED = ("--temperature", "1.2", "--n", "2", "--top-k", "50")
 
 
 @pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A tiny model gains nothing from more; a busy machine loses."""
+def one_thread_everywhere(one_thread: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Child processes compute with one thread, too."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -9,18 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.harness import peak_rss, report_loaded
-
-
-def rss() -> int:
-    """Resident bytes of this process."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) * 1024
-
-
-def restart_peak() -> None:
-    """Makes `peak_rss` count from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
+from bench.harness import peak_rss, report_loaded, restart_peak, rss
 
 
 def import_all(model: str) -> None:

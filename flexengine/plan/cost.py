@@ -137,8 +137,12 @@ class Cost:
     def terms(
         self, policy: Policy, sweeps: Profile, split: Iterable[float], layout: Layout | None = None
     ) -> Terms:  # fmt: skip
-        """Seconds by lane, fraction and sweep. split: shares of the sequences by tier, who then compute apart. layout:
-        tells how much of a layer is read at once; None: all of it."""
+        """Return seconds by lane, fraction and sweep.
+
+        Args:
+            split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
+            layout: gives the bytes of a layer that are read together; None: the whole layer is read together.
+        """
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
@@ -224,8 +228,11 @@ class Cost:
         return np.asarray(sum(self.parts(policy, sweeps, split).values()))
 
     def parts(self, policy: Policy, sweeps: Profile, split: list[float]) -> dict[str, Array]:
-        """Return the seconds of the device lane by sweep and kind of work. split: shares of the sequences by tier, who
-        are never in one gpu_batch."""
+        """Return the seconds of the device lane by kind of work and sweep.
+
+        Args:
+            split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
+        """
         hardware, rates, g = self.hardware, self.rates, policy.gpu_batch_size
         mean, per_token, per_batch = self._prefills(g, policy.prefill_tokens)
         units = len(self.model.layers) + (self.head_chunks if policy.weights[0] < 1 else 1)
