@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.failing import Fault
-from bench.harness import peak_rss
+from bench.harness import peak_rss, rss
 from bench.limit import NotPermitted, run_limited
 from bench.models import OptShape, make, shard_files
 from bench.trials import Tally, forked
@@ -94,7 +94,7 @@ class Budgets:
     def _growth(self, size: int) -> int:
         from flexengine import run
 
-        before = _rss()
+        before = rss()
         code = run.main([*self._arguments(f"given-{size}"), "--device-mem", str(size)])
         print(f"grown {peak_rss() - before}", file=sys.stderr, flush=True)
         return code
@@ -134,8 +134,3 @@ class Budgets:
 def _environment() -> dict[str, str]:
     path: Sequence[str] = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-
-
-def _rss() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) * 1024

@@ -71,10 +71,10 @@ def peak_rss() -> int:
     return 0
 
 
-def rss() -> int:
-    """Return the resident bytes of this process."""
+def rss(field: str = "VmRSS") -> int:
+    """Return the resident bytes of this process; field: of /proc/self/status, such as RssAnon for those of no file."""
     status = Path("/proc/self/status").read_text()
-    return int(status.split("VmRSS:")[1].split()[0]) * 1024
+    return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def restart_peak() -> None:

@@ -32,7 +32,7 @@ from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
-from flexengine.plan.least import lay_out_given
+from flexengine.plan.least import has_room, lay_out_given
 from flexengine.plan.search import check as check_least
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
@@ -432,7 +432,7 @@ class Engine:
         self._drop_misplaced(layout)
         for tier in ("device", "host", "disk"):
             self.machine.tier(tier).ledger.restart_peak()
-        room = {what: layout.account["device"].get(what, 0) for what in ("workspace", "paused forwards")}
+        self.machine.keep_freed(has_room(layout, self.machine.capacity))
         with contextlib.ExitStack() as undo:  # the spill files first, as they may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
@@ -447,7 +447,7 @@ class Engine:
             weights = self._weights
             if self.load_first:
                 weights.settle_all()
-            worker = Worker(self.skeleton, weights, cache, hidden, room, delegation)
+            worker = Worker(self.skeleton, weights, cache, hidden, delegation)
             undo.pop_all()
         streamed, arriving = weights.streamed, weights.arriving
         if arriving:

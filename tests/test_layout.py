@@ -8,6 +8,9 @@ import pytest
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import (
+    READ,
+    READ_BUFFERS,
+    SHORT_READ,
     Capacity,
     Layout,
     ModelFacts,
@@ -20,6 +23,7 @@ from flexengine.plan.layout import (
 )
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.place import place, place_groups
+from flexengine.tier import disk
 
 FREE = Capacity(None, None, None, shared=False, staged=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
@@ -88,6 +92,10 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
         batches = block + tokens // policy.prefill_tokens + 1
         account[tier]["hidden states"] = up(homes[tier] * row, 4096) + 4096 * batches
     cache_account(account, model, policy, work, staged)
+    away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // policy.slots
+    longest = max(sum(t.stored_bytes for t in model.tensors), away)
+    ring = up(min(12 << 20, longest), 4096) if longest >= 1 << 20 else 0
+    account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
     return {tier: {what: n for what, n in booked.items() if n} for tier, booked in account.items()}
 
 
@@ -280,3 +288,7 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
             if limit >= rest:
                 assert error.needed == up(one, 4096)
                 assert f"one sequence of {longest:,} tokens" in str(error)
+
+
+def test_reads_are_those_of_the_disk_tier() -> None:
+    assert (READ, READ_BUFFERS, SHORT_READ) == (disk.CHUNK, disk.HELPERS + 1, disk.SHORT)

@@ -22,12 +22,16 @@ from flexengine.policy import TIERS, Policy
 SMALL = opt(24, 256, 4, 4096)
 WEIGHTS = sum(t.held_bytes for t in SMALL.tensors)
 WORK = Workload({(20, 8): 12, (48, 12): 4})
+BUFFERS = 17 << 20
 KINDS = ("cpu", "sim")
 
 
 def squeezed(hardware: Hardware, device: float | None, host: float | None = None) -> Hardware:
-    """The same machine with so many times the model's weights in memory."""
+    """The same machine with so many times the model's weights in memory, beside the buffers for reading."""
     room = [None if share is None else int(WEIGHTS * share) for share in (device, host)]
+    reading = room[0 if hardware.shared else 1]
+    if reading is not None:
+        room[0 if hardware.shared else 1] = reading + BUFFERS
     return replace(hardware, device_bytes=room[0], host_bytes=None if hardware.shared else room[1], disk_bytes=1 << 40)
 
 

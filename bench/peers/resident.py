@@ -58,25 +58,31 @@ def main() -> None:
     from flexengine import Engine, Policy, SamplingParams
     from flexengine.lossy import Lossy
 
-    base, found = rss(), []
+    if setting["tiny"]:
+        with Engine(setting["tiny"], device=setting["device"], lossy=Lossy(**setting["lossy"])) as engine:
+            engine.generate([{"prompt_token_ids": list(range(5, 45))}], SamplingParams(4, ignore_eos=True))
+    base, private, found = rss(), rss("RssAnon"), []
+    if not setting["jobs"]:
+        print(json.dumps({"base": base, "private": private, "jobs": []}), flush=True)
+        return
     shortages = Shortages(setting["short"])
     options = {"device": setting["device"], "device_mem": setting["device_mem"], "host_mem": setting["host_mem"]}
     policy = Policy(**setting["policy"]) if setting["policy"] else None
     with Engine(setting["model"], policy, **options, lossy=Lossy(**setting["lossy"])) as engine:
         report_loaded()
-        for number, (rows, prompt, tokens) in enumerate(setting["jobs"]):
+        for number, (prompts, tokens) in enumerate(setting["jobs"]):
             restart_peak()
             shortages.begin(number)
-            prompts = [{"prompt_token_ids": [5 + (i + j) % 900 for j in range(prompt)]} for i in range(rows)]
-            results = engine.generate(prompts, SamplingParams(tokens, ignore_eos=True))
+            rows = [{"prompt_token_ids": [5 + (i + j) % 900 for j in range(n)]} for i, n in enumerate(prompts)]
+            results = engine.generate(rows, SamplingParams(tokens, ignore_eos=True))
             summary = engine.summary
             found.append({
-                "job": [rows, prompt, tokens], "peak": peak_rss() - base, "after": rss() - base,
+                "job": [len(rows), max(prompts), tokens], "peak": peak_rss() - base, "after": rss() - base,
                 "ledger": sum(n for tier, n in summary["peak_bytes"].items() if tier != "disk"),
                 "replanned": len(summary["replanned"]), "failed": sum(r.error is not None for r in results),
                 "seconds": summary["total_seconds"],
             })  # fmt: skip
-    print(json.dumps({"base": base, "jobs": found, "closed": rss() - base}), flush=True)
+    print(json.dumps({"base": base, "private": private, "jobs": found, "closed": rss() - base}), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,9 @@ DELEGATION = "delegation buffers"
 VALUES = "chosen values"
 EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
+READING = "read buffers"
+READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
+SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
@@ -121,6 +124,11 @@ class ModelFacts:
     def tensors(self) -> tuple[TensorFact, ...]:
         """Every weight."""
         return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of all weights in their files."""
+        return sum(t.stored_bytes for t in self.tensors)
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
@@ -474,6 +482,15 @@ def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
     layout.book("host", "delegation workspace", aligned(min(rows, policy.gpu_batch_size) * model.fetched))
 
 
+def read_buffers(model: ModelFacts, layout: Layout) -> int:
+    """Return the bytes of RAM that data from disk is read into before it is converted: buffers for long reads, where
+    one is long, and for short ones. Of a buffer only as much is touched as the longest read fills; weights that lie
+    next to each other are one read."""
+    longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
+    long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
+    return aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
+
+
 def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
     """Tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, and whole ALIGN blocks."""
     if tier == "device":
@@ -505,6 +522,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if "disk" in homes and capacity.staged:
         layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
+    layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     for tier, count in homes.items():

@@ -10,7 +10,7 @@ from flexengine.errors import OutOfMemory, TooLittle
 from flexengine.plan.layout import ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, lay_out
 from flexengine.policy import TIERS, Policy, Split
 
-# Bytes of modules, tokenizer, threads, I/O chunks, the allocator's gaps: 45 to 75 MB were measured.
+# Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
 OVERHEAD = 64 << 20
 _SHORTEST = Workload({(1, 1): 1})
 _HOMES: tuple[Split, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
@@ -24,6 +24,12 @@ def planned(capacity: Capacity) -> Capacity:
         return capacity
     kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
     return replace(capacity, device=capacity.device - kept)
+
+
+def has_room(layout: Layout, capacity: Capacity) -> bool:
+    """Return whether a layout leaves OVERHEAD bytes of the memory in which a CPU computes."""
+    booked = layout.total("device") + (layout.total("host") if capacity.shared else 0)
+    return capacity.device is None or capacity.device - booked >= OVERHEAD
 
 
 def smallest(prefill_tokens: int, shared: bool) -> tuple[Policy, ...]:

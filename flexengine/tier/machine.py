@@ -77,6 +77,11 @@ class Machine:
         if self.kind == "cuda":
             cuda.settle()
 
+    def keep_freed(self, room: bool) -> None:
+        """Let malloc keep much freed memory for reuse if there is room for it, else little."""
+        if self.kind != "cuda":
+            keep_freed(room)
+
     def give_back(self) -> None:
         """Returns freed memory that allocators keep for themselves."""
         give_back_freed()

@@ -12,6 +12,7 @@ from flexengine.model.forward import Attend, Embed, Forward, Head, Inputs, Layer
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
+from flexengine.plan.layout import READING
 from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
@@ -21,6 +22,8 @@ from flexengine.worker.embedding import Embedding, Rows
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
+
+_OTHERS = {"workspace", "paused forwards", READING}  # purposes whose memory nobody takes from a tier
 
 
 @dataclass
@@ -63,24 +66,23 @@ class Run:
 class Worker:
     """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to its new token.
 
-    room: bytes kept free, by purpose, for what torch allocates while it computes. delegation: only where the policy
-    delegates attention.
+    delegation: only where the policy delegates attention.
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, room: dict[str, int],
-        delegation: Delegation | None = None,
-    ) -> None:  # fmt: skip
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, delegation: Delegation | None = None
+    ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
         self.delegation = delegation
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
-        # What torch allocates while it computes is not ours to place, but it is ours to keep room for.
+        # Torch and the reader of files allocate for themselves; the ledgers keep room for that.
         self._regions = Regions(weights.machine)
-        for what, nbytes in room.items():
-            self._regions.keep_room("device", nbytes, what)
+        for tier, account in cache.layout.account.items():
+            for what in _OTHERS & account.keys():
+                self._regions.keep_room(tier, account[what], what)
         self.embedding = Embedding(weights, cache.layout, self._regions)
 
     def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
