@@ -14,7 +14,7 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import ReferenceKernels
-from flexengine.measure import kernels, links, model, overhead, store, streaming, timing
+from flexengine.measure import attention, kernels, links, model, overhead, store, streaming, timing
 from flexengine.model.skeleton import Skeleton
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine, make_machine
@@ -527,3 +527,19 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert len(both.layers) == 2
     assert first.layers.items() <= both.layers.items()
     assert measured[3:] == ["measuring the model's layers", "measuring the model's attention"]
+
+
+@pytest.mark.parametrize(("device_mem", "tables"), [
+    (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
+])  # fmt: skip
+def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: int | None, tables: set[str]) -> None:
+    """What has no room is left out, and nothing is measured again for it; the ledgers stay as they were."""
+    known = families("llama")
+    with Engine(known.directory, Policy(), device="sim", device_mem=device_mem, offload_dir=tmp_path) as engine:
+        before = books(engine.machine)
+        found = attention.measure_attention(engine._opened, engine.machine)
+        assert books(engine.machine) == before
+        assert set(found) == {engine.facts.attention_signature(None)}
+        assert set(found[engine.facts.attention_signature(None)]) == tables
+        for table in found[engine.facts.attention_signature(None)].values():
+            assert all(value > 0 for _, value in table)

@@ -142,6 +142,13 @@ class TestPieces:
                 if kernel.name == "native":
                     assert held < q.nbytes + 4096
 
+    def test_scratch_is_bounded_for_many_queries_and_few_keys(self, kernel: Kernels) -> None:
+        """Long pieces after a short past: blocks of 16 keys, whose queries and sums take more than the scores."""
+        q, k = torch.randn(1, 1500, 16, 128), torch.randn(1, 1500, 4, 128)
+        past, _, _ = cached(torch.float32, 16, 4, 128)
+        held = most_alive(lambda: kernel.attend_prompt(q, k, k, 0.125, past=past))
+        assert held - q.nbytes <= kernel.prompt_scratch(16, 4, 128)
+
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:

@@ -13,7 +13,8 @@ from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 
-SCORES = 2**22  # fp32 scores held at once by the explicit path: 16 MiB
+SCORES = 2**21  # fp32 scores held at once by the explicit path: 8 MiB
+EXPLICIT = 21  # most bytes held per score: itself, its query, value, sum and product in fp32, and its mask
 CACHED = 2**20  # elements of K and V that the explicit path reads at once
 DECODED = 24  # most bytes held per element of these: fp32, and what unpacking codes takes
 BLOCK = 128  # queries per call on a CPU
@@ -130,7 +131,7 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
-        return (4 + 1) * SCORES + DECODED * CACHED  # scores and their mask; keys and values
+        return EXPLICIT * SCORES + DECODED * CACHED
 
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
@@ -390,7 +391,7 @@ def _blockwise(
     for positions, k, v in keys:
         kv_heads = k.shape[2]
         k, v = k.float().permute(0, 2, 3, 1), v.float().transpose(1, 2)
-        step = max(1, SCORES // max(1, batch * heads * len(positions)))
+        step = max(1, SCORES // max(1, batch * heads * max(len(positions), dim)))
         for low in range(max(0, positions.start - first), count, step):
             rows = slice(low, min(low + step, count))
             seen = _visible(range(first + low, first + rows.stop), positions, window, q.device)

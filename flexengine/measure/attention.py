@@ -7,7 +7,7 @@ then decode steps or a piece of a prompt attend.
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
@@ -33,6 +33,7 @@ from flexengine.worker.opened import Opened
 LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of the sequences that decode, and how many
 PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; cached before a further piece
 UNCACHED = 64 << 20  # bytes of KV that decoding goes through before it begins again
+TRIALS = 12  # caches that are held at once
 LAYERS = 64  # most layers of a trial
 MOST_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between them
 SECONDS, TURNS = 0.12, 3  # for each figure; turns in which that is spent, so that all meet good and bad moments
@@ -61,10 +62,11 @@ class Trial:
             yield partial(_on_host if home == "host" else _on_device, cache, view, event)
 
     def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
-        """Layers of a trial: as many as no processor caches, or as have room; 0 if not one has."""
+        """Layers of a trial: as many as no processor caches, or as have room beside other trials; 0 if not one has."""
         page = page_tokens(self.facts, home, tokens)
         one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
-        return min(LAYERS, -(-UNCACHED // one), room(self.machine, home) // one)
+        left = room(self.machine, home)
+        return min(LAYERS, -(-UNCACHED // one), max(left // TRIALS // one, min(1, left // one)))
 
     @contextmanager
     def _cache(self, sequences: int, past: int, count: int, home: str) -> Iterator[tuple[Cache, View]]:
@@ -115,7 +117,8 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
 def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
     """Return `Hardware.attention` for every shape of attention that the model has. Takes about two seconds each.
 
-    Shapes that find no room are left out. The ledgers stay as they were.
+    What finds no room is left out; a shape without any table is priced by the machine's plain rates. The ledgers stay
+    as they were.
     """
     text = opened.skeleton.config.get_text_config()
     softcap = getattr(text, "attn_logit_softcapping", None)
@@ -124,10 +127,7 @@ def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
     found = {}
     with unnoticed(machine):
         for window in dict.fromkeys(opened.facts.windows or (None,)):
-            try:
-                found[opened.facts.attention_signature(window)] = _measured(trial, window, most)
-            except OutOfMemory:
-                continue
+            found[opened.facts.attention_signature(window)] = _measured(trial, window, most)
     return found
 
 
@@ -142,10 +142,15 @@ class Figure:
 
 
 def _measured(trial: Trial, window: int | None, most: int) -> Tables:
-    """All tables of one shape, for contexts of at most `most` tokens."""
-    figures = list(_figures(trial, window, most))
+    """All tables of one shape, for contexts of at most `most` tokens; {} if not even the first figure has room."""
+    figures, calls = list[Figure](), list[Call]()
     with ExitStack() as stack:
-        calls = [stack.enter_context(figure.call) for figure in figures]
+        for figure in _figures(trial, window, most):
+            with suppress(OutOfMemory):
+                calls.append(stack.enter_context(figure.call))
+                figures.append(figure)
+        if not figures or figures[0].what != "call":
+            return {}
         found: list[list[float]] = [[] for _ in calls]
         other = _product(trial)
         for _ in range(TURNS):

@@ -200,7 +200,9 @@ class Cost:
             return 0.0
         row = t.stored_bytes / self.model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
         tokens = np.minimum(sweeps.prompt + sweeps.decoding, self.model.vocabulary)
-        return np.asarray(tokens * row / at(self.hardware.checkpoint_read, max(row, 1.0)))
+        table = self.hardware.checkpoint_read
+        read = max(row, table[0][0])  # a shorter read than any that was measured takes as long as the shortest
+        return np.asarray(tokens * read / at(table, read))
 
     def _transfer(self, layout: Layout | None, tier: str) -> float:
         """Bytes of a layer's weights that come from a tier together, in the mean of the layers that have any there."""
