@@ -343,6 +343,7 @@ class Engine:
         began = time.perf_counter()
         if self._calibration is not None:
             self.prepare()  # with an engine of its own, so before this one takes any memory
+        self.machine.give_back()  # what planning freed
         try:
             means = self._prepare(watch)
         except Exception as error:

@@ -84,12 +84,13 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     if block > policy.gpu_batch_size or sum(longest[:block]) > policy.prefill_tokens:  # several passes open at a time
         logits = 4 * model.vocabulary * min(block, len(lengths_of(work)))
         each = row + 8 * model.head_dim + 16  # the embedding's output, cosines and sines, id and position
-        account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits, 4096)
+        passes = (min(block, len(longest)) + tokens // policy.prefill_tokens + 1) << 17
+        account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits + passes, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
     account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0
     for tier in away:
-        batches = block + tokens // policy.prefill_tokens + 1
+        batches = min(block, len(longest)) + tokens // policy.prefill_tokens + 1
         account[tier]["hidden states"] = up(homes[tier] * row, 4096) + 4096 * batches
     cache_account(account, model, policy, work, staged)
     away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // policy.slots

@@ -31,6 +31,7 @@ PASSING = "weights on their way to the GPU"
 READING = "read buffers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
+PASS = 128 << 10  # bytes of an open forward pass beside tensors: its stack, frames and page tables
 GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
@@ -324,6 +325,12 @@ def sweep_tokens(policy: Policy, workload: Workload) -> int:
     return workload.prompt_tokens(entering) + decoding
 
 
+def open_passes(policy: Policy, workload: Workload) -> int:
+    """Return the most gpu_batches of one sweep: those of the block and, of prompts, one per `prefill_tokens`."""
+    decoding = min(policy.block_size, max(1, workload.count))
+    return decoding + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
+
+
 def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
     """Return the most tokens of one sweep whose hidden states have their home on `tier`.
 
@@ -345,7 +352,7 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
     Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
     there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
-    sines of rotary positions in fp32, its id and its position.
+    sines of rotary positions in fp32, its id and its position; and PASS bytes.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
@@ -353,7 +360,8 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
     row = model.hidden * model.itemsize
-    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits)
+    passes = open_passes(policy, workload) * PASS if not model.gpu else 0
+    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
 
 
 def delegated(policy: Policy) -> int:
@@ -449,9 +457,9 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
     if "disk" in away and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
-    batches = policy.block_size + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
     for tier in away:
-        layout.hidden_home[tier] = aligned(hidden_tokens(policy, workload, tier) * row) + batches * ALIGN
+        states = aligned(hidden_tokens(policy, workload, tier) * row)
+        layout.hidden_home[tier] = states + open_passes(policy, workload) * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
 
 
