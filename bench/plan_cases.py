@@ -231,7 +231,7 @@ HELD_OUT_QUICK = (
 _QUICK_GRID = (Shape(2, 1, ALL), *product([(2, 1), (2, 3), (6, 1)], to_host(0.0, 0.3)))
 AUTO_QUICK = {
     "resident": AutoCase("resident", TINY, CPU, _FEW, tuple(product([(2, 1), (2, 3), (6, 1), (3, 2)])), tried=4),
-    "host": AutoCase("host", TINY, MachineCase("sim", "520K", _SLOW), _FEW, _QUICK_GRID, tried=4),
+    "host": AutoCase("host", TINY, MachineCase("sim", "700K", _SLOW), _FEW, _QUICK_GRID, tried=4),
     "disk": AutoCase("disk", TINY, MachineCase("cpu", memory=1_500_000_000, without="1M"), _FEW,
                      tuple(product([(2, 1), (2, 3), (6, 1)], to_disk(0.3, 0.6))), tried=4),
 }  # fmt: skip

@@ -10,6 +10,7 @@ day, that with most rounds.
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -314,6 +315,31 @@ def scale_block(folder: Path = RESULTS) -> str:
     return table(("what grows", "from, to", "time", "memory", "command"), rows) if rows else "Not recorded yet."
 
 
+RESIDENT = {
+    "least in a cgroup": "a long prompt, the least memory that is accepted, in a cgroup of that and a tenth",
+    "least": "a long prompt, the least memory that is accepted",
+    "more": "a long prompt, a quarter more",
+    "jobs in a cgroup": "12 jobs on one engine, in a cgroup of what they were given and a tenth",
+    "jobs": "12 jobs on one engine",
+}
+
+
+def resident_block(folder: Path = RESULTS) -> str:
+    """Growth of the process against the memory it was given."""
+    newest = {x["case"]: x for x in records("resident", folder=folder) if not x["quick"]}
+    groups: dict[str, list[Record]] = {name: [] for name in RESIDENT}
+    for case, record in newest.items():
+        size = "jobs" if record["kind"] == "jobs" else "more" if " of the least" in case else "least"
+        groups[size + " in a cgroup" * ("in a cgroup" in case)].append(record)
+    rows = [
+        (RESIDENT[name], f"{len(group)}", f"{statistics.median(grown):.2f}", f"{max(grown):.2f}",
+         f"{sum(bool(x['wrong']) for x in group)}")
+        for name, group in groups.items() if (grown := [x["over"] for x in group if x["over"] is not None])
+    ]  # fmt: skip
+    head = ("jobs", "cases", "growth to what was given, median", "worst", "failed")
+    return table(head, rows) + "\n\nCommand: `python -m bench.resident prompts jobs`"
+
+
 FAULTS = {
     "kills": "SIGKILL, SIGTERM and SIGINT at random moments",
     "crashes": "SIGKILL before, within and after every call that changes a file",
@@ -350,7 +376,7 @@ def faults_block(folder: Path = RESULTS) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
-    "faults": faults_block, "scale": scale_block,
+    "faults": faults_block, "scale": scale_block, "resident": resident_block,
 }  # fmt: skip
 
 

@@ -95,6 +95,7 @@ class Engine:
         place = Place(device, device_mem, host_mem, offload_dir)
         self.machine = place.machine(links)
         if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):
+            self.machine.close()
             raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
         self.trace = Trace(trace) if trace else None
         self.policy, self.overlap, self.on_sweep = policy, overlap, on_sweep

@@ -191,7 +191,8 @@ class Place:
 
     @property
     def directory(self) -> Path:
-        """The offload directory; without a home directory one that cannot be made, which most plans do not need."""
+        """Return the offload directory. If the home directory is unknown, return a path that cannot be created; only
+        plans that spill then fail."""
         if self.offload_dir:
             return Path(self.offload_dir)
         try:

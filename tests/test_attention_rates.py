@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.plan import rates
+from flexengine.plan.assumed import assumed
 from flexengine.plan.attention import Attention
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, TensorFact, Workload
+from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload
 from flexengine.plan.profile import Pages, unit
 from flexengine.plan.rates import Rates, derived
 from flexengine.schedule.order import split_prompt
@@ -93,3 +95,12 @@ def test_hardware_refuses_attention_tables_that_mean_nothing() -> None:
     with pytest.raises(InvalidInput, match="attention 'x' has \\['speed'\\]; it may have decode, host"):
         replace(MACHINE, attention={"x": {"speed": ((1.0, 1.0),)}})
     assert Hardware.from_json(replace(MACHINE, attention={"x": {"call": ((1.0, 1e-4),)}}).to_json(), "file")
+
+
+def test_the_fastest_plain_format_says_most() -> None:
+    """A machine that multiplies fp32 faster than 16 bits derives 4 bits from fp32."""
+    fp32, half = ((1.0, 1e9), (512.0, 1.4e11)), ((1.0, 1e9), (512.0, 1.7e10))
+    hardware = replace(assumed("cpu", Capacity(1 << 34, None, 1 << 40, True, False)),
+                       products={"float32": fp32, "float16": half})  # fmt: skip
+    tensor = TensorFact("w", 4096 * 4096, 2, 2, encoded=4096 * 4096 // 2, form="int4")
+    assert rates._products(hardware, tensor) == derived(fp32, 4, 0.5, True, hardware.vector_flops)

@@ -219,7 +219,7 @@ def test_auto_on_a_tiny_model_that_is_streamed(tiny: Path) -> None:
     assert (record["tried"], record["unfit"], record["auto_failed"]) == (2, 1, 0)
     assert "device memory" in record["grid"][2]["refused"]
     assert len(record["outputs"]) == 1
-    assert record["device_peak"] <= 520_000
+    assert record["device_peak"] <= 700_000
     assert len(record["auto"]) == 3
 
 

@@ -364,7 +364,7 @@ def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> Non
     directory = reader("llama")
     lossy = Lossy(weights="int4", calibrate=BUNDLED)
     rows = [{"prompt_token_ids": p} for p in prompts_of(601)]
-    with Engine(directory, device="sim", device_mem="600K", host_mem="1M", lossy=lossy) as engine:
+    with Engine(directory, device="sim", device_mem="600K", host_mem="5M", lossy=lossy) as engine:
         tight = [r.token_ids for r in engine.generate(rows)]
         assert engine.importances is not None
         digest = engine.importances.digest

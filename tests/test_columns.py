@@ -251,7 +251,7 @@ def test_logprobs_and_samples(engine: Engine, llama: Any) -> None:
 
 def test_a_batch_of_rows_too_long_for_the_memory(llama: Any, tmp_path: Any) -> None:
     """They are answered with errors: the next batch may hold shorter ones."""
-    small = dict(device="sim", device_mem="600K", host_mem="600K", offload_dir=tmp_path)
+    small = dict(device="sim", device_mem="1100K", host_mem="5M", offload_dir=tmp_path)
     with Engine(llama.directory, **small) as engine:
         long, bad = [5] * 200, [-1]
         out = engine({"prompt_token_ids": ids_column([long, bad])}, GREEDY)

@@ -27,7 +27,7 @@ GPU = Hardware(
     links={"disk_read": 2e8, "disk_write": 1e8, "h2d": 1e9, "d2h": 1e9}, checkpoint_read=2e8,
     products={"float16": 1e12}, prompt_attention=1e12, decode_attention=1e11, elementwise=1e11,
 )  # fmt: skip
-CPU = replace(GPU, name="toy cpu", kind="cpu", host_bytes=None, device_bytes=100 << 20, products={"float32": 1e10})
+CPU = replace(GPU, name="toy cpu", kind="cpu", host_bytes=None, device_bytes=120 << 20, products={"float32": 1e10})
 WORK = Workload({(64, 16): 9, (40, 8): 3})
 MIXED = Policy(4, 2, (0.25, 0.5, 0.25), (0.5, 0.25, 0.25), (1, 0, 0), prefill_tokens=128)
 
@@ -300,7 +300,7 @@ class Line:
         self.folder, self.capsys = folder, capsys
         (folder / "tiny").mkdir()
         (folder / "tiny" / "config.json").write_text(json.dumps(TINY))
-        small = replace(GPU, device_bytes=178 << 20)  # 172 MiB of them are workspace
+        small = replace(GPU, device_bytes=200 << 20)  # 194 MiB of them are workspace
         (folder / "hw.json").write_text(json.dumps(small.to_json()))
 
     def __call__(self, *more: str, code: int = 0) -> str:

@@ -1,5 +1,6 @@
 """What the kernels for a GPU hold while they compute is no more than plan.gpu books. On a CPU, with smaller buffers."""
 
+import gc
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Held(TorchDispatchMode):
 
 def held(call: Callable[[], Any], *known: torch.Tensor | None) -> int:
     """Bytes held at once by a call, but for its results."""
+    gc.collect()  # Triton's interpreter keeps what a launch was given until then
     with torch.no_grad(), Held(*known) as watch:
         out = call()
     return watch.peak - sum(x.nbytes for x in tree_leaves(out) if isinstance(x, torch.Tensor))
@@ -140,7 +142,8 @@ def test_the_plan_books_what_the_kernels_hold() -> None:
     mixed = replace(facts, layers=((tensor, gate, down),), active=4)
     assert booked(mixed) - booked(facts) == tokens * 4 * (4 * 4096 + 2 * 1024) * 2
     near = replace(facts, heads=128, windows=(900,))
-    copies = 1023 * (2 * 128 * 128 * 2 + 1024 * 3)  # K and V of each query head, and masks of 1,024 queries
+    # K and V of each query head, of every prompt beyond the window, and masks of 1,024 queries
+    copies = max(1023 * (2 * 128 * 128 * 2 * max(1, tokens // 901) + 1024 * 3), tokens * 2 * 128 * 128 * 2)
     assert booked(near) - booked(replace(near, gpu=False)) == gpu.CUBLAS + -(-max(gpu.BUFFER, copies) // 4096) * 4096
     chosen = replace(facts, topk=0.1)
     held = 2 * 8 * 128 * 1023 * cuda.GATHERED  # of the one sequence that is gathered at least
@@ -204,3 +207,25 @@ def test_experts_computed_in_one_call_hold_what_is_booked(
         gate, up = (module.gate_up_proj[chosen[i]] @ x[i]).chunk(2, -1)
         each = module.down_proj[chosen[i]] @ (torch.nn.functional.silu(gate) * up)[..., None]
         torch.testing.assert_close(found[i], (each[..., 0] * shares[i, :, None]).sum(0), atol=1e-4, rtol=1e-4)
+
+
+def test_grouped_prompts_are_copied_for_every_query_head() -> None:
+    """Where the fused kernels take no groups, K and V of a gpu_batch's tokens lie there once per query head."""
+    tensor = TensorFact("w", 4096 * 4096, 2, 2)
+    facts = ModelFacts(((tensor,),), (), tensor, None, 1000, 4096, 11008, 128, 8, 128, 2, gpu=True)
+    found = gpu_plan.buffers(facts, 4096, 1000) - gpu_plan.buffers(replace(facts, kv_heads=128), 4096, 1000)
+    assert found == 4096 * 2 * 128 * 128 * 2 - gpu_plan.BUFFER
+
+
+def test_memory_of_every_stream_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS keeps a workspace for each stream, and jobs have streams of their own; builds without it are served."""
+    from flexengine.tier import cuda as tier
+
+    called: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append("cache"))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: called.append("workspaces"), raising=False)
+    tier.give_back()
+    assert called == ["workspaces", "cache"]
+    monkeypatch.delattr(torch._C, "_cuda_clearCublasWorkspaces")
+    tier.give_back()
+    assert called == ["workspaces", "cache", "cache"]

@@ -189,9 +189,29 @@ def test_messages() -> None:
     same = {"bytes": 1000, "mtime_ns": 1, "sample": "x", "sha256": "y"}
     was = {"a": same, "b": same, "c": same}
     assert differ(was, {"a": {**same, "mtime_ns": 2}, "b": {**same, "bytes": 2000, "sha256": "z"}, "d": same}) == [
-        "model file b had 1,000 bytes, and has 2,000 now", "model file c was there, and is not now",
+        "model file b had 1,000 bytes, and has 2,000 now", "model file c is missing",
         "model file d was not there, and is now",
     ]  # fmt: skip
     many = differ({str(i): same for i in range(9)}, {})
     assert len(many) == 5
     assert many[-1] == "5 more model files have changed"
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 66, 100, 130])
+def test_at_least_64_tensors_are_sampled(count: int, tmp_path: Path) -> None:
+    """A byte that differs at the start of a tensor is seen for 64 tensors of a file, or for all."""
+    path, size = tmp_path / "weights", 1 << 30
+    with path.open("wb") as file:
+        file.truncate(size)  # a hole: nothing is written
+    step = size // (count + 1)
+    starts = [identity.SAMPLE + i * step for i in range(count)]
+    before, seen = identity._sampled(path, size, starts), 0
+    for start in starts:
+        with path.open("r+b") as file:
+            file.seek(start)
+            file.write(b"x")
+            file.flush()
+            seen += identity._sampled(path, size, starts) != before
+            file.seek(start)
+            file.write(b"\0")
+    assert seen >= min(count, 64)

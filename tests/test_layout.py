@@ -84,7 +84,7 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
     if block > policy.gpu_batch_size or sum(longest[:block]) > policy.prefill_tokens:  # several passes open at a time
         logits = 4 * model.vocabulary * min(block, len(lengths_of(work)))
         each = row + 8 * model.head_dim + 16  # the embedding's output, cosines and sines, id and position
-        passes = (min(block, len(longest)) + tokens // policy.prefill_tokens + 1) << 17
+        passes = (min(block, len(longest)) + tokens // policy.prefill_tokens + 1) * 192 * 1024
         account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits + passes, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
     account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0

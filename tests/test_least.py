@@ -133,3 +133,24 @@ def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None
     assert layout.total(tier) <= least[tier]
     with pytest.raises(OutOfMemory):
         lay_out(MODEL, policy, WORK, replace(capacity, **{tier: least[tier] - 1}))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_sizes_of_several_tiers_are_enough_together(seed: int) -> None:
+    rng = random.Random(seed)
+    policy, work = policy_of(rng), work_of(rng)
+    short = rng.sample(["device", "host", "disk"], rng.choice([2, 3]))
+    sizes = {tier: rng.choice([1, 1000, 8_000_000]) for tier in short}
+    capacity = replace(Capacity(1 << 40, 1 << 40, 1 << 40, shared=False, staged=True), **sizes)
+    try:
+        lay_out_given(MODEL, policy, work, capacity)
+    except TooLittle as error:
+        lay_out_given(MODEL, policy, work, replace(capacity, **error.least))  # type: ignore[arg-type]
+
+
+def test_a_shortage_that_two_tiers_share() -> None:
+    policy, capacity = Policy(4, 2, (0, 0, 1), (0, 0.5, 0.5), (1, 0, 0)), Capacity(1000, 8_000_000, 1, False, True)
+    with pytest.raises(TooLittle) as caught:
+        lay_out_given(MODEL, policy, WORK, capacity)
+    assert len(caught.value.least) > 1
+    lay_out_given(MODEL, policy, WORK, replace(capacity, **caught.value.least))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flexengine import kernels
-from flexengine.kernels import reference
+from flexengine.errors import InvalidInput
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.model.linear import FastLinear, Product, numerics, use_fast_linear
 
@@ -21,14 +21,10 @@ def seed(two_threads: None) -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["native", "reference", "without oneDNN"])
+@pytest.fixture(params=["native", "reference"])
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Product]:
     if request.param != "native":
         monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
-    if request.param == "without oneDNN":
-        if not torch.backends.mkl.is_available():
-            pytest.skip("this torch has no MKL")
-        monkeypatch.setattr(reference, "has_onednn", lambda: False)
     kernels.load.cache_clear()
     yield Product(torch.float32)
     kernels.load.cache_clear()
@@ -148,9 +144,15 @@ def test_numerics_tell_apart_how_bf16_is_multiplied(monkeypatch: pytest.MonkeyPa
     assert numerics() != one
 
 
-def test_numerics_names_what_computes(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flexengine.model.linear.has_onednn", reference.has_onednn)
+def test_numerics_names_what_computes(product: Product) -> None:
     found = numerics()
-    assert found.startswith("onednn " if reference.has_onednn() else "mkl ")
+    assert found.startswith("onednn ")
     assert kernels.load().name in found
     assert torch.backends.cpu.get_cpu_capability() in found
+
+
+def test_a_torch_without_onednn_is_refused(product: Product, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MKL gives a row other bits in other batches, and with other numbers of threads."""
+    monkeypatch.setattr(kernels, "has_onednn", lambda: False)
+    with pytest.raises(InvalidInput, match=r"torch .* without oneDNN.*install a build"):
+        kernels.load()

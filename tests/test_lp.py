@@ -13,7 +13,7 @@ import pytest
 from flexengine.errors import InvalidInput
 from flexengine.plan import lp, solver
 from flexengine.plan.lp import FRACTIONS, Linear, Memory, Phase, Problem, Solution, problem_text, solve
-from flexengine.plan.solver import NoSolver, Program, optimum
+from flexengine.plan.solver import NoSolver, Program, Row, SolverFailed, Variable, optimum
 
 ALL = frozenset(FRACTIONS)
 ROUNDING = 1e-6  # relative
@@ -454,3 +454,29 @@ def test_linear_is_linear() -> None:
     assert a.value(point) == pytest.approx(2 + 3 * point["wg"] - point["cc"])
     assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))
     assert (0.5 * a).value({}) == 1
+
+
+def one(cost: float, k: float, limit: float, goal: str = "seconds") -> Program:
+    """Minimise cost * x with k * x <= limit."""
+    return Program(goal, [Variable("x", "share", "1", cost)], [Row("memory", "bytes", {"x": k}, limit)])
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        (one(math.nan, 1.0, 1.0), "cost of x"),
+        (one(1.0, math.inf, 1.0), "coefficient of x in row 'memory'"),
+        (one(1.0, 1.0, math.nan), "limit of row 'memory'"),
+    ],
+)
+def test_numbers_that_are_none_are_named(program: Program, said: str) -> None:
+    with pytest.raises(SolverFailed, match=said):
+        optimum(program)
+
+
+def test_statuses_of_the_solver() -> None:
+    """Infeasible is an answer; anything else but an optimum is a failure with its status."""
+    assert optimum(one(1.0, 1.0, -1.0)) is None
+    for status in ("Unbounded", "UnboundedOrInfeasible", "TimeLimit"):
+        assert status in solver._reason(one(1.0, 1.0, 1.0), status)
+    assert "contradict" in solver._reason(one(1.0, 1.0, 1.0), "UnboundedOrInfeasible")

@@ -136,3 +136,24 @@ def test_a_machine_is_measured_without_an_offload_directory(
     assert bad.disk.ledger.used == 0
     for machine in (good, bad):
         machine.close()
+
+
+def test_the_device_of_a_directory_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: Any) -> None:
+    """It is that of the nearest directory above that may."""
+    hidden, expected = tmp_path / "hidden", tmp_path.stat().st_dev
+    hidden.mkdir()
+
+    def refusing(real: Any) -> Any:
+        def call(path: Any, *how: Any, **more: Any) -> os.stat_result:
+            if str(path).startswith(f"{hidden}/"):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            found: os.stat_result = real(path, *how, **more)
+            return found
+
+        return call
+
+    with monkeypatch.context() as patched:
+        for name in ("lstat", "stat"):
+            patched.setattr(os, name, refusing(getattr(os, name)))
+        found = store._device_of(hidden / "offload" / "here")
+    assert found == expected

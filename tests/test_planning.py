@@ -15,7 +15,7 @@ from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Workload, lay_out
+from flexengine.plan.layout import Capacity, Workload, lay_out, read_buffers
 from flexengine.plan.least import smallest
 from flexengine.run import main
 from flexengine.survey import Refused
@@ -66,8 +66,9 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
     work = Workload.of((len(p), NEW) for p in known.prompts)
     for share in (1.5, 1.0, 0.6, 0.4, 0.2, 0.02):
         with Engine(known.directory, device="cpu") as engine:
-            whole = engine.plan(work).total("device")
-        options = {"device_mem": int(share * whole), "offload_dir": tmp_path}
+            resident = engine.plan(work)
+            whole, reading = resident.total("device"), read_buffers(engine.facts, resident)
+        options = {"device_mem": int(share * whole) + reading * (kind == "cpu"), "offload_dir": tmp_path}
         with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
             try:
                 engine.fitting(work)

@@ -11,12 +11,14 @@ from test_cost import machine_of, opt
 from test_layout import policy_of, work_of
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import search as searching
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import ModelFacts, Workload, lay_out
 from flexengine.plan.least import planned
+from flexengine.plan.lp import Problem, Solution
 from flexengine.plan.search import Options, Search, frontier, search
-from flexengine.plan.solver import NoSolver
+from flexengine.plan.solver import NoSolver, SolverFailed
 from flexengine.policy import TIERS, Policy
 
 SMALL = opt(24, 256, 4, 4096)
@@ -284,3 +286,22 @@ def test_no_memory_is_left_that_a_tensor_would_fit_in(share: float) -> None:
             least = min(least, cost.predict(lay_out(SMALL, policy, WORK, planned(hardware.capacity))).total_seconds)
     assert best.policy.weights[0] < 1
     assert best.total_seconds <= 1.02 * least
+
+
+def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search goes on without it, and says so."""
+    hardware, calls = squeezed(machine_of(random.Random(1), "sim"), 0.6, 1.0), 0
+    solve = searching.solve
+
+    def failing(problem: Problem) -> Solution | None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise SolverFailed("HiGHS stopped with status TimeLimit")
+        return solve(problem)
+
+    monkeypatch.setattr(searching, "solve", failing)
+    with pytest.warns(RuntimeWarning, match="may not be the best.*TimeLimit"):
+        found = search(SMALL, hardware, WORK)
+    assert calls > 10
+    check_fits(found.best, hardware)

@@ -102,7 +102,8 @@ class Groupwise(Codec):
     def _kept(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         """Scale and minimum in the 16 bits that are kept."""
         minimum = low.half()
-        return ((high - minimum.float()).clamp(min=0) / self.levels).half(), minimum
+        levels = low.new_full((), self.levels, dtype=torch.float32)  # see kernels.reference.rounded_codes
+        return ((high - minimum.float()).clamp(min=0) / levels).half(), minimum
 
     def _codes(self, groups: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         step = scale.float()[..., None]

@@ -77,7 +77,7 @@ def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
     """What has become of a file; empty if its size and contents are the same."""
     if old is None or new is None:
-        return "was not there, and is now" if old is None else "was there, and is not now"
+        return "was not there, and is now" if old is None else "is missing"
     if old["bytes"] != new["bytes"]:
         return f"had {old['bytes']:,} bytes, and has {new['bytes']:,} now"
     return "" if all(old[name] == new[name] for name in ("sample", "sha256")) else "has other contents of the same size"

@@ -10,8 +10,8 @@ from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
 from flexengine.kernels.cpu import load_native
-from flexengine.kernels.cuda import CudaKernels
-from flexengine.kernels.reference import ReferenceKernels
+from flexengine.kernels.cuda import CudaKernels, sum_in_fp32
+from flexengine.kernels.reference import ReferenceKernels, has_onednn
 
 __all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load", "load_for"]
 
@@ -23,6 +23,7 @@ def load_for(device: torch.device) -> Kernels:
 
 @cache
 def _load_cuda() -> Kernels:
+    sum_in_fp32()
     return CudaKernels(fused=_choice() != "reference")
 
 
@@ -30,8 +31,14 @@ def _load_cuda() -> Kernels:
 def load() -> Kernels:
     """The native kernels, or with one warning the plain torch ones where they cannot be built. Decided once a process.
 
-    The environment variable FLEXENGINE_KERNELS=reference asks for the latter. Any other value raises InvalidInput.
+    The environment variable FLEXENGINE_KERNELS=reference asks for the latter.
+
+    Raises:
+        InvalidInput: the variable has another value, or torch has no oneDNN.
     """
+    if not has_onednn():
+        raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, whose products alone are the same in"
+                           " every batch; install a build that has it, as pip's for Linux do")  # fmt: skip
     if _choice() == "reference":
         return ReferenceKernels()
     try:

@@ -284,7 +284,7 @@ class NativeKernels(ReferenceKernels):
             assert past is not None
             raise bad_sequence(0, base.check_pool(past.pool, past.form))
         if missing:
-            raise no_memory("what a thread reads of a prompt's queries, keys and values at a time", missing)
+            raise no_memory("scratch memory of one thread for prompt attention", missing)
         return out.to(dtype)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -397,7 +397,7 @@ def check_structs(library: ctypes.CDLL) -> None:
 
 
 def no_memory(what: str, needed: int) -> OutOfMemory:
-    """Return the error for memory that the system refused to a native kernel, which then has written nothing."""
+    """Return the error for memory that the system refused to a native kernel; its result is not to be used."""
     return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
 
 

@@ -18,7 +18,7 @@ from flexengine.kernels.reference import ReferenceKernels, capped, denominator, 
 # Bytes that a kernel holds at once beside its arguments, its result and 8-bit codes of x; more only where one row, or
 # one sequence, needs more. plan.gpu books as much.
 BUFFER = 2**26
-GATHERED = 28  # of them, per element of K and V that is gathered and decoded: five fp32 copies and 8 bytes of codes
+GATHERED = 32  # of them, per element of K and V that is gathered and decoded: six fp32 copies and 8 bytes of codes
 ENCODED = 48  # per element that is encoded: the copies that a fit makes
 MULTIPLIED = 32  # per element of x that is rounded to 8 bits, in fp32
 
@@ -42,6 +42,9 @@ class CudaKernels(ReferenceKernels):
 
     def _triton(self, kind: str) -> "Fused | None":
         return fused_kernels(kind) if self._fused else None
+
+    def fuses_groups(self, q: Tensor) -> bool:
+        return not q.is_cuda or (q.dtype != torch.float32 and is_ampere(q))
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
@@ -108,7 +111,9 @@ class CudaKernels(ReferenceKernels):
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
         base.check_product(x, weight, form, bias, narrow=True)
-        fused, rows = self._triton(x.device.type), x.reshape(-1, form.columns)
+        # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
+        fused = self._triton(x.device.type) if not x.is_cuda or is_ampere(x) else None
+        rows = x.reshape(-1, form.columns)
         out = x.new_empty((len(rows), form.rows))
         if fused is not None and x.numel() and weight.data_ptr() % 2 == 0:
             if compute == "bf16" and x.dtype == torch.float32:
@@ -121,10 +126,27 @@ class CudaKernels(ReferenceKernels):
         return out.view(*x.shape[:-1], form.rows)
 
 
+def is_ampere(x: Tensor) -> bool:
+    """Return whether a tensor is on a GPU of compute capability 8.0 or higher."""
+    return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
+
+
 def has_grouped_product(x: Tensor) -> bool:
     """Return whether torch multiplies groups of rows like `x` by a matrix each in one call that waits for nothing: bf16
     on GPUs of compute capability 9 and 10. Elsewhere torch's own fallback reads the groups' sizes on the host."""
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
+
+
+def sum_in_fp32() -> None:
+    """Let torch multiply fp32 as it is on a GPU and sum 16-bit products in fp32, for the whole process.
+
+    cuDNN's attention is switched off: it makes a plan for every length of prompts, which takes tens of milliseconds,
+    and keeps it for one thread, while every job has lanes of its own.
+    """
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    torch.backends.cuda.enable_cudnn_sdp(False)  # type: ignore[no-untyped-call]
 
 
 class Fused(NamedTuple):

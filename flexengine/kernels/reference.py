@@ -117,7 +117,7 @@ class ReferenceKernels(base.Kernels):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         causal = queries == keys and (window is None or window >= keys)
         if causal and (queries <= BLOCK or not cpu):
-            return out.copy_(_sdpa(q, k, v, None, scale).transpose(1, 2))
+            return out.copy_(_sdpa(q, k, v, None, scale, self.fuses_groups(q)).transpose(1, 2))
         # Blocks of queries skip the keys that none of them sees: 512 tokens, 32 heads over 4, head_dim 128 on 2 cores:
         # is_causal 23.7 ms, blocks of 256 18.4 ms, of 128 16.5 ms.
         block = BLOCK if cpu else 1024
@@ -127,8 +127,12 @@ class ReferenceKernels(base.Kernels):
             first = max(0, low + 1 - window) if window else 0
             mask = _visible(range(low, high), range(first, high), window, q.device)
             part = q[:, :, begin:end], k[:, :, first:high], v[:, :, first:high]
-            out[:, begin:end] = _sdpa(*part, mask, scale).transpose(1, 2)
+            out[:, begin:end] = _sdpa(*part, mask, scale, self.fuses_groups(q)).transpose(1, 2)
         return out
+
+    def fuses_groups(self, q: Tensor) -> bool:
+        """Return whether torch's fused attention takes queries like q with fewer heads of keys and values."""
+        return True
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         return EXPLICIT * SCORES + DECODED * CACHED
@@ -183,19 +187,16 @@ class ReferenceKernels(base.Kernels):
 def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, all fp32. x [..., k], weight [n, k], bias [n]; returns [..., n].
 
-    On a CPU a row's result is bit for bit the same whatever other rows there are: by oneDNN or, in a torch without it,
-    MKL. oneDNN computes every row alike as soon as there are two. On AMD Zen 5 (2048 x 8192, 16 / 512 rows) MKL does
-    91 / 208, oneDNN 218 / 467 GFLOP/s.
+    On a CPU a row's result is bit for bit the same whatever other rows there are: oneDNN computes every row alike as
+    soon as there are two. MKL does not, and is slower: on AMD Zen 5 (2048 x 8192, 16 / 512 rows) it does 91 / 208,
+    oneDNN 218 / 467 GFLOP/s.
     """
     if x.device.type != "cpu" or not x.numel():
         return linear(x, weight, bias)
     rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    if has_onednn():
-        more = few_sizes(rows.shape[0]) - rows.shape[0]
-        padded = nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
-        out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
-    else:
-        out = _mkl_linear(rows, weight, bias)
+    more = few_sizes(rows.shape[0]) - rows.shape[0]
+    padded = nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[: rows.shape[0]].reshape(*x.shape[:-1], n)
 
 
@@ -211,7 +212,8 @@ def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     A scale is NaN where its group has numbers that are not finite; the codes there may be.
     """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    scale = groups.abs().amax(-1, keepdim=True) / 127
+    most = groups.new_full((), 127)  # a number instead would be a product with its reciprocal on a GPU: other codes
+    scale = groups.abs().amax(-1, keepdim=True) / most
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
@@ -228,21 +230,9 @@ def few_sizes(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def _mkl_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The same by MKL, padded to the sizes from which on it computes rows alike.
-
-    It takes other ways for fewer than 16 rows or two outputs, and from one alignment of a row to another.
-    """
-    (m, k), n = x.shape, weight.shape[0]
-    x = nn.functional.pad(x, (0, -k % 16, 0, max(0, 16 - m)))
-    weight = nn.functional.pad(weight, (0, -k % 16, 0, max(0, 2 - n)))
-    out = linear(x, weight)[:m, :n]
-    return out if bias is None else out + bias
-
-
 @functools.cache
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's product; else MKL's is used."""
+    """Whether this torch has oneDNN's product."""
     try:
         torch.ops.mkldnn._linear_pointwise(torch.zeros(2, 2), torch.zeros(2, 2), None, "none", [], "")
     except (RuntimeError, AttributeError):
@@ -336,12 +326,13 @@ def _visible(positions: range, keys: range, window: int | None, device: torch.de
     return mask if window is None else mask & (key > position - window)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grouped: bool) -> Tensor:
     """Torch's fused attention. q [B, heads, T, d]; k, v [B, kv_heads, S, d]; no mask means causal."""
     # On a CPU enable_gqa stays on the flash path and needs no copy: 16.5 ms with blocks, expanded k and v 17.5 ms.
-    # On CUDA a masked call with it would leave the fused kernels, so there k and v are expanded.
+    # On CUDA a masked call with it leaves the fused kernels, and scores of all queries and keys would be held at once.
+    # There, and where `grouped` is false, k and v are expanded.
     group = q.shape[1] // k.shape[1]
-    if group > 1 and mask is not None and q.device.type != "cpu":
+    if group > 1 and (not grouped or (mask is not None and q.device.type != "cpu")):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]

@@ -101,6 +101,7 @@ def decode(
             *common, partial if sinks is None else sinks, out[some], lse[some], spans, seen, heads, DIM=dim,
             COLUMNS=triton.next_power_of_2(dim), SINKS=sinks is not None, SPAN=SPAN, num_warps=1,
         )  # fmt: skip
+        del partial, partial_lse, common  # before the next are made
     return out, lse
 
 

@@ -19,7 +19,7 @@ from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
-from flexengine.tier.memory import aligned_buffer
+from flexengine.tier.memory import HUGE, aligned_buffer
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.regions import Regions
 
@@ -56,7 +56,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     InvalidInput if the offload directory cannot be written.
     """
     with unnoticed(machine):
-        touch = _touch()
+        touch = _touch(room(machine, "device", "host"))
         links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch)
 
@@ -97,16 +97,19 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
     return time.perf_counter() - began, count
 
 
-def _touch() -> float:
-    """Bytes per second of RAM written to for the first time. A virtual machine gets most of these pages from its host,
-    as a job does: pages that were freed within the last seconds, which the kernel hands out first, are a tenth of the
-    time, so only the second half of the memory counts."""
-    room = aligned_buffer(min(TOUCHED, usable_memory() // 8))
-    half = len(room) // 2
-    room[:half:PAGE] = 1
+def _touch(most: int) -> float:
+    """Return the bytes per second of RAM written to for the first time: page faults on the second half of a fresh
+    mapping. The first half uses recently freed pages, which a virtual machine's kernel hands out ten times faster.
+
+    Args:
+        most: bytes that may be taken.
+    """
+    fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
+    half = len(fresh) // 2
+    fresh[:half:PAGE] = 1
     began = time.perf_counter()
-    room[half::PAGE] = 1
-    return (len(room) - half) / (time.perf_counter() - began)
+    fresh[half::PAGE] = 1
+    return (len(fresh) - half) / (time.perf_counter() - began)
 
 
 def _copies(machine: Machine) -> dict[str, Table]:

@@ -28,6 +28,7 @@ from flexengine.measure.timing import noticing
 from flexengine.model.linear import numerics
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import ModelFacts
+from flexengine.tier.limits import nearest
 from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.opened import Opened
@@ -212,10 +213,7 @@ def _cpu() -> str:
 
 def _device_of(path: Path) -> int:
     """The number of the device that a file or directory lies on, or would."""
-    here = path.absolute()
-    while not here.exists() and here != here.parent:
-        here = here.parent
-    return here.stat().st_dev
+    return nearest(path).lstat().st_dev
 
 
 def _file(key: str) -> Path:

@@ -84,10 +84,10 @@ def _hashed(path: Path) -> str:
 
 def _sampled(path: Path, size: int, starts: Sequence[int]) -> str:
     digest = hashlib.sha256(str(size).encode())
-    most = max(PLACES, size // SPACING)
+    count = min(len(starts), max(PLACES, size // SPACING))  # of tensors
     even = (i * max(0, size - SAMPLE) // PLACES for i in range(PLACES + 1))
     with opened(path) as file:
-        for at in sorted({*even, *starts[:: len(starts) // (most + 1) + 1]}):
+        for at in sorted({*even, *(starts[i * len(starts) // count] for i in range(count))}):
             file.seek(at)
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()

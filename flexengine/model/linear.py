@@ -16,7 +16,7 @@ from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Compute
 from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
-from flexengine.kernels.reference import has_onednn, linear_fp32
+from flexengine.kernels.reference import linear_fp32
 
 # While active, functions of torch do not ask `products.Invariance`: a dozen questions take longer than all else that
 # comes before a kernel computes.
@@ -29,7 +29,7 @@ def numerics(device: torch.device | None = None) -> str:
     found = kernels.load_for(device or torch.device("cpu"))
     if isinstance(found, kernels.CudaKernels):
         return found.numerics()
-    library = f"{'onednn' if has_onednn() else 'mkl'} {torch.backends.cpu.get_cpu_capability()}"
+    library = f"onednn {torch.backends.cpu.get_cpu_capability()}"
     if not isinstance(found, NativeKernels):
         return f"{library}, {found.name}"
     return f"{library}, {found.name} {found.simd} bits{' and bf16' if found.bf16 else ''}, {version()}"

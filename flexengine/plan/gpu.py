@@ -7,7 +7,7 @@ if TYPE_CHECKING:
     from flexengine.plan.layout import ModelFacts, TensorFact
 
 BUFFER = 64 << 20  # bytes that a kernel holds at once, as kernels.cuda says
-GATHERED = 28  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
+GATHERED = 32  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
 WIDEST = 256  # elements of a head that the fused attention takes, as kernels.triton_attention says
 SPAN = 512  # tokens that one of its partial results is for
 GROUP = 32  # least columns of x that share a scale where it is rounded to 8 bits
@@ -33,13 +33,20 @@ def buffers(model: "ModelFacts", tokens: int, longest: int) -> int:
     codes = tokens * (wide + GROUP + 8 * -(-wide // GROUP)) if rounded else 0  # with a scale and a sum for each group
     experts = tokens * model.active * _pair(model, tensors) * model.itemsize
     converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in tensors) else 0
-    return max(BUFFER, partial, gathered, _windowed(model, longest)) + codes + experts + converted + CUBLAS
+    copies = 2 * model.heads * model.head_dim * model.itemsize * tokens if model.heads > model.kv_heads else 0
+    attention = max(BUFFER, partial, gathered, copies, _windowed(model, tokens, longest))
+    return attention + codes + experts + converted + CUBLAS
 
 
-def _windowed(model: "ModelFacts", longest: int) -> int:
-    """Return bytes of attention within a window: K and V copied for every query head, and two masks."""
-    keys = max((min(w + BLOCK, longest) for w in model.windows if w is not None and w < longest), default=0)
-    return keys * (2 * model.heads * model.head_dim * model.itemsize + BLOCK * (1 + model.itemsize))
+def _windowed(model: "ModelFacts", tokens: int, longest: int) -> int:
+    """Return bytes of attention within a window: K and V of all prompts that are longer than it, copied for every query
+    head, and two masks."""
+    found = 0
+    for window in {w for w in model.windows if w is not None and w < longest}:
+        keys, prompts = min(window + BLOCK, longest), max(1, tokens // (window + 1))
+        copies = 2 * model.heads * model.head_dim * model.itemsize * prompts
+        found = max(found, keys * (copies + BLOCK * (1 + model.itemsize)))
+    return found
 
 
 def _pair(model: "ModelFacts", tensors: Iterable["TensorFact"]) -> int:

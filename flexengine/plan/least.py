@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from flexengine.errors import OutOfMemory, TooLittle
-from flexengine.plan.layout import ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.layout import ALIGN, ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, lay_out
 from flexengine.policy import TIERS, Policy, Split
 
 # Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
@@ -78,8 +78,8 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
 def _too_little(
     model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity
 ) -> TooLittle:
-    """Return the error for policies none of which fits: with the tier that lacks the fewest bytes, if more of one tier
-    is enough; else with all tiers that must grow, the device as little as possible."""
+    """Return the error for policies none of which fits. It names the single tier whose growth is enough, the one that
+    lacks the fewest bytes; if none is, every tier that must grow, the device as little as possible."""
     find = partial(_least, model, policies, workload)
     given = {tier: limit for tier in TIERS if (limit := getattr(capacity, tier)) is not None}
     single = {tier: least for tier in given if (least := find(capacity, tier)) is not None}
@@ -87,13 +87,12 @@ def _too_little(
         tier = min(single, key=lambda t: single[t] - given[t])
         needs = {tier: single[tier]}
     else:
-        needs, room = {}, capacity
+        needs, room = {}, replace(capacity, **dict.fromkeys(given))  # type: ignore[arg-type]
         for tier in given:  # each as little as possible while those after it have no limit
-            rest = {t: None for t in given if t not in needs and t != tier}
-            least = find(replace(room, **rest), tier)  # type: ignore[arg-type]
+            least = find(room, tier)
             if least is not None and least > given[tier]:
                 needs[tier] = least
-                room = replace(room, **{tier: least})  # type: ignore[arg-type]
+            room = replace(room, **{tier: needs.get(tier, given[tier])})  # type: ignore[arg-type]
     return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given)
 
 
@@ -133,6 +132,7 @@ def _least(
         except OutOfMemory:
             continue
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
+        most += ALIGN  # of a limited tier, KV pages leave as much
         if found is None or fits(min(found - 1, most)):
             found = _bisect(fits, min(most, found or most))
     return found

@@ -130,15 +130,15 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
 
 def _products(hardware: Hardware, t: TensorFact) -> Table:
     """Return the table of a matrix's own format, else of the same format with exact activations (rounding them is not
-    taken to be faster), else one derived from the widest plain format that is known; see `derived`."""
+    taken to be faster), else one derived from the fastest plain format that is known; see `derived`."""
     for name in (t.form, t.form.split(" by ")[0], *(_NAMES.get(t.held, ()) if not t.form else ())):
         if name in hardware.products:
             return hardware.products[name]
-    width, table = next(((w, hardware.products[name]) for w in (2, 4) for name in _NAMES[w]
-                         if name in hardware.products), (0, ()))  # fmt: skip
-    if not width:
+    plain = [(w, hardware.products[name]) for w in (2, 4) for name in _NAMES[w] if name in hardware.products]
+    if not plain:
         raise InvalidInput(f"hardware {hardware.name} has products of {', '.join(hardware.products)} alone; add a table"
                            f" for {t.form or f'{t.held}-byte numbers'}, float16 or float32")  # fmt: skip
+    width, table = max(plain, key=lambda known: max(rate for _, rate in known[1]))
     return derived(table, width, t.held_bytes / t.elements, bool(t.encoded), hardware.vector_flops)
 
 

@@ -5,6 +5,7 @@ what lies where; the answer is rounded to tensors and sequences, laid out to the
 are then tried with other gpu_batches, micro-batches, slots and schedules, and their weights moved in small steps.
 """
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +19,7 @@ from flexengine.plan.layout import Capacity, Layout, ModelFacts, Workload, deleg
 from flexengine.plan.least import capacity_for, smallest, smallest_layout
 from flexengine.plan.lp import FRACTIONS, Memory, Problem, Solution, solve
 from flexengine.plan.memories import memories
+from flexengine.plan.solver import SolverFailed
 from flexengine.plan.words import upward
 from flexengine.policy import TIERS, Policy, Split
 
@@ -73,6 +75,8 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
     elif not found.resident() or found.hurried():
         found.streamed()
         found.refine()
+        if found.failed is not None:
+            warnings.warn(f"the plan may not be the best: {found.failed}", RuntimeWarning, stacklevel=2)
     return Search(found.best(), tuple(found.tried.values()))
 
 
@@ -105,6 +109,7 @@ class _Searching:
     weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
     corners: dict[Policy, Layout] = field(default_factory=dict)
     asked: dict[tuple[Policy, bool, bool, bool], Prediction | None] = field(default_factory=dict)
+    failed: SolverFailed | None = None  # the last failure of the solver
 
     @cached_property
     def capacity(self) -> Capacity:
@@ -296,15 +301,15 @@ class _Searching:
         """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
         yield replace(policy, schedule="diagonal" if policy.schedule == "continuous" else "continuous")
-        yield replace(self._even(policy.block_size), schedule="diagonal", prefill_tokens=policy.prefill_tokens)
         for batch in (*FEW, *GPU_BATCHES):  # buffers for few leave more room for weights
             batches = -(-policy.block_size // batch)
             if batch < policy.block_size and batches <= MOST_BATCHES:
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
         yield replace(policy, slots=1)
-        for factor in (0.85, 1.2):
+        for factor in (0.85, 1, 1.2):
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))
             yield replace(self.shaped(block), prefill_tokens=policy.prefill_tokens, schedule=policy.schedule)
+            yield replace(self._even(block), prefill_tokens=policy.prefill_tokens, schedule="diagonal")
 
     def place(self, shape: Policy, cache: bool, hidden: bool, delegate: bool = False) -> Prediction | None:
         """Asks the program what should lie where for a block shape, rounds, and checks that it fits.
@@ -318,7 +323,10 @@ class _Searching:
         shape = replace(shape, weights=_ON_DISK, cache=_ON_DEVICE, activations=_ON_DEVICE, delegate=False)
         asked = (shape, cache, hidden, delegate)
         if asked not in self.asked:
-            self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden, delegate), delegate)
+            try:
+                self.asked[asked] = self._placed(shape, self._problem(shape, cache, hidden, delegate), delegate)
+            except SolverFailed as error:  # other programs may do
+                self.failed, self.asked[asked] = error, None
         return self.asked[asked]
 
     def _placed(self, shape: Policy, problem: Problem, delegate: bool) -> Prediction | None:

@@ -47,7 +47,7 @@ class Program:
 
 
 class NoSolver(FlexError):
-    """It is not installed. Not InvalidInput, which a search takes for a placement that will not do."""
+    """The solver is not installed."""
 
 
 class SolverFailed(FlexError):
@@ -135,6 +135,8 @@ def _check_finite(value: float, what: str) -> None:
 
 def _reason(program: Program, status: str) -> str:
     """Return why HiGHS found no optimum. status: the name of its model status."""
-    if status in ("Unbounded", "UnboundedOrInfeasible"):
+    if status == "UnboundedOrInfeasible":
+        return f"the program has no least {program.goal}, or its rows contradict each other (HiGHS: {status})"
+    if status == "Unbounded":
         return f"the program has no least {program.goal}: no row bounds it from below (HiGHS: {status})"
     return f"HiGHS found no least {program.goal}: it stopped with status {status}"

@@ -54,11 +54,11 @@ class Executor:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._ended = True
-        failed: list[BaseException] = []
+        failed: list[Exception] = []
         for lane in self.lanes.values():
             try:
                 lane.close()
-            except BaseException as caught:  # the threads of the other lanes must end, too
+            except Exception as caught:  # the threads of the other lanes must end, too
                 failed.append(caught)
         self.lanes, self.edges = {}, Edges()
         self._count()

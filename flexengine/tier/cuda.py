@@ -143,7 +143,11 @@ def available() -> bool:
 
 
 def give_back() -> None:
-    """Returns what torch keeps of freed GPU memory, so that larger pieces can be had of it."""
+    """Return what torch keeps of freed GPU memory, so that larger pieces can be had of it. cuBLAS has a workspace for
+    every stream that multiplied, and each job has streams of its own."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:  # only in builds for CUDA
+        clear()
     torch.cuda.empty_cache()
 
 

@@ -60,7 +60,7 @@ def usable_disk(directory: Path) -> int:
     Raises:
         InvalidInput: nothing can be written there, with the reason.
     """
-    here = _nearest(directory)
+    here = nearest(directory)
     try:
         if not here.is_dir() or not os.access(here, os.W_OK):
             raise InvalidInput(f"offload directory {directory}: {here} is no directory to write in; set --offload-dir")
@@ -74,7 +74,7 @@ def usable_disk(directory: Path) -> int:
 
 def in_ram(directory: Path) -> bool:
     """Whether the file system where `directory` is or would be made keeps its files in RAM."""
-    device = _nearest(directory).stat().st_dev
+    device = nearest(directory).stat().st_dev
     for mounted in psutil.disk_partitions(all=True):
         if mounted.fstype in _IN_RAM:
             with contextlib.suppress(OSError):  # it may be another user's
@@ -83,7 +83,8 @@ def in_ram(directory: Path) -> bool:
     return False
 
 
-def _nearest(directory: Path) -> Path:
+def nearest(directory: Path) -> Path:
+    """Return the directory itself, or the nearest one above it that is there and may be looked at."""
     here = directory.absolute()
     while not os.path.lexists(here):
         here = here.parent

@@ -2,7 +2,7 @@
 
 Of a decoding sequence with a past, whose cache is not on the device, there come ahead of computing
 
-    the keys of all pages, and the values of the page that is being filled, since it is written back as a whole.
+    the keys of all pages, and the values of the page that is being filled.
 
 Once a layer knows its queries it scores the keys, and of the other pages, for each kv head, there come
 
