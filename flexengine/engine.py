@@ -456,7 +456,7 @@ class Engine:
             watch.expect_loading(weights.missing)
         program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
-        apart = self.overlap and (away or self.machine.lanes == "stream")  # Inline lanes wait for each task of a GPU
+        apart = self.overlap and (away or self.machine.lanes == "stream")  # an inline lane would wait for the GPU
         executor = Executor(worker.perform, self.machine.lanes if apart else "inline", self.trace)
         self.machine.settle()
         return Means(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, self.machine.settle, watch)

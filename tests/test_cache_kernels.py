@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from builds import BUILDS, kernels_named
+from held import held
 from torch import Tensor
 
 from flexengine.codec.cache import BITS, CacheForm
@@ -63,9 +64,9 @@ def cached(
         at = torch.arange(length)
         fresh = torch.randn(2, length, kv_heads, dim) + torch.randn(2, 1, kv_heads, dim)
         write.append(*fresh, pool, tables[i, at // page_tokens], (at % page_tokens).int(), form)
-        held = write.gather(pool, tables[i], length, form)
-        k.append(held[0])
-        v.append(held[1])
+        keys, values = held(pool, tables[i], length, form)
+        k.append(keys)
+        v.append(values)
     return Cache(form, pool, tables, torch.tensor(lengths, dtype=torch.int32), tuple(k), tuple(v))
 
 
@@ -172,7 +173,7 @@ class TestEncodedCache:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
     @pytest.mark.parametrize("bits", BITS)
-    def test_append_and_gather(self, kernel: Kernels, bits: int, dim: int, dtype: torch.dtype) -> None:
+    def test_append(self, kernel: Kernels, bits: int, dim: int, dtype: torch.dtype) -> None:
         """The bytes of the form's own encoding, and no others."""
         form = CacheForm(bits, 3, 5, dim)
         k, v = (torch.randn(3, 42, dim + 3).to(dtype).transpose(0, 1)[:41, :, :dim] for _ in range(2))
@@ -188,13 +189,6 @@ class TestEncodedCache:
                     (place[:, offsets[t]] if panel.dtype == torch.uint8 else place[..., offsets[t]]).copy_(part[t])
         kernel.append(k, v, pool, pages, offsets, form)
         assert torch.equal(pool, expected)
-        order = places.argsort()
-        whole = torch.full((9 * 5, 3, dim), math.nan)
-        for found, x in zip(kernel.gather(pool, torch.arange(9).int(), 44, form), (k, v), strict=True):
-            whole[places[order]] = form.decode(*form.encode(x[order]))
-            assert found.dtype == torch.float32
-            assert found.is_contiguous()
-            assert torch.equal(found[places[places < 44]], whole[places[places < 44]])
 
     def test_a_token_does_not_depend_on_others(self, kernel: Kernels) -> None:
         form = CacheForm(4, 2, 16, 64)
@@ -260,8 +254,6 @@ class TestEncodedCache:
                               with_lse=True),
         lambda x, c: x.append(*torch.zeros(2, 2, 3, 64), c.pool, c.lengths, c.lengths, c.form),
         lambda x, c: x.append(*torch.zeros(2, 2, 2, 32), c.pool, c.lengths, c.lengths, c.form),
-        lambda x, c: x.gather(c.pool.float(), c.tables[0], 3, c.form),
-        lambda x, c: x.gather(c.pool, c.tables[0], 999, c.form),
     ])  # fmt: skip
     def test_misfits_are_refused(self, kernel: Kernels, call: Callable[[Kernels, Cache], object]) -> None:
         with pytest.raises(InvalidInput):
@@ -275,8 +267,6 @@ class TestEncodedCache:
         with pytest.raises(InvalidInput, match="sequence 1"):
             kernel.decode(torch.zeros(2, 2, 64), cache.pool, tables, lengths, 1.0, form=cache.form)
         tables[1, 2] = 99
-        with pytest.raises(InvalidInput, match="sequence"):
-            kernel.gather(cache.pool, tables[1], 40, cache.form)
         k, before = torch.zeros(2, 2, 64), cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
             kernel.append(k, k, cache.pool, tables[1, 1:3], tables[1, 1:3] * 0, cache.form)
@@ -364,7 +354,7 @@ class TestDecode:
         rows, at = torch.randn(3, 1, 64), torch.arange(20).int()
         k, v = rows[torch.tensor([0, 1, 2, 1, 1, 0, 2, 1] * 2 + [0, 1, 2, 0])], torch.randn(20, 1, 64)
         kernel.append(k, v, pool, at // 4, at % 4, form)
-        held_k, held_v = kernel.gather(pool, torch.arange(5).int(), 20, form)
+        held_k, held_v = held(pool, torch.arange(5).int(), 20, form)
         q = rows[1][None]  # so that the tokens with row 1 come first: 1, 3, 4, 7, 9, 11, 12, 15, 17
         found = kernel.decode(
             q, pool, torch.arange(5).int()[None], torch.tensor([20]).int(), 0.125, form=form, topk=0.27

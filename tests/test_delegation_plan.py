@@ -52,7 +52,8 @@ def test_bytes_and_seconds_by_hand() -> None:
     """Pages go down for prompts alone; per generated token 4 h elements cross the links, the host reads the cache."""
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
     model = opt(layers, h, 32, vocabulary=8192)
-    told = predicted(model, Workload({(s, n): b}), Policy(16, 2, DEVICE, HOST, schedule="zigzag", delegate=True), KNOWN)
+    policy = Policy(16, 2, DEVICE, HOST, schedule="zigzag", delegate=True)
+    told = predicted(model, Workload({(s, n): b}), policy, KNOWN)
     tokens = b * (n - 1) * layers
     kv = 2 * 2 * h
     assert told.busy["h2d"] == pytest.approx(tokens * 2 * h / 1e10)
@@ -62,6 +63,10 @@ def test_bytes_and_seconds_by_hand() -> None:
     read = layers * b * kv * sum(s + i for i in range(1, n)) / FLAT.decode_attention[0][1]
     assert moved.busy["device"] - told.busy["device"] == pytest.approx(read, rel=1e-6)
     assert "cpu" not in moved.busy
+    lost = replace(KNOWN, delegation={model.signature(0): 0.25})
+    longer = predicted(model, Workload({(s, n): b}), policy, lost)
+    cells = (n - 1) * layers * 2
+    assert longer.busy["device"] - told.busy["device"] == pytest.approx(cells * (0.25 - KNOWN.task_seconds))
 
 
 def test_cost_is_monotone_in_the_host() -> None:

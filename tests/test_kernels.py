@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from builds import BUILDS, kernels_named
+from held import held
 from torch import Tensor
 
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -157,7 +158,6 @@ class TestKernels:
         none = torch.zeros(0, dtype=torch.int32)
         assert kernel.decode(torch.zeros(0, 4, 64), pool, none.view(0, 3), none, 1.0).shape == (0, 4, 64)
         kernel.append(torch.zeros(0, 2, 64), torch.zeros(0, 2, 64), pool, none, none)
-        assert kernel.gather(pool, none, 0)[0].shape == (0, 2, 64)
         assert kernel.attend_prompt(*(torch.zeros(0, 5, 4, 64) for _ in range(3)), 1.0).shape == (0, 5, 4, 64)
         kernel.convert(torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16))
         assert kernel.linear(torch.zeros(0, 64), torch.zeros(7, 64).half()).shape == (0, 7)
@@ -202,16 +202,6 @@ class TestKernels:
         assert torch.equal(pool[places // 16, 0, :, places % 16], k)
         assert torch.equal(pool[places // 16, 1, :, places % 16], v)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("length", [0, 1, 16, 47, 130])
-    def test_gather(self, kernel: Kernels, length: int, dtype: torch.dtype) -> None:
-        cache = cached(3, 20, 16, lengths=(130,), dtype=dtype)
-        k, v = kernel.gather(cache.pool, cache.tables[0], length)
-        assert torch.equal(k, cache.k[0][:length])
-        assert torch.equal(v, cache.v[0][:length])
-        assert k.is_contiguous()
-        assert k.dtype == dtype
-
     @pytest.mark.parametrize("length", [0, -1, 99])
     def test_bad_lengths(self, kernel: Kernels, length: int) -> None:
         if kernel.name == "cuda":
@@ -230,8 +220,6 @@ class TestKernels:
         tables[1, 2] = page
         with pytest.raises(InvalidInput, match="sequence 1"):
             kernel.decode(torch.zeros(2, 2, 16), cache.pool, tables, cache.lengths, 1.0)
-        with pytest.raises(InvalidInput, match="sequence"):
-            kernel.gather(cache.pool, tables[1], 40)
         k, place = torch.zeros(2, 2, 16), torch.tensor([0, page], dtype=torch.int32)
         before = cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
@@ -250,7 +238,6 @@ class TestKernels:
         lambda x, c: x.decode(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, sinks=torch.zeros(3)),
         lambda x, c: x.append(torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.append(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), c.pool, c.lengths, c.lengths),
-        lambda x, c: x.gather(c.pool, c.tables[0], 999),
         lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), 1.0),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 17).half()),
         lambda x, c: x.linear(torch.zeros(2, 16), torch.zeros(3, 16)),
@@ -297,7 +284,7 @@ class TestKernels:
             pytest.skip("it takes its memory from torch")
         scratch: list[int] = []
         call = kernel._prompt
-        monkeypatch.setattr(kernel, "_prompt", lambda args: scratch.append(call(args)) or 4096)
+        monkeypatch.setattr(kernel, "_prompt", lambda args: scratch.append(call(args)) or -4096)
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
         with pytest.raises(OutOfMemory, match=r"thread.* needs 4,096 bytes, but the system has no more; lower --dev"):
             kernel.attend_prompt(q, k, k, 1.0)
@@ -305,7 +292,7 @@ class TestKernels:
 
     def test_prompt_in_chunks_is_the_whole_and_the_next_token_is_a_decode(self, kernel: Kernels) -> None:
         cache = cached(2, 64, 16, lengths=(50,))
-        k, v = kernel.gather(cache.pool, cache.tables[0], 50)
+        k, v = held(cache.pool, cache.tables[0], 50)
         q = torch.randn(1, 50, 4, 64)
         options = {"scale": 0.125, "window": 20, "softcap": 3.0, "sinks": torch.randn(4)}
         whole = kernel.attend_prompt(q, k[None], v[None], **options)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,9 +15,10 @@ import torch
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.kernels import ReferenceKernels
-from flexengine.measure import attention, kernels, links, model, overhead, store, streaming, timing
+from flexengine.measure import attention, delegation, kernels, links, model, overhead, store, streaming, timing
 from flexengine.model.skeleton import Skeleton
 from flexengine.plan.hardware import Hardware
+from flexengine.schedule.program import Op
 from flexengine.tier.machine import Links, Machine, make_machine
 
 MB = 10**6
@@ -32,6 +34,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 0.005)
     monkeypatch.setattr(model, "LAYER_SECONDS", 0.1)
     monkeypatch.setattr(streaming, "PASSES_SECONDS", 0.01)
+    monkeypatch.setattr(delegation, "SECONDS", 0.01)
     monkeypatch.setattr(kernels, "SMALL", (128, 1 << 20))
     monkeypatch.setattr(kernels, "TURNS", 1)
     for name in ("COPIED", "SPILLED", "WRITTEN"):
@@ -327,6 +330,40 @@ def test_streaming(families: Any, tmp_path: Path, kind: str) -> None:
         assert books(engine.machine) == booked
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_delegation(families: Any, tmp_path: Path, family: str) -> None:
+    """Every half of every layer is computed; and afterwards the engine gives the right tokens."""
+    known = families(family)
+    with Engine(known.directory, Policy(), device="sim", device_mem="50M", offload_dir=tmp_path) as engine:
+        booked, done = books(engine.machine), Counter[Op]()
+        perform = delegation._Cell.perform
+
+        def counted(cell: Any, task: Any) -> None:
+            done[task.op] += 1
+            perform(cell, task)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(delegation._Cell, "perform", counted)
+            found = delegation.measure_delegation(engine._opened, engine.machine)
+        assert found is not None
+        assert 0 <= found < 1
+        halves = {done[op] for op in (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)}
+        assert len(halves) == 1
+        assert halves.pop() >= 2 * len(engine.facts.layers)
+        assert books(engine.machine) == booked
+        results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+def test_no_delegation_in_one_memory_or_without_room(families: Any, tmp_path: Path) -> None:
+    known = families("llama")
+    with Engine(known.directory, Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        assert delegation.measure_delegation(engine._opened, engine.machine) is None
+    with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        assert delegation.measure_delegation(engine._opened, engine.machine) is None
+        assert engine.machine.device.ledger.used == 0
 
 
 def test_no_streaming_without_room_for_two_layers(families: Any, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builds import BUILDS, kernels_named
+from held import held
 from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
@@ -43,7 +44,7 @@ def cached(kind: Any, length: int, kv_heads: int, dim: int, page_tokens: int = 1
         form, pool = None, torch.full((count + 2, 2, kv_heads, page_tokens, dim), math.nan, dtype=kind)
     at, plain = torch.arange(length), ReferenceKernels()
     plain.append(*torch.randn(2, length, kv_heads, dim), pool, table[at // page_tokens], (at % page_tokens).int(), form)
-    k, v = plain.gather(pool, table, length, form)
+    k, v = held(pool, table, length, form)
     return Past(pool, table, length, form), k.float(), v.float()
 
 

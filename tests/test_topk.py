@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAMILIES, NEW, make_checkpoint, prompts_of
+from held import held
 
 from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.kernels import Kernels, ReferenceKernels, load
@@ -87,7 +88,7 @@ class Counting:
     def decode(self, q: Any, pool: Any, tables: Any, lengths: Any, scale: float, *options: Any) -> Any:
         *_, form, topk = options
         for i, length in enumerate(lengths.tolist()):
-            k, _ = self.inner.gather(pool, tables[i], length, form)
+            k, _ = held(pool, tables[i], length, form)
             self._count(q[i].double(), k[:-1].double(), topk)
         return self.inner.decode(q, pool, tables, lengths, scale, *options)
 

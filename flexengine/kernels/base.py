@@ -129,14 +129,6 @@ class Kernels(ABC):
         """
 
     @abstractmethod
-    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
-        """The first `length` tokens of one sequence as K and V, for chunked prefill.
-
-        table: int32, at least ceil(length / page_tokens) entries.
-        Returns K and V, each [length, kv_heads, head_dim], contiguous, in the pool's dtype; of an encoded pool in fp32.
-        """
-
-    @abstractmethod
     def attend_prompt(
         self,
         q: Tensor,

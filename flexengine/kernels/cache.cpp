@@ -1,9 +1,8 @@
-// A paged KV cache: writing to it, reading it; and numbers of other widths.
+// Writing to a paged KV cache; numbers of other widths.
 #include "cache.h"
 #include "convert.h"
 
 FLEX_SIZE(append, Append)
-FLEX_SIZE(gather, Gather)
 
 extern "C" {
 

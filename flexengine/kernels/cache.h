@@ -1,4 +1,4 @@
-// Writing and reading a paged KV cache, plain or in codes. Index legend: t token, j key/value head, s position.
+// Writing to a paged KV cache, plain or in codes. Index legend: t token, j key/value head.
 #pragma once
 #include "codes.h"
 #include "convert.h"
@@ -9,12 +9,6 @@ struct Append {
     const void *k, *v; void* pool; const int32_t *pages, *offsets;
     int64_t tokens, pool_pages, kv_heads, page_tokens, dim, group, k_row, k_head, v_row, v_head;
     int32_t from_dtype, pool_dtype, threads;
-};
-
-struct Gather {
-    const void* pool; const int32_t* table; void *k, *v;
-    int64_t length, pool_pages, kv_heads, page_tokens, dim, group;
-    int32_t pool_dtype, threads;
 };
 
 template <class From, class To> void append_plain(const Append& a, int64_t t, int64_t j) {
@@ -47,28 +41,6 @@ template <int BITS, int G, class From> void append_heads(const Append& a, int64_
     }
 }
 
-template <int BITS, int G> void gather_codes(const Gather& a, int64_t s, int64_t j) {
-    const Panels panels(BITS, a.kv_heads, a.page_tokens, a.dim, G);
-    const int64_t P = a.page_tokens, o = s % P;
-    const uint8_t* at = (const uint8_t*)a.pool + (int64_t(a.table[s / P]) * 2 * a.kv_heads + j) * panels.panel;
-    auto decode = [&](const uint8_t* from, float* to) {
-        for (int64_t r = 0; r < a.dim / G; r++) {
-            const float scale = widen(((const fp16*)(from + panels.scales))[r * P + o]);
-            const float minimum = widen(((const fp16*)(from + panels.minima))[r * P + o]);
-            decode_row<BITS, G>(from + o * panels.row + r * (G * BITS / 8), &scale, &minimum, 1, 1, to + r * G);
-        }
-    };
-    decode(at, (float*)a.k + (s * a.kv_heads + j) * a.dim);
-    decode(at + panels.value, (float*)a.v + (s * a.kv_heads + j) * a.dim);
-}
-
-void gather_plain(const Gather& a, int64_t s, int64_t j) {
-    const int64_t row = a.dim * size_of(a.pool_dtype), P = a.page_tokens;
-    const char* from = (const char*)a.pool + ((int64_t(a.table[s / P]) * 2 * a.kv_heads + j) * P + s % P) * row;
-    memcpy((char*)a.k + (s * a.kv_heads + j) * row, from, size_t(row));
-    memcpy((char*)a.v + (s * a.kv_heads + j) * row, from + a.kv_heads * P * row, size_t(row));
-}
-
 }  // namespace
 
 extern "C" {
@@ -95,26 +67,6 @@ int64_t flex_append(const Append* args) {
     });
 #pragma omp parallel for num_threads(a.threads) schedule(static) if (a.tokens * a.kv_heads * a.dim > 8192)
     for (int64_t t = 0; t < a.tokens; t++) encode(a, t);
-    return 0;
-}
-
-// 0, or page index + 1 of the first table entry outside the pool.
-int64_t flex_gather(const Gather* args) {
-    const Gather& a = *args;
-    const int64_t used = (a.length + a.page_tokens - 1) / a.page_tokens;
-    for (int64_t p = 0; p < used; p++) if (uint32_t(a.table[p]) >= uint64_t(a.pool_pages)) return p + 1;
-    if (a.pool_dtype <= FP16) {
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.length * a.kv_heads * a.dim > 65536)
-        for (int64_t s = 0; s < a.length; s++)
-            for (int64_t j = 0; j < a.kv_heads; j++) gather_plain(a, s, j);
-        return 0;
-    }
-    with_form(a.pool_dtype, a.group, [&](auto bits, auto group) {
-#pragma omp parallel for num_threads(a.threads) schedule(static) if (a.length * a.kv_heads * a.dim > 65536)
-        for (int64_t s = 0; s < a.length; s++)
-            for (int64_t j = 0; j < a.kv_heads; j++)
-                gather_codes<decltype(bits)::value, decltype(group)::value>(a, s, j);
-    });
     return 0;
 }
 

@@ -42,16 +42,6 @@ class _Append(ctypes.Structure):
     ]
 
 
-class _Gather(ctypes.Structure):
-    """struct Gather of cache.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("pool", "table", "k", "v")),
-        *((name, c_int64) for name in ("length", "pool_pages", "kv_heads", "page_tokens", "dim", "group")),
-        *((name, c_int32) for name in ("pool_dtype", "threads")),
-    ]
-
-
 class _Linear(ctypes.Structure):
     """struct Linear of linear.h."""
 
@@ -113,7 +103,7 @@ class _Gate(ctypes.Structure):
 
 
 STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "decode": _Decode, "append": _Append, "gather": _Gather, "linear": _Linear, "product": _Product,
+    "decode": _Decode, "append": _Append, "linear": _Linear, "product": _Product,
     "prompt": _Prompt, "norm": _Norm, "rotate": _Rotate, "gate": _Gate,
 }  # fmt: skip
 
@@ -136,7 +126,7 @@ class NativeKernels(ReferenceKernels):
             return function
 
         self._decode, self._append = bound("decode", c_int64), bound("append", c_int64)
-        self._gather, self._prompt = bound("gather", c_int64), bound("prompt", c_int64)
+        self._prompt = bound("prompt", c_int64)
         self._prompt_scratch = bound("prompt_scratch", c_int64)
         self._linear, self._product = bound("linear"), bound("product")
         self._norm, self._rotate, self._gate = bound("norm"), bound("rotate"), bound("gate")
@@ -229,24 +219,6 @@ class NativeKernels(ReferenceKernels):
         if status < 0:
             raise no_memory("the partial results of decode attention", -status)
 
-    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
-        if not _native(pool, table):
-            return super().gather(pool, table, length, form)
-        room = base.check_pool(pool, form)
-        if not 0 <= length <= table.numel() * room.page_tokens:
-            raise bad_sequence(0, room)
-        table = _int32(table)
-        shape, dtype = (length, room.kv_heads, room.dim), pool.dtype if form is None else torch.float32
-        k, v = (torch.empty(shape, dtype=dtype) for _ in range(2))
-        call = _Gather(
-            *(x.data_ptr() for x in (pool, table, k, v)),
-            *(length, *room, 0 if form is None else form.group),
-            *(_stored(pool, form), torch.get_num_threads()),
-        )
-        if self._gather(ctypes.addressof(call)):
-            raise bad_sequence(0, room)
-        return k, v
-
     def attend_prompt(
         self,
         q: Tensor,
@@ -279,12 +251,12 @@ class NativeKernels(ReferenceKernels):
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, stored, torch.get_num_threads()),
         )  # fmt: skip
-        missing = self._prompt(ctypes.addressof(call))
-        if missing < 0:
+        status = self._prompt(ctypes.addressof(call))
+        if status > 0:
             assert past is not None
             raise bad_sequence(0, base.check_pool(past.pool, past.form))
-        if missing:
-            raise no_memory("scratch memory of one thread for prompt attention", missing)
+        if status < 0:
+            raise no_memory("scratch memory of one thread for prompt attention", -status)
         return out.to(dtype)
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:

@@ -247,10 +247,11 @@ void attend_block(const Prompt& a, const Part& p, Block& my) {
     write_block(a, p, my);
 }
 
-// Returns 0, the bytes of a thread's scratch if there was no memory for it, or -1 for a page that the pool does not have.
+// Returns 0; or 1 for a page that the pool does not have; or, negative, the bytes of a thread's scratch if there was no
+// memory for it.
 int64_t attend_prompts(const Prompt& a) {
     for (int64_t i = 0; i * a.page_tokens < a.past; i++)
-        if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return -1;
+        if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return 1;
     const int64_t height = block_queries(a), blocks = (a.queries + height - 1) / height;
     const size_t size = Block::bytes(a);
     bool room = true;
@@ -271,7 +272,7 @@ int64_t attend_prompts(const Prompt& a) {
         }
         free(scratch);
     }
-    return room ? 0 : int64_t(size);
+    return room ? 0 : -int64_t(size);
 }
 
 }  // namespace

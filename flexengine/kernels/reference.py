@@ -86,14 +86,6 @@ class ReferenceKernels(base.Kernels):
             chosen[i, :, first : first + scores.shape[-1]] = largest(scores, topk).any(1)
         return chosen
 
-    def gather(self, pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
-        room = base.check_pool(pool, form)
-        used = table[: max(0, -(-length // room.page_tokens))].long()
-        if not 0 <= length <= used.numel() * room.page_tokens or ((used < 0) | (used >= room.pages)).any():
-            raise bad_sequence(0, room)
-        pages = read(pool, used, form).permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :length]  # [2, tokens, kv_heads, dim]
-        return pages[0].contiguous(), pages[1].contiguous()
-
     def attend_prompt(
         self,
         q: Tensor,

@@ -26,7 +26,7 @@ from flexengine.worker.regions import Regions
 
 # Tokens of a gpu_batch, those first that tell most: between them rates are interpolated, and constant beyond. The first
 # NEEDED are measured however long they take, the others while there is time. Products of torch are up to a third faster
-# where tokens are a multiple of 16, so sizes that are none have points of their own.
+# where the number of tokens is a multiple of 16; 20 and 40 are no such multiples.
 TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 64)  # of logits
 UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
@@ -134,7 +134,7 @@ class Trial:
         assert isinstance(self.event, Layer)
         attend = self.forward.resume(self.event.hidden)
         assert isinstance(attend, Attend)
-        self.event = self._on(self.forward, self._answer(attend))
+        self.event = self._on(self.forward, self.answer(attend))
 
     def _on(self, forward: Forward, value: Any) -> Pause:
         event = forward.resume(value)
@@ -149,7 +149,8 @@ class Trial:
         inputs = Inputs(positions[None].to(on), positions[None].to(on), torch.zeros(1, dtype=torch.int64, device=on))
         return inputs, rows
 
-    def _answer(self, event: Attend) -> Tensor:
+    def answer(self, event: Attend) -> Tensor:
+        """Return what stands for the output of attention, [1, tokens, heads, head_dim]."""
         shape = (1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
         if shape not in self.answers:
             self.answers[shape] = fill(event.q.new_empty(shape), 1.0)

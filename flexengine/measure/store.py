@@ -20,6 +20,7 @@ from flexengine import kernels as available
 from flexengine.config import cache_root
 from flexengine.errors import InvalidInput
 from flexengine.measure.attention import measure_attention
+from flexengine.measure.delegation import measure_delegation
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
@@ -69,7 +70,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
     """The same with the model's own seconds, which are kept."""
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
-    attention = dict[str, Mapping[str, Table]]()
+    attention, delegation = dict[str, Mapping[str, Table]](), dict[str, float]()
     with noticing(say):
         if not knows_products(hardware, facts):
             say("measuring the model's layers")
@@ -80,7 +81,9 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
             streaming = {name: mutual}
-    if not layers and not heads and not streaming and not attention:
+        if name not in hardware.delegation and (lost := measure_delegation(opened, machine)) is not None:
+            delegation = {name: lost}
+    if not any((layers, heads, streaming, attention, delegation)):
         return hardware
 
     def joined(known: Hardware) -> Hardware:
@@ -88,6 +91,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
         return replace(
             known, corrected=before, layers={**known.layers, **layers}, heads={**known.heads, **heads},
             streaming={**known.streaming, **streaming}, attention={**known.attention, **attention},
+            delegation={**known.delegation, **delegation},
         )  # fmt: skip
 
     keep(key, joined(cached(key) or hardware))  # other jobs may have added theirs meanwhile

@@ -78,7 +78,8 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
             beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
             wakes.append(alone.device - at(layer, tokens))
     lost, wake = (min(MOST_SLOWED, max(0.0, median(found))) for found in (beside, wakes))
-    # Beyond 1 a lane with little to do would be thought to end last, as the other's seconds count in full.
+    # At most 1: all seconds of the device are added to the disk's; with more, a disk that reads little would be
+    # predicted to end last.
     return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
 
 

@@ -90,8 +90,8 @@ class Skeleton:
     forms: dict[str, Form] = field(default_factory=dict)  # by parameter: how it is encoded
 
     def mode(self, device: torch.device) -> Invariance | None:
-        """Return what must be active during a pass on a device. On a GPU that is nothing: a token's bits depend on its
-        batch there anyway, and being asked about every function would only delay what is queued."""
+        """Return the torch function mode for a pass on a device, None on a GPU: there a token's bits depend on its batch
+        in any case, and a mode would only delay what is queued."""
         return self.invariance if device.type == "cpu" else None
 
     @property

@@ -174,7 +174,7 @@ class Cost:
             link("d2h", "cc", asked * model.sent, g * model.sent)
             found["cpu"] = {"cc": self._seen(sweeps, Attention.on_host) * sweeps.counted}
             here = self._seen(sweeps, Attention.decode) * sweeps.counted
-            found["device"]["cc"] = asked / g * hardware.task_seconds - here
+            found["device"]["cc"] = asked / g * rates.delegated - here
         for lane, name, nbytes, transfer in (
             ("h2d", "cc", up, page), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
             ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),

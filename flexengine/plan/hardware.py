@@ -66,6 +66,8 @@ class Hardware:
     streaming: by signature of a model's first layer, what streaming its weights from the checkpoint and computing do
         to each other, in place of crosstalk: "device", seconds that each second of disk_read adds to the device;
         "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.
+    delegation: by signature of a model's first layer, seconds that a layer of a gpu_batch takes longer if its attention
+        is delegated, beside that attention; `task_seconds` where it was not measured.
     touch: bytes per second of RAM that is written to for the first time; 0 if not known.
     measured: False for what was written by hand.
     corrected: by lane of a link, or signature of a layer or head, how many times as long as was measured its figures
@@ -95,6 +97,7 @@ class Hardware:
     heads: Mapping[str, Table] = field(default_factory=dict)
     attention: Mapping[str, Mapping[str, Table]] = field(default_factory=dict)
     streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    delegation: Mapping[str, float] = field(default_factory=dict)
     touch: float = 0.0
     measured: bool = False
     corrected: Mapping[str, float] = field(default_factory=dict)
@@ -115,6 +118,9 @@ class Hardware:
                 object.__setattr__(self, name, int(size))
         for name, factor in _object("corrected", self.corrected).items():
             _positive(f"corrected {name}", factor)
+        for name, lost in _object("delegation", self.delegation).items():
+            if _number(f"delegation {name}", lost) != 0:
+                _positive(f"delegation {name}", lost)
         _positive("elementwise", self.elementwise)
         seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
         for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch"):

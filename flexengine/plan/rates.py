@@ -100,6 +100,11 @@ class Rates:
         """`Hardware.streaming` of this model."""
         return self.hardware.streaming.get(self.model.signature(0), {})
 
+    @property
+    def delegated(self) -> float:
+        """Seconds that a layer of a gpu_batch takes longer if its attention is delegated, beside that attention."""
+        return self.hardware.delegation.get(self.model.signature(0), self.hardware.task_seconds)
+
     @cached_property
     def windows(self) -> dict[int | None, int]:
         """How many layers see so many tokens."""

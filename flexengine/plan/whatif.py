@@ -173,7 +173,7 @@ def instead(model: ModelFacts, hardware: Hardware, workload: Workload, predictio
 
 
 def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardware:
-    """Hardware on which layers and head of `other` take the time that those of `model` take."""
+    """Return hardware on which layers and head of `other` take the time that those of `model` take."""
     rates = Rates.of(model, hardware)
     layers = {
         other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _POINTS)
@@ -184,6 +184,7 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
     return replace(
         hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
         streaming={**hardware.streaming, **streaming},
+        delegation={**hardware.delegation, other.signature(0): rates.delegated},
     )  # fmt: skip
 
 

@@ -1,0 +1,114 @@
+"""What handing attention to the host and taking it back costs the device, with layers of the model.
+
+On a GPU these are short gaps between its tasks. Where the device is the CPU itself, lanes that send, attend and fetch
+take its cores for a moment, and all threads of a product wait for the one that lost its core.
+"""
+
+import time
+from statistics import median
+
+import torch
+
+from flexengine import kernels
+from flexengine.measure.links import WHAT
+from flexengine.measure.model import Trial, random_weights
+from flexengine.measure.timing import fill, unnoticed
+from flexengine.model.forward import Attend, Layer
+from flexengine.plan.layout import PAGE_TOKENS
+from flexengine.runtime.execute import Executor
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.tier.machine import Machine
+from flexengine.worker.opened import Opened
+from flexengine.worker.regions import Regions
+
+DEPTH, TOKENS, PAGES = 8, 8, 4  # layers of a pass at most; sequences, each with a token to compute and a page in the cache
+BATCHES = 2  # the device computes for one gpu_batch while the host attends for the other
+TURNS, SECONDS = 4, 0.15  # with and without delegation, seconds each
+
+
+@torch.no_grad()
+def measure_delegation(opened: Opened, machine: Machine) -> float | None:
+    """Return the seconds that a layer of a gpu_batch takes longer if its attention is delegated, beside the seconds of
+    that attention. None where host and device are one memory, or there is no room for a layer.
+
+    Takes about two seconds. Afterwards the modules hold what they held before.
+    """
+    if machine.capacity.shared:
+        return None
+    names = [opened.facts.signature(j) for j in range(len(opened.facts.layers))]
+    with unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as bound:
+        if not bound:
+            return None
+        regions = Regions(machine)
+        try:
+            depth = min(bound, DEPTH)
+            cells = [_Cell(opened, machine, regions, depth) for _ in range(BATCHES)]
+            with Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes) as executor:
+                turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
+                         for _ in range(TURNS)]  # fmt: skip
+        finally:
+            regions.free()
+    return max(0.0, median(delegated - whole for delegated, whole in turns))
+
+
+def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) -> float:
+    """Return the seconds of a layer of a gpu_batch."""
+    program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
+    home = "host" if delegated else "device"
+    batches = [Batch((Piece(k, 1, 1, True),), home, "device", delegated) for k in range(BATCHES)]
+    executor.run(program.sweep(0, batches, True))
+    began, sweeps = time.perf_counter(), 0
+    while not sweeps or time.perf_counter() - began < SECONDS:
+        sweeps += 1
+        executor.run(program.sweep(sweeps, batches, True))
+    return (time.perf_counter() - began) / (sweeps * depth * BATCHES)
+
+
+class _Cell:
+    """A gpu_batch of single tokens: its passes, its vectors on the device and on the host, and its cached tokens."""
+
+    def __init__(self, opened: Opened, machine: Machine, regions: Regions, depth: int) -> None:
+        self.depth, facts, dtype = depth, opened.facts, opened.dtype
+        self.machine, self.kernels, self.scale = machine, kernels.load(), facts.head_dim**-0.5
+        self.trial, self.answer = Trial(opened.skeleton, machine, TOKENS), torch.empty(0)
+        shape = (TOKENS * PAGES, 2, facts.kv_heads, PAGE_TOKENS, facts.head_dim)
+        pool = machine.host.view(regions.take("host", torch.Size(shape).numel() * dtype.itemsize, WHAT, dtype))
+        self.pool = fill(pool).view(shape)
+        self.tables = torch.arange(TOKENS * PAGES, dtype=torch.int32).view(TOKENS, PAGES)
+        self.lengths = torch.full((TOKENS,), PAGES * PAGE_TOKENS, dtype=torch.int32)
+        self.heads = (TOKENS, facts.heads, facts.head_dim)
+        size = torch.Size(self.heads).numel() * dtype.itemsize
+        self.near, self.far = (regions.take(tier, size, WHAT, dtype) for tier in ("device", "host"))
+        fill(machine.host.view(self.far))
+
+    def perform(self, task: Task) -> None:
+        """Do what a task says."""
+        machine, trial = self.machine, self.trial
+        if task.op is Op.SEND:
+            machine.host.store(machine.device.view(self.near), self.far)
+        elif task.op is Op.FETCH:
+            machine.host.load(self.far, machine.device.view(self.near))
+        elif task.op is Op.ATTEND:
+            queries = machine.host.view(self.far)
+            out = self.kernels.decode(queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale)
+            queries.copy_(out.view(-1))
+        elif task.op is Op.FINISH:
+            trial.event = trial.forward.resume(self.answer)
+        elif task.cell.layer < self.depth:
+            if task.cell.layer == 0:
+                trial.begin()
+            if task.op is Op.PROJECT:
+                self._project()
+            else:
+                trial.layer()
+
+    def _project(self) -> None:
+        """Compute a layer up to its attention, and put its queries down."""
+        trial = self.trial
+        assert isinstance(trial.event, Layer)
+        attend = trial.forward.resume(trial.event.hidden)
+        assert isinstance(attend, Attend)
+        near = self.machine.device.view(self.near)
+        near.copy_(attend.q.reshape(-1)[: len(near)])
+        self.answer = trial.answer(attend)
