@@ -306,7 +306,7 @@ def test_phases_add_up_to_the_prediction() -> None:
 
 
 def test_reading_what_stays_takes_place_while_the_first_sweep_computes() -> None:
-    """So what it adds is what it takes longer than that sweep; with mutual slowing, more; with one slot, all of it."""
+    """So what it adds is what it takes longer than that sweep; with mutual slowing, more; alone, all of it."""
     model, work = opt(6, 2048, 32), Workload({(128, 8): 32})
     layout = lay_out(model, Policy(16, 2), work, FLAT.capacity)
     stays = sum(t.stored_bytes for t in model.tensors)
@@ -319,8 +319,20 @@ def test_reading_what_stays_takes_place_while_the_first_sweep_computes() -> None
         talk = {"device": {"disk_read": 0.25}, "disk_read": {"device": 0.5}}
         slowed = Cost(model, replace(hardware, crosstalk=talk), work).predict(layout).load_seconds
         assert slowed == pytest.approx(max(0.25 / factor * first, first / factor + 0.5 * first - first))
-    one = lay_out(model, Policy(16, 2, slots=1), work, FLAT.capacity)
-    assert Cost(model, FLAT, work).predict(one).load_seconds == pytest.approx(alone)
+    assert Cost(model, FLAT, work, overlap=False).predict(layout).load_seconds == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("host", [0.0, 0.4])
+def test_with_one_slot_too_what_stays_is_read_while_the_first_sweep_computes(host: float) -> None:
+    """Against the program's own tasks on the virtual clock."""
+    model, work = opt(12, 2048, 32, 8000), Workload({(256, 200): 96})
+    policy = Policy(16, 2, (1 - host, host, 0.0), slots=1)
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    stays, one = sum(t.stored_bytes for t in model.tensors), first_sweep(Cost(model, FLAT, work), layout)
+    for factor in (0.5, 2.0, 5.0):
+        cost = Cost(model, replace(FLAT, checkpoint_read=((1.0, stays / (factor * one)),)), work)
+        longer = first_sweep(cost, layout, settling=True) - one
+        assert cost.predict(layout).load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
 
 
 @pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])

@@ -379,16 +379,16 @@ def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.Monkey
 
     def passes(_w: Any, trial: Any, _d: int, slots: int) -> streaming.Streamed:
         asked.append((trial, slots))
-        device = {1: 0.1, 8: 0.75, 64: 2.25}[trial]
+        device = {16: 1.3, 8: 0.75, 64: 2.25}[trial]
         together = {8: 1.3, 64: 2.6}.get(trial, 0.0)
         return streaming.Streamed(together if slots == 2 else device + 1.0, device, 1.0)
 
     monkeypatch.setattr(streaming, "_passes", passes)
     monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
-    found = streaming._compared(weights, ((1.0, 0.1), (8.0, 0.6), (64.0, 2.0)), 4)
-    assert asked == [(1, 1), *[(8, 1), (8, 2)] * 3, *[(64, 1), (64, 2)] * 3]
-    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.5 and 0.6, of 0.15 and 0.25
+    found = streaming._compared(weights, ((1.0, 0.1), (8.0, 0.6), (16.0, 1.1), (64.0, 2.0)), 4)
+    assert asked == [*[(16, 1)] * 3, *[(8, 1), (8, 2)] * 3, *[(64, 1), (64, 2)] * 3]
+    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.5 and 0.6; of 1.3 and 1.1
 
 
 # Time and room.

@@ -14,7 +14,7 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import search as searching
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload, lay_out
+from flexengine.plan.layout import Layout, ModelFacts, Workload, lay_out
 from flexengine.plan.least import planned
 from flexengine.plan.lp import Problem, Solution
 from flexengine.plan.search import Options, Search, frontier, search
@@ -305,3 +305,16 @@ def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
         found = search(SMALL, hardware, WORK)
     assert calls > 10
     check_fits(found.best, hardware)
+
+
+def test_the_largest_block_is_tried_as_one_gpu_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even where half of all rows at a time are thought quicker than all of them in two gpu_batches."""
+    thought, predict = {(48, 2): 3.0, (48, 1): 2.0, (96, 1): 1.0}, Cost.predict
+
+    def told(cost: Cost, layout: Layout, missing: float = 1.0) -> Prediction:
+        shape = layout.policy.gpu_batch_size, layout.policy.num_gpu_batches
+        return replace(predict(cost, layout, missing), seconds=thought.get(shape, 9.0), load_seconds=0.0)
+
+    monkeypatch.setattr(Cost, "predict", told)
+    best = search(SMALL, squeezed(machine_of(random.Random(1), "cpu"), 40.0), Workload({(20, 9): 96})).best.policy
+    assert (best.gpu_batch_size, best.num_gpu_batches) == (96, 1)

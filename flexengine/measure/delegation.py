@@ -22,7 +22,8 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-DEPTH, TOKENS, PAGES = 8, 8, 4  # layers of a pass at most; sequences, each with a token to compute and a page in the cache
+DEPTH = 8  # layers of a pass at most
+TOKENS, PAGES = 8, 4  # sequences, each with a token to compute; pages of each in the cache
 BATCHES = 2  # the device computes for one gpu_batch while the host attends for the other
 TURNS, SECONDS = 4, 0.15  # with and without delegation, seconds each
 

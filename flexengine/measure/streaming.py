@@ -21,6 +21,7 @@ from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
+FEW = 16  # tokens, where a difference of seconds tells more than the machine's drift
 LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
 
 
@@ -67,8 +68,10 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
 
 
 def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
-    machine, beside, wakes = weights.machine, list[float](), list[float]()
-    read = _passes(weights, Trial(weights.skeleton, machine, 1), depth, slots=1).read
+    machine, beside = weights.machine, list[float]()
+    few = Trial(weights.skeleton, machine, FEW)
+    waited = [_passes(weights, few, depth, slots=1) for _ in range(TURNS)]
+    read, wake = (median(found) for found in ([x.read for x in waited], [x.device - at(layer, FEW) for x in waited]))
     for ratio in (LESS, MORE):
         tokens = int(next((n for n, seconds in layer if seconds >= ratio * read), layer[-1][0]))
         trial = Trial(weights.skeleton, machine, tokens)
@@ -76,8 +79,7 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
             alone, both = (_passes(weights, trial, depth, slots) for slots in (1, 2))
             device = min(alone.device, at(layer, tokens))
             beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
-            wakes.append(alone.device - at(layer, tokens))
-    lost, wake = (min(MOST_SLOWED, max(0.0, median(found))) for found in (beside, wakes))
+    lost, wake = (min(MOST_SLOWED, max(0.0, found)) for found in (median(beside), wake))
     # At most 1: all seconds of the device are added to the disk's; with more, a disk that reads little would be
     # predicted to end last.
     return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}

@@ -90,7 +90,7 @@ class Skeleton:
     forms: dict[str, Form] = field(default_factory=dict)  # by parameter: how it is encoded
 
     def mode(self, device: torch.device) -> Invariance | None:
-        """Return the torch function mode for a pass on a device, None on a GPU: there a token's bits depend on its batch
+        """Return the torch function mode of a pass on a device. None on a GPU: there a token's bits depend on its batch
         in any case, and a mode would only delay what is queued."""
         return self.invariance if device.type == "cpu" else None
 

@@ -345,10 +345,16 @@ class Cost:
     def _loading(self, policy: Policy, reading: float, touched: float, first: Mapping[str, float]) -> float:
         """By how much the first sweep, with so much work in each lane, is longer because weights that stay are read in
         it. touched: seconds in which their RAM is written to for the first time."""
-        both = {**first, "disk_read": first.get("disk_read", 0.0) + reading}
+        device = first.get("device", 0.0)
         if self.hardware.kind != "cuda":  # the processor that computes also gets the pages
-            both["device"] = both.get("device", 0.0) + touched
-        return float(max(self._ends(both, policy), touched) - self._ends(first, policy))
+            device += touched
+        both = {**first, "device": device, "disk_read": first.get("disk_read", 0.0) + reading}
+        if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, but what stays needs no slot
+            slowed, alone = self.slowed({"device": device, "disk_read": reading}, policy), sum(first.values())
+            end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
+        else:
+            end = self._ends(both, policy)
+        return float(max(end, touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
         """Seconds of reading what stays in memory, alone."""

@@ -206,8 +206,10 @@ class _Searching:
                 prediction = self.attempt(replace(self.shaped(block), prefill_tokens=tokens))
                 if prediction is not None and block == largest:
                     whole = whole or self._holds(prediction.layout)
-        if self.tried:
-            self._batches_of(min(self.tried.values(), key=attrgetter("total_seconds")).policy)
+        quickest = sorted(self.tried.values(), key=attrgetter("total_seconds"))
+        for some in (quickest, [p for p in quickest if p.policy.block_size >= largest]):
+            if some:
+                self._batches_of(some[0].policy)
         return whole
 
     def hurried(self) -> bool:
