@@ -139,7 +139,8 @@ class Clock:
         page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
         if task.op is Op.LOAD_CACHE:
             pages = sum(self._loaded(p, size) for p in batch.pieces)
-            return self.cost.hardware.link_seconds(lane, pages * page, page)
+            together = page if self.cost.hardware.kind == "cuda" or lane == "disk_read" else pages * page
+            return self.cost.hardware.link_seconds(lane, pages * page, together)
         single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
         whole = [p for p in batch.pieces if not (single and p.decodes)]
         pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in whole)
