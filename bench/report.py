@@ -273,7 +273,7 @@ def plan_block(folder: Path = RESULTS) -> str:
             rows.append((title, "given policies", "", f"{100 * off['median']:.0f} % ({off['runs']} runs){mean}",
                          f"{100 * off['worst']:.0f} %", str(error["failed"])))  # fmt: skip
     head = ("case", "policies", "rate to the best", "predicted to measured, median", "worst", "failed")
-    commands = "`python -m bench.plan auto --model-dir DIR`, `python -m bench.plan error --model-dir DIR`"
+    commands = ", ".join(f"`python -m bench.plan {part} --model-dir DIR`" for part in ("auto", "error", "held-out"))
     return table(head, rows) + f"\n\nCommands: {commands}"
 
 

@@ -58,6 +58,7 @@ class TooLittle(OutOfMemory):
         tier = next(iter(least))
         super().__init__(tier, what, least[tier], 0, given[tier])
         self.least = dict(least)
+        # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
         there = {t: f"{n:,} are given" if n > 1 else "none can be used" for t, n in given.items()}
         needs = " and ".join(f"{t} memory: at least {n:,} bytes are needed, {there[t]}" for t, n in least.items())
         remedy = " and ".join(_OPTIONS[t].format(n) for t, n in least.items())

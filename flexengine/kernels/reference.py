@@ -1,6 +1,5 @@
 """The kernels in plain torch, on any device: what runs where the native ones cannot be built, and their measure."""
 
-import functools
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -222,7 +221,6 @@ def few_sizes(rows: int) -> int:
     return -(-rows // step) * step
 
 
-@functools.cache
 def has_onednn() -> bool:
     """Whether this torch has oneDNN's product."""
     try:

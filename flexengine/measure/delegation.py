@@ -4,7 +4,6 @@ On a GPU these are short gaps between its tasks. Where the device is the CPU its
 take its cores for a moment, and all threads of a product wait for the one that lost its core.
 """
 
-import time
 from statistics import median
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from flexengine import kernels
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
-from flexengine.measure.timing import fill, unnoticed
+from flexengine.measure.timing import fill, seconds_per_call, unnoticed
 from flexengine.model.forward import Attend, Layer
 from flexengine.plan.layout import PAGE_TOKENS
 from flexengine.runtime.execute import Executor
@@ -58,12 +57,8 @@ def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) 
     program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
     home = "host" if delegated else "device"
     batches = [Batch((Piece(k, 1, 1, True),), home, "device", delegated) for k in range(BATCHES)]
-    executor.run(program.sweep(0, batches, True))
-    began, sweeps = time.perf_counter(), 0
-    while not sweeps or time.perf_counter() - began < SECONDS:
-        sweeps += 1
-        executor.run(program.sweep(sweeps, batches, True))
-    return (time.perf_counter() - began) / (sweeps * depth * BATCHES)
+    seconds = seconds_per_call(lambda number: executor.run(program.sweep(number, batches, True)), SECONDS)
+    return seconds / (depth * BATCHES)
 
 
 class _Cell:

@@ -350,12 +350,12 @@ class Cost:
         device = first.get("device", 0.0)
         if self.hardware.kind != "cuda":  # the processor that computes also gets the pages
             device += touched
-        both = {**first, "device": device, "disk_read": first.get("disk_read", 0.0) + reading}
         if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, but what stays needs no slot
             slowed, alone = self.slowed({"device": device, "disk_read": reading}, policy), sum(first.values())
             end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
         else:
-            end = self._ends(both, policy)
+            disk = first.get("disk_read", 0.0) + reading
+            end = self._ends({**first, "device": device, "disk_read": disk}, policy)
         return float(max(end, touched) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:

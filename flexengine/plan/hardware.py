@@ -119,13 +119,11 @@ class Hardware:
         for name, factor in _object("corrected", self.corrected).items():
             _positive(f"corrected {name}", factor)
         for name, lost in _object("delegation", self.delegation).items():
-            if _number(f"delegation {name}", lost) != 0:
-                _positive(f"delegation {name}", lost)
+            _known(f"delegation {name}", lost)
         _positive("elementwise", self.elementwise)
         seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
         for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch"):
-            if _number(name, getattr(self, name)) != 0:
-                _positive(name, getattr(self, name))
+            _known(name, getattr(self, name))
         if not isinstance(self.name, str) or not isinstance(self.measured, bool):
             raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be a string"
                                " and true or false")  # fmt: skip
@@ -224,6 +222,12 @@ def _positive(name: str, value: object) -> float:
     if not LEAST <= number <= MOST:
         raise InvalidInput(f"{name} is {shown(value)}; it must be {LEAST:g} to {MOST:g}, in bytes, FLOP and seconds")
     return number
+
+
+def _known(name: str, value: object) -> None:
+    """Raise InvalidInput unless a number is positive, or 0 for what is not known."""
+    if _number(name, value) != 0:
+        _positive(name, value)
 
 
 def _attention(value: object) -> dict[str, dict[str, Table]]:
