@@ -374,21 +374,23 @@ def test_no_streaming_without_room_for_two_layers(families: Any, tmp_path: Path)
 
 
 def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a layer that is read in 1 s and computed in 0.6 s or 2 s: together they take 1.3 s and 2.6 s."""
-    asked = list[tuple[int, int]]()
+    """Of a layer that is read in 1 s and that gpu_batches of 0.3 s each compute in 0.6 s or 1.5 s: together they take
+    1.3 s and 2.1 s."""
+    asked = list[tuple[list[int], int]]()
 
-    def passes(_w: Any, trial: Any, _d: int, slots: int) -> streaming.Streamed:
-        asked.append((trial, slots))
-        device = {16: 1.3, 8: 0.75, 64: 2.25}[trial]
-        together = {8: 1.3, 64: 2.6}.get(trial, 0.0)
+    def passes(_w: Any, trials: Any, _d: int, slots: int) -> streaming.Streamed:
+        asked.append((trials, slots))
+        device = {1: 1.3, 2: 0.75, 5: 1.75}[len(trials)]
+        together = {2: 1.3, 5: 2.1}.get(len(trials), 0.0)
         return streaming.Streamed(together if slots == 2 else device + 1.0, device, 1.0)
 
     monkeypatch.setattr(streaming, "_passes", passes)
     monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
-    found = streaming._compared(weights, ((1.0, 0.1), (8.0, 0.6), (16.0, 1.1), (64.0, 2.0)), 4)
-    assert asked == [*[(16, 1)] * 3, *[(8, 1), (8, 2)] * 3, *[(64, 1), (64, 2)] * 3]
-    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.5 and 0.6; of 1.3 and 1.1
+    found = streaming._compared(weights, ((1.0, 0.1), (16.0, 1.1), (64.0, 0.3)), 4)
+    few, less, more = [16], [64] * 2, [64] * 5
+    assert asked == [*[(few, 1)] * 3, *[(less, 1), (less, 2)] * 3, *[(more, 1), (more, 2)] * 3]
+    assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.3 / 0.6 and 0.6 / 1
 
 
 # Time and room.

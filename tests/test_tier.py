@@ -37,7 +37,7 @@ class OneWay(FasterWay):
         super().__init__()
         self.direct = direct
 
-    def note(self, nbytes: int, seconds: float) -> None:
+    def note(self, nbytes: int, began: float, ended: float) -> None:
         pass
 
 
@@ -471,14 +471,18 @@ def test_throttled_memory_has_no_checkpoints(shard: Path) -> None:
         Throttled(MemoryTier("host", Ledger("host"))).checkpoint(shard, 0, 4, torch.float32)
 
 
-def learned(rates: dict[bool, float], turns: int) -> list[bool]:
-    """The way of each turn when reads take the time of these rates (bytes/s, by direct)."""
-    way, used = FasterWay(), []
+def learned(rates: dict[bool, float], turns: int, computing: float = 0.0) -> list[bool]:
+    """The way of each turn when reads take the time of these rates (bytes/s, by direct). computing: seconds in which
+    the bytes of a turn are used; the next read waits for that."""
+    way, used, now, free = FasterWay(), list[bool](), 0.0, 0.0
     for _ in range(turns):
         used.append(way.direct)
         for _ in range(FasterWay.TURN // CHUNK):
             assert way.direct is used[-1]
-            way.note(CHUNK, CHUNK / rates[way.direct])
+            now, began = now + CHUNK / rates[way.direct], now
+            way.note(CHUNK, began, now)
+            free = max(now, free + computing * CHUNK / FasterWay.TURN)
+            now = max(now, free)
     return used
 
 
@@ -490,27 +494,49 @@ def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
     assert used[-10:] == [best] * 10
 
 
+def test_reads_that_nobody_waits_for_are_direct() -> None:
+    """Where computing takes longer than direct reads do, cached ones are not even tried."""
+    direct = FasterWay.TURN / 1e9  # seconds of a turn
+    assert all(learned({True: 1e9, False: 2e9}, 40, computing=1.5 * direct))
+    used = learned({True: 1e9, False: 2e9}, 40, computing=1.1 * direct)  # nearly as long as reading
+    assert used[:6].count(False) == 3
+    assert used[6:].count(True) == 2  # the reviews; cached reads leave the reader idle half of the time
+
+
+def test_reads_turn_direct_when_computing_takes_longer() -> None:
+    way, now = FasterWay(), 0.0
+    for step in range(40 * (FasterWay.TURN // CHUNK)):
+        late = step >= 20 * (FasterWay.TURN // CHUNK)
+        assert step != 20 * (FasterWay.TURN // CHUNK) or not way.direct
+        ended = now + CHUNK / (1e9 if way.direct else 2e9)
+        way.note(CHUNK, now, ended)
+        now = ended + late * 0.01
+    assert way.direct
+
+
 def test_the_way_changes_with_the_disk() -> None:
-    way = FasterWay()
+    way, now = FasterWay(), 0.0
     rates = {True: 1e9, False: 2e9}
     for step in range(200 * (FasterWay.TURN // CHUNK)):
         if step == 40 * (FasterWay.TURN // CHUNK):
             assert not way.direct
             rates = {True: 2e9, False: 0.5e9}
-        way.note(CHUNK, CHUNK / rates[way.direct])
+        now, began = now + CHUNK / rates[way.direct], now
+        way.note(CHUNK, began, now)
     assert way.direct
 
 
 def test_both_ways_are_used_for_a_long_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FasterWay, "TURN", 2 * CHUNK)
+    monkeypatch.setattr(FasterWay, "BUSY", 0.0)
     path, values = tmp_path / "x", some(9 * CHUNK // 4)
     path.write_bytes(values.numpy().tobytes())
     tier, seen = DiskTier("disk", Ledger("disk"), tmp_path), set()
     real = tier.way.note
 
-    def note(nbytes: int, seconds: float) -> None:
+    def note(nbytes: int, began: float, ended: float) -> None:
         seen.add(tier.way.direct)
-        real(nbytes, seconds)
+        real(nbytes, began, ended)
 
     monkeypatch.setattr(tier.way, "note", note)
     for _ in range(3):

@@ -1,6 +1,7 @@
 """What streaming weights and computing do to each other: some layers of the model, read and computed in lanes."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -23,6 +24,7 @@ PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
 FEW = 16  # tokens, where a difference of seconds tells more than the machine's drift
 LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
+TOKENS, MOST_BATCHES = 64, 32  # of a gpu_batch that decodes; gpu_batches, which make up the seconds of computing
 
 
 @dataclass(frozen=True)
@@ -70,14 +72,14 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
 def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
     machine, beside = weights.machine, list[float]()
     few = Trial(weights.skeleton, machine, FEW)
-    waited = [_passes(weights, few, depth, slots=1) for _ in range(TURNS)]
+    waited = [_passes(weights, [few], depth, slots=1) for _ in range(TURNS)]
     read, wake = (median(found) for found in ([x.read for x in waited], [x.device - at(layer, FEW) for x in waited]))
     for ratio in (LESS, MORE):
-        tokens = int(next((n for n, seconds in layer if seconds >= ratio * read), layer[-1][0]))
-        trial = Trial(weights.skeleton, machine, tokens)
+        count = min(MOST_BATCHES, max(1, round(ratio * read / at(layer, TOKENS))))
+        trials = [Trial(weights.skeleton, machine, TOKENS) for _ in range(count)]
         for _ in range(TURNS):
-            alone, both = (_passes(weights, trial, depth, slots) for slots in (1, 2))
-            device = min(alone.device, at(layer, tokens))
+            alone, both = (_passes(weights, trials, depth, slots) for slots in (1, 2))
+            device = min(alone.device, count * at(layer, TOKENS))
             beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
     lost, wake = (min(MOST_SLOWED, max(0.0, found)) for found in (median(beside), wake))
     # At most 1: all seconds of the device are added to the disk's; with more, a disk that reads little would be
@@ -93,14 +95,15 @@ def _depth(opened: Opened) -> int:
     return min(alike, max(2, PASS_BYTES // max(1, nbytes)))
 
 
-def _passes(weights: Weights, trial: Trial, depth: int, slots: int) -> Streamed:
-    """Passes over the first `depth` layers."""
-    batch = Batch((Piece(0, 0, trial.tokens, True),), "device", "device")
+def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -> Streamed:
+    """Passes over the first `depth` layers, each of them computed once for every trial."""
+    batches = [Batch((Piece(k, 0, trial.tokens, True),), "device", "device") for k, trial in enumerate(trials)]
 
     def perform(task: Task) -> None:
         if task.op is Op.LOAD_WEIGHT:
             weights.load(task.cell.layer, task.slot, task.home, task.hop)
             return
+        trial = trials[task.cell.batch]
         if task.cell.layer == 0:
             trial.begin()
         weights.bind(task.cell.layer, task.slot)
@@ -108,11 +111,11 @@ def _passes(weights: Weights, trial: Trial, depth: int, slots: int) -> Streamed:
 
     program = Program(weights.streamed[:depth], depth, slots, weights.machine.routes)
     with Executor(perform, weights.machine.lanes) as executor:
-        executor.run(program.sweep(0, [batch], True))
+        executor.run(program.sweep(0, batches, True))
         before, began, number, more = dict(executor.busy), time.perf_counter(), 0, True
         while more:
             number, more = number + 1, time.perf_counter() - began < PASSES_SECONDS
-            executor.run(program.sweep(number, [batch], more))
+            executor.run(program.sweep(number, batches, more))
         layers = number * depth
         lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.busy.items()}
         seconds = (time.perf_counter() - began) / layers

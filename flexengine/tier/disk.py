@@ -1,8 +1,8 @@
 """Files: checkpoint shards read in place, and one spill file for what the policy sends to disk.
 
-Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read either directly or through the
-page cache with every chunk dropped behind the reader, whichever turns out faster. The spill file is direct where the
-file system allows.
+Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read directly; or, where the job waits
+for them and that turns out faster, through the page cache with every chunk dropped behind the reader. The spill file is
+direct where the file system allows.
 """
 
 import contextlib
@@ -173,7 +173,7 @@ class DiskTier(Tier):
                 began = time.perf_counter()
                 self._read(run.file, buffer[: high - low], low, min(high, run.end))
                 if run.file is not self._spill and run.file.direct is not None:  # there was a choice
-                    self.way.note(high - low, time.perf_counter() - began)
+                    self.way.note(high - low, began, time.perf_counter())
             except BaseException:
                 ring.put(buffer)
                 raise
