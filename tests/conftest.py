@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import random
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -119,9 +120,19 @@ LONGEST = ("test_exactness", "test_architectures", "test_demo", "test_cache_kern
            "test_profile", "test_resume", "test_accounting", "test_topk", "test_bench", "test_recovery")  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Files must not depend on those that ran before them, or beside them."""
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in an order drawn with this seed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, then those with the most tests; setup.cfg tells xdist to keep to that."""
     tests = Counter(item.path for item in items)
+    if (seed := config.getoption("shuffle")) is not None:
+        paths = sorted(tests)
+        random.Random(seed).shuffle(paths)
+        items.sort(key=lambda item: paths.index(item.path))
+        return
     order = {name: i for i, name in enumerate(LONGEST)}
     items.sort(key=lambda item: (order.get(item.path.stem, len(order)), -tests[item.path]))
 

@@ -255,6 +255,9 @@ def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
     cache = sum(layout.account[tier]["KV cache"] for tier in ("device", "host"))
     rest = sum(sum(layout.account[tier].values()) for tier in ("device", "host")) - cache
     assert after.seconds - before.seconds == pytest.approx(cache / 1e6)
+    busy = Cost(model, replace(FLAT, touch=1e6, touch_busy=0.5e6), work).predict(layout)
+    assert busy.seconds - before.seconds == pytest.approx(cache / 0.5e6)
+    assert busy.load_seconds == after.load_seconds
     waits = before.sweep_seconds["prefill"] - before.lanes["prefill"]["device"]  # of the device, for other lanes
     assert after.load_seconds == pytest.approx(rest / 1e6 - waits)
     assert after.load_seconds > before.load_seconds

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ SPILLED = 256 * MIB  # most of the offload directory
 LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
 WRITTEN = 128 * MIB  # of that file
 TOUCHED, PAGE = 512 * MIB, 4096
+WIDTH = 512  # of products that keep the processor busy
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # in which sizes are tried one after the other
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
@@ -42,11 +44,13 @@ DTYPE = torch.bfloat16  # of what is moved; it lands as it is
 @dataclass(frozen=True)
 class LinkRates:
     """links: by lane (bytes of a transfer, bytes per second); checkpoint_read: the same of the model's own files;
-    touch: bytes per second of RAM that is used for the first time."""
+    touch: bytes per second of RAM that is used for the first time; touch_busy: the same while the processor computes.
+    """
 
     links: Mapping[str, Table]
     checkpoint_read: Table
     touch: float
+    touch_busy: float
 
 
 def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRates:
@@ -56,9 +60,9 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     InvalidInput if the offload directory cannot be written.
     """
     with unnoticed(machine):
-        touch = _touch(room(machine, "device", "host"))
+        touch, busy = _touch(room(machine, "device", "host"))
         links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))
-        return LinkRates(links, _checkpoint_read(machine, checkpoint), touch)
+        return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
 
 
 def _sizes(wanted: Sequence[int], most: int) -> list[int]:
@@ -97,19 +101,41 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
     return time.perf_counter() - began, count
 
 
-def _touch(most: int) -> float:
-    """Return the bytes per second of RAM written to for the first time: page faults on the second half of a fresh
-    mapping. The first half uses recently freed pages, which a virtual machine's kernel hands out ten times faster.
+def _touch(most: int) -> tuple[float, float]:
+    """Return the bytes per second of RAM written to for the first time, alone and while the processor computes: page
+    faults on the last two quarters of a fresh mapping. The first half uses recently freed pages, which a virtual
+    machine's kernel hands out ten times faster.
 
     Args:
         most: bytes that may be taken.
     """
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
-    half = len(fresh) // 2
-    fresh[:half:PAGE] = 1
+    quarter = len(fresh) // 4
+    fresh[: 2 * quarter : PAGE] = 1
+    alone = _faults(fresh[2 * quarter : 3 * quarter])
+    stop, began = threading.Event(), threading.Event()
+
+    def compute() -> None:
+        factor = torch.ones(WIDTH, WIDTH)
+        while not stop.is_set():
+            torch.mm(factor, factor)
+            began.set()
+
+    thread = threading.Thread(target=compute, daemon=True)
+    thread.start()
+    try:
+        began.wait()
+        return alone, _faults(fresh[3 * quarter :])
+    finally:
+        stop.set()
+        thread.join()
+
+
+def _faults(fresh: torch.Tensor) -> float:
+    """Return the bytes per second at which every page of it is written to."""
     began = time.perf_counter()
-    fresh[half::PAGE] = 1
-    return (len(fresh) - half) / (time.perf_counter() - began)
+    fresh[::PAGE] = 1
+    return len(fresh) / (time.perf_counter() - began)
 
 
 def _copies(machine: Machine) -> dict[str, Table]:

@@ -127,7 +127,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
             crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
         machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
-        touch=links.touch, crosstalk=crosstalk, measured=True, **vars(rates),
+        touch=links.touch, touch_busy=links.touch_busy, crosstalk=crosstalk, measured=True, **vars(rates),
     )  # fmt: skip
 
 

@@ -369,7 +369,8 @@ class Cost:
         booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
         cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
         rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, self.hardware.touch
-        return (cache / rate, rest / rate) if rate else (0.0, 0.0)
+        busy = self.hardware.touch_busy if self.hardware.kind != "cuda" else 0.0  # a GPU computes without the processor
+        return (cache / (busy or rate), rest / rate) if rate else (0.0, 0.0)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Shares of the sequences whose cache lives on each tier (the device's places are filled first), and the page

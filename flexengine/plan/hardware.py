@@ -68,7 +68,8 @@ class Hardware:
         "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.
     delegation: by signature of a model's first layer, seconds that a layer of a gpu_batch takes longer if its attention
         is delegated, beside that attention; `task_seconds` where it was not measured.
-    touch: bytes per second of RAM that is written to for the first time; 0 if not known.
+    touch: bytes per second of RAM that is written to for the first time; touch_busy: the same while the processor
+        computes, as a job does when its KV cache fills; 0 if not known.
     measured: False for what was written by hand.
     corrected: by lane of a link, or signature of a layer or head, how many times as long as was measured its figures
         say that it takes, since jobs have shown that it does.
@@ -99,6 +100,7 @@ class Hardware:
     streaming: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     delegation: Mapping[str, float] = field(default_factory=dict)
     touch: float = 0.0
+    touch_busy: float = 0.0
     measured: bool = False
     corrected: Mapping[str, float] = field(default_factory=dict)
 
@@ -122,7 +124,7 @@ class Hardware:
             _known(f"delegation {name}", lost)
         _positive("elementwise", self.elementwise)
         seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
-        for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch"):
+        for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch", "touch_busy"):
             _known(name, getattr(self, name))
         if not isinstance(self.name, str) or not isinstance(self.measured, bool):
             raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be a string"
