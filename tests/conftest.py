@@ -121,7 +121,7 @@ LONGEST = ("test_exactness", "test_architectures", "test_demo", "test_cache_kern
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Files must not depend on those that ran before them, or beside them."""
+    """Adds --shuffle SEED, which shows whether a file depends on those that ran before it."""
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the files in an order drawn with this seed")
 
 

@@ -74,7 +74,7 @@ def test_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
     record = attention.run_case(SMALL, 2)
     assert list(record["kinds"]) == [*SMALL.kinds, "sdpa"]
     assert all(x["seconds"] > 0 for x in record["kinds"].values())
-    assert torch.__version__.startswith(record["versions"]["torch"])  # a package may leave out its "+cpu"
+    assert record["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # packages may lack "+cpu"
     assert all(0 < x["share"] <= x["bound"] for kind, x in record["kinds"].items() if kind != "sdpa")
 
 

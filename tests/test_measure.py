@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -388,9 +389,43 @@ def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
     weights: Any = SimpleNamespace(machine=None, skeleton=None)
     found = streaming._compared(weights, ((1.0, 0.1), (16.0, 1.1), (64.0, 0.3)), 4)
-    few, less, more = [16], [64] * 2, [64] * 5
+    few, less, more = [16], [64] * 2, [64] * 5  # tokens of each gpu_batch
     assert asked == [*[(few, 1)] * 3, *[(less, 1), (less, 2)] * 3, *[(more, 1), (more, 2)] * 3]
     assert found == pytest.approx({"device": 0.55, "disk_read": 0.55, "wake": 0.2})  # of 0.3 / 0.6 and 0.6 / 1
+
+
+def test_what_hardly_overlaps_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a layer that takes long to read the most gpu_batches are computed, once; noise in reading is no slowing."""
+    asked = list[int]()
+
+    def passes(_w: Any, trials: Any, _d: int, slots: int) -> streaming.Streamed:
+        asked.append(len(trials))
+        return streaming.Streamed(2.9 if slots == 2 else 3.0, 0.001 * len(trials), 2.7)
+
+    monkeypatch.setattr(streaming, "_passes", passes)
+    monkeypatch.setattr(streaming, "Trial", lambda _s, _m, tokens: tokens)
+    weights: Any = SimpleNamespace(machine=None, skeleton=None)
+    found = streaming._compared(weights, ((16.0, 0.001), (64.0, 0.001)), 4)
+    assert asked == [1] * 3 + [32] * 6
+    assert (found["device"], found["disk_read"]) == (0.0, 0.0)
+
+
+def test_new_ram_is_written_to_alone_and_beside_products() -> None:
+    """Both rates are those of pages, and nothing computes afterwards."""
+    before = threading.active_count()
+    alone, busy = links._touch(64 << 20)
+    assert 1e6 < busy < 1e12
+    assert 1e6 < alone < 1e12
+    assert threading.active_count() == before
+
+
+def test_products_that_fail_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no memory for a product")
+
+    monkeypatch.setattr(torch, "mm", fails)
+    with pytest.raises(RuntimeError, match="no memory for a product"):
+        links._touch(64 << 20)
 
 
 # Time and room.

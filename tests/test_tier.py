@@ -547,6 +547,20 @@ def test_both_ways_are_used_for_a_long_checkpoint(tmp_path: Path, monkeypatch: p
     tier.close()
 
 
+def test_a_throttled_tier_owes_what_is_too_short_to_sleep() -> None:
+    """A hundred transfers of 0.05 ms that come one every 0.1 ms, and those at once, take their time in all."""
+    tier = Throttled(MemoryTier("host", Ledger("host")), read_rate=2e6)
+    home, buffer = tier.allocate(100, "x"), torch.zeros(100, dtype=torch.uint8)
+    for gap in (0.0, 1e-4):
+        began = now = time.perf_counter()
+        for _ in range(100):
+            tier.load(home, buffer)
+            now = max(now, time.perf_counter()) + gap
+            while time.perf_counter() < now:
+                pass
+        assert time.perf_counter() - began >= 100 * (5e-5 + gap) - 2e-4
+
+
 def test_throttled_takes_the_time_of_the_link() -> None:
     """Transfers of one direction queue; the other direction has a link of its own."""
     tier = Throttled(MemoryTier("host", Ledger("host")), read_rate=2e6, write_rate=4e6)
@@ -882,10 +896,42 @@ def test_a_write_that_fails_names_file_and_byte(tmp_path: Path) -> None:
     tier.close()
 
 
+def test_pages_are_written_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two writes are under way at once; all bytes arrive, and are counted once."""
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    home = tier.allocate(8 * 4096, "KV cache", torch.float32)
+    values, meeting, real = some(8 * 1024), threading.Barrier(2), os.pwritev
+
+    def meet(*args: Any) -> int:
+        meeting.wait(30)  # for the other write
+        return real(*args)
+
+    monkeypatch.setattr(os, "pwritev", meet)
+    tier.store_all([(values[i * 1024 : (i + 1) * 1024], home.part(i * 4096, 4096)) for i in range(8)])
+    assert tier.bytes_written == values.nbytes
+    tier.load(home, target := torch.zeros_like(values))
+    assert torch.equal(target, values)
+    tier.close()
+
+
+def test_all_writes_have_ended_before_one_that_failed_is_told_of(tmp_path: Path) -> None:
+    tier = DiskTier("disk", Ledger("disk"), tmp_path)
+    home = tier.allocate(8 * 4096, "KV cache", torch.float32)
+    values = some(8 * 1024)
+    pairs = [(values[i * 1024 : (i + 1) * 1024], home.part(i * 4096, 4096)) for i in range(8)]
+    with Failing([tmp_path], Fault(("write",), 3)) as calls, pytest.raises(OSError, match="writing"):
+        tier.store_all(pairs)
+    assert calls.made == 8
+    tier.store_all(pairs)
+    tier.load(home, target := torch.zeros_like(values))
+    assert torch.equal(target, values)
+    tier.close()
+
+
 def test_only_reads_that_had_a_choice_are_noted(tmp_path: Path) -> None:
     tier = DiskTier("disk", Ledger("disk"), tmp_path)
     noted: list[int] = []
-    tier.way.note = lambda nbytes, seconds: noted.append(nbytes)  # type: ignore[method-assign]
+    tier.way.note = lambda nbytes, began, ended: noted.append(nbytes)  # type: ignore[method-assign]
     values = some(CHUNK)
     home = tier.allocate(values.nbytes, "KV cache", torch.float32)
     tier.store(values, home)

@@ -9,10 +9,11 @@ from statistics import median
 import torch
 
 from flexengine import kernels
+from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
 from flexengine.measure.timing import fill, seconds_per_call, unnoticed
-from flexengine.model.forward import Attend, Layer
+from flexengine.model.forward import Layer
 from flexengine.plan.layout import PAGE_TOKENS
 from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece
@@ -47,6 +48,9 @@ def measure_delegation(opened: Opened, machine: Machine) -> float | None:
             with Executor(lambda task: cells[task.cell.batch].perform(task), machine.lanes) as executor:
                 turns = [[_seconds(executor, machine, depth, delegated) for delegated in (True, False)]
                          for _ in range(TURNS)]  # fmt: skip
+                executor.abandon("device", lambda: Trial.end_all([cell.trial for cell in cells]))
+        except OutOfMemory:
+            return None
         finally:
             regions.free()
     return max(0.0, median(delegated - whole for delegated, whole in turns))
@@ -90,7 +94,7 @@ class _Cell:
             out = self.kernels.decode(queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale)
             queries.copy_(out.view(-1))
         elif task.op is Op.FINISH:
-            trial.event = trial.forward.resume(self.answer)
+            trial.resume(self.answer)
         elif task.cell.layer < self.depth:
             if task.cell.layer == 0:
                 trial.begin()
@@ -103,8 +107,7 @@ class _Cell:
         """Compute a layer up to its attention, and put its queries down."""
         trial = self.trial
         assert isinstance(trial.event, Layer)
-        attend = trial.forward.resume(trial.event.hidden)
-        assert isinstance(attend, Attend)
+        attend = trial.attention()
         near = self.machine.device.view(self.near)
         near.copy_(attend.q.reshape(-1)[: len(near)])
         self.answer = trial.answer(attend)

@@ -5,6 +5,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +33,7 @@ COPIED = 128 * MIB  # of each memory, which no cache holds
 SPILLED = 256 * MIB  # most of the offload directory
 LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
 WRITTEN = 128 * MIB  # of that file
-TOUCHED, PAGE = 512 * MIB, 4096
+TOUCHED, PAGE = 640 * MIB, 4096
 WIDTH = 512  # of products that keep the processor busy
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
 TURNS = 4  # in which sizes are tried one after the other
@@ -103,32 +104,42 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
 
 def _touch(most: int) -> tuple[float, float]:
     """Return the bytes per second of RAM written to for the first time, alone and while the processor computes: page
-    faults on the last two quarters of a fresh mapping. The first half uses recently freed pages, which a virtual
-    machine's kernel hands out ten times faster.
+    faults in a fresh mapping. Its first two fifths use recently freed pages, which a virtual machine's kernel hands out
+    ten times faster.
 
     Args:
         most: bytes that may be taken.
     """
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
-    quarter = len(fresh) // 4
-    fresh[: 2 * quarter : PAGE] = 1
-    alone = _faults(fresh[2 * quarter : 3 * quarter])
+    fifth = len(fresh) // 5
+    fresh[: 2 * fifth : PAGE] = 1
+    alone = _faults(fresh[2 * fifth : 4 * fifth])
+    with computing():
+        return alone, _faults(fresh[4 * fifth :])
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Keeps the processor busy with products. Raises what stopped them."""
     stop, began = threading.Event(), threading.Event()
 
     def compute() -> None:
-        factor = torch.ones(WIDTH, WIDTH)
-        while not stop.is_set():
-            torch.mm(factor, factor)
-            began.set()
+        try:
+            factor = torch.ones(WIDTH, WIDTH)
+            while not stop.is_set():
+                torch.mm(factor, factor)
+                began.set()
+        finally:
+            began.set()  # nobody waits for products that failed
 
-    thread = threading.Thread(target=compute, daemon=True)
-    thread.start()
-    try:
-        began.wait()
-        return alone, _faults(fresh[3 * quarter :])
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        busy = pool.submit(compute)
+        try:
+            began.wait()
+            yield
+        finally:
+            stop.set()
+        busy.result()
 
 
 def _faults(fresh: torch.Tensor) -> float:
@@ -283,6 +294,11 @@ def _write(file: int, most: int) -> int:
 
 
 def offload_directory(machine: Machine) -> Path:
+    return disk_of(machine).directory
+
+
+def disk_of(machine: Machine) -> DiskTier:
+    """Return the disk itself, without what slows it down."""
     disk = machine.disk.inner if isinstance(machine.disk, Throttled) else machine.disk
     assert isinstance(disk, DiskTier)
-    return disk.directory
+    return disk

@@ -93,6 +93,7 @@ def time_layers(
             if time.perf_counter() > end and set(found[n]) | {cold[n][0] if n in cold else START} == {START, *names}:
                 break
         took[n] = time.perf_counter() - began
+    Trial.end_all(list(trials.values()))
     for n, (name, seconds) in cold.items():
         found[n] = found[n] if name in found[n] else {**found[n], name: [seconds]}
     return {n: {name: median(times) for name, times in by.items()} for n, by in found.items() if n in cold}
@@ -106,7 +107,7 @@ class Trial:
     machine: Machine
     tokens: int
     answers: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    forward: Forward = field(init=False)
+    forward: Forward | None = None
     event: Pause = field(init=False)
 
     def walk(self, count: int) -> Iterator[tuple[int, float]]:
@@ -120,6 +121,7 @@ class Trial:
 
     def begin(self) -> float:
         """Starts a pass, up to its first layer; when the model itself began."""
+        self.end()
         inputs, rows = self._inputs()
         self.machine.settle()
         began = time.perf_counter()
@@ -129,12 +131,34 @@ class Trial:
         self.event = self._on(self.forward, (rows, inputs.positions - inputs.positions.min()))
         return began
 
+    def end(self) -> None:
+        """Ends a pass under way, whose tensors would stay else. In the thread that began it."""
+        if self.forward is not None:
+            self.forward.end()
+            self.forward = None
+
+    @staticmethod
+    def end_all(trials: "Sequence[Trial]") -> None:
+        """Ends the passes of several trials."""
+        for trial in trials:
+            trial.end()
+
     def layer(self) -> None:
         """Computes the next layer."""
+        self.resume(self.answer(self.attention()))
+
+    def attention(self) -> Attend:
+        """Computes the next layer up to its attention."""
+        assert self.forward is not None
         assert isinstance(self.event, Layer)
         attend = self.forward.resume(self.event.hidden)
         assert isinstance(attend, Attend)
-        self.event = self._on(self.forward, self.answer(attend))
+        return attend
+
+    def resume(self, answer: Tensor) -> None:
+        """Computes the rest of a layer, from the output of its attention on."""
+        assert self.forward is not None
+        self.event = self._on(self.forward, answer)
 
     def _on(self, forward: Forward, value: Any) -> Pause:
         event = forward.resume(value)

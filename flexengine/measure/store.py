@@ -183,7 +183,7 @@ def key_of(machine: Machine, offload_dir: Path, dtype: torch.dtype, checkpoint: 
 
 def fingerprint(machine: Machine, offload_dir: Path) -> str:
     """Of all that a machine's rates depend on: 32 hexadecimal digits."""
-    rates = [tier.rates for tier in (machine.host, machine.disk) if isinstance(tier, Throttled)]
+    rates = [(tier.rates, tier.latency) for tier in (machine.host, machine.disk) if isinstance(tier, Throttled)]
     parts = [
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,

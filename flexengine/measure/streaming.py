@@ -8,6 +8,7 @@ from statistics import median
 import torch
 
 from flexengine.errors import OutOfMemory
+from flexengine.measure.links import disk_of
 from flexengine.measure.model import Trial
 from flexengine.measure.timing import unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
@@ -22,9 +23,11 @@ from flexengine.worker.weights import Weights
 
 PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
 TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
-FEW = 16  # tokens, where a difference of seconds tells more than the machine's drift
-LESS, MORE = 0.6, 1.4  # seconds of computing a layer over those of reading it, about which they are looked at
-TOKENS, MOST_BATCHES = 64, 32  # of a gpu_batch that decodes; gpu_batches, which make up the seconds of computing
+WAITING = 16  # tokens of a pass whose device waits for every layer: few, so that waiting is much of its time
+TOKENS = 64  # of a gpu_batch, as many as one that decodes has
+LESS, MORE = 0.6, 1.4  # seconds of computing a layer, for all gpu_batches of a pass, over those of reading it
+MOST_BATCHES = 32
+TELLING = 0.1  # least share of the longest lane's time that the others' work takes; less says nothing
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,19 @@ class Streamed:
     link: float = 0.0
 
     @property
-    def hidden(self) -> float:
-        """What each second of the shorter ones adds to the longest, if they overlapped and this is how long they take
-        alone; see `measure_streaming`."""
+    def added(self) -> float | None:
+        """Seconds that each second of the shorter lanes adds to the longest, if `seconds` are those of an overlapped
+        pass and the lanes' those of a pass where nothing overlaps. None where the shorter ones do almost nothing."""
         alone = (self.device, self.read, self.link)
-        return (self.seconds - max(alone)) / (sum(alone) - max(alone))
+        rest = sum(alone) - max(alone)
+        return (self.seconds - max(alone)) / rest if rest >= TELLING * max(alone) else None
 
 
 @torch.no_grad()
 def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[str, float]:
     """`Hardware.streaming` of this model: from passes over its first layers, all of them read from the checkpoint, some
-    where the link takes longer than the device and some where it does not, next to passes where nothing overlaps.
+    where reading takes longer than computing and some where it does not (as far as MOST_BATCHES gpu_batches allow),
+    next to passes where nothing overlaps. All reads are direct.
 
     layer: (tokens, seconds) of such a layer computed alone. {} where there is no room for two layers, the first two
     differ, or there is nothing to read. Raises BadCheckpoint.
@@ -62,26 +67,30 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
             weights = Weights(opened, layout, machine)
         except OutOfMemory:
             return {}
+        way = disk_of(machine).way
+        way.direct = way.held = True
         try:
             weights.settle_all()
             return _compared(weights, layer, _depth(opened))
         finally:
+            way.held = False
             weights.close()
 
 
 def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
-    machine, beside = weights.machine, list[float]()
-    few = Trial(weights.skeleton, machine, FEW)
+    machine, added = weights.machine, list[float]()
+    few = Trial(weights.skeleton, machine, WAITING)
     waited = [_passes(weights, [few], depth, slots=1) for _ in range(TURNS)]
-    read, wake = (median(found) for found in ([x.read for x in waited], [x.device - at(layer, FEW) for x in waited]))
-    for ratio in (LESS, MORE):
-        count = min(MOST_BATCHES, max(1, round(ratio * read / at(layer, TOKENS))))
+    read, wake = (median(x) for x in ([x.read for x in waited], [x.device - at(layer, WAITING) for x in waited]))
+    batches = (round(ratio * read / at(layer, TOKENS)) for ratio in (LESS, MORE))
+    for count in sorted({min(MOST_BATCHES, max(1, number)) for number in batches}):
         trials = [Trial(weights.skeleton, machine, TOKENS) for _ in range(count)]
         for _ in range(TURNS):
             alone, both = (_passes(weights, trials, depth, slots) for slots in (1, 2))
             device = min(alone.device, count * at(layer, TOKENS))
-            beside.append(Streamed(both.seconds, device, alone.read, alone.link).hidden)
-    lost, wake = (min(MOST_SLOWED, max(0.0, found)) for found in (median(beside), wake))
+            if (share := Streamed(both.seconds, device, alone.read, alone.link).added) is not None:
+                added.append(share)
+    lost, wake = (min(MOST_SLOWED, max(0.0, x)) for x in (median(added or [0.0]), wake))
     # At most 1: all seconds of the device are added to the disk's; with more, a disk that reads little would be
     # predicted to end last.
     return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
@@ -116,6 +125,7 @@ def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -
         while more:
             number, more = number + 1, time.perf_counter() - began < PASSES_SECONDS
             executor.run(program.sweep(number, batches, more))
+        executor.abandon("device", lambda: Trial.end_all(trials))
         layers = number * depth
         lanes = {lane: (x - before.get(lane, 0.0)) / layers for lane, x in executor.busy.items()}
         seconds = (time.perf_counter() - began) / layers

@@ -139,14 +139,18 @@ class Clock:
         page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
         if task.op is Op.LOAD_CACHE:
             pages = sum(self._loaded(p, size) for p in batch.pieces)
-            together = page if self.cost.hardware.kind == "cuda" or lane == "disk_read" else pages * page
-            return self.cost.hardware.link_seconds(lane, pages * page, together)
+            return self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
         single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
         whole = [p for p in batch.pieces if not (single and p.decodes)]
         pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in whole)
         rows = (len(batch.pieces) - len(whole)) * page / size
-        return (self.cost.hardware.link_seconds(lane, pages * page, page)
+        return (self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
                 + self.cost.hardware.link_seconds(lane, rows, max(rows, 1.0)))  # fmt: skip
+
+    def _together(self, lane: str, nbytes: float, page: int) -> float:
+        """Bytes of a transfer of pages: see `Cost.terms`."""
+        alone = self.cost.hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
+        return page if alone else max(nbytes, page)
 
     def _loaded(self, piece: Piece, page_tokens: int) -> float:
         """Pages that come ahead of computing; of keys alone, half a page each."""

@@ -159,7 +159,7 @@ class Cost:
         found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(pieces["disk"], 1.0))
         page = self.away_page * model.kv_token
         # A GPU copies page by page. A simulated link makes a gpu_batch wait once for all its pages, one each at least.
-        brought = page if hardware.kind == "cuda" else page * policy.gpu_batch_size
+        together = page if hardware.kind == "cuda" else page * policy.gpu_batch_size
         coming = sweeps.loaded
         if model.topk is not None:
             chosen = Chosen.of(sweeps, self.away_page, rates.windows)
@@ -178,7 +178,7 @@ class Cost:
             here = self._seen(sweeps, Attention.decode) * sweeps.counted
             found["device"]["cc"] = asked / g * rates.delegated - here
         for lane, name, nbytes, transfer in (
-            ("h2d", "cc", up, brought), ("d2h", "cc", down, page), ("h2d", "hc", hidden, wide),
+            ("h2d", "cc", up, together), ("d2h", "cc", down, together), ("h2d", "hc", hidden, wide),
             ("d2h", "cc", rows * model.kv_token * layers, policy.gpu_batch_size * model.kv_token),
             ("d2h", "hc", hidden, wide), ("disk_read", "cd", loaded, page), ("disk_write", "cd", stored, page),
             ("disk_read", "hd", hidden, wide), ("disk_write", "hd", hidden, wide),
@@ -187,7 +187,7 @@ class Cost:
         if staged:  # what comes from disk, or goes there, crosses the device's link as well
             link("h2d", "wd", weights, pieces["disk"])
             for lane, name, nbytes, transfer in (
-                ("h2d", "cd", loaded, brought), ("d2h", "cd", stored, page),
+                ("h2d", "cd", loaded, together), ("d2h", "cd", stored, together),
                 ("h2d", "hd", hidden, wide), ("d2h", "hd", hidden, wide),
             ):  # fmt: skip
                 link(lane, name, nbytes, transfer)
@@ -353,6 +353,8 @@ class Cost:
         if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, but what stays needs no slot
             slowed, alone = self.slowed({"device": device, "disk_read": reading}, policy), sum(first.values())
             end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
+            if first.get("disk_read"):  # in whose lane a layer's read waits for its slot, and holds up those behind it
+                end = max(end, alone + reading)
         else:
             disk = first.get("disk_read", 0.0) + reading
             end = self._ends({**first, "device": device, "disk_read": disk}, policy)

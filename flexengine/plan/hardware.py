@@ -227,7 +227,7 @@ def _positive(name: str, value: object) -> float:
 
 
 def _known(name: str, value: object) -> None:
-    """Raise InvalidInput unless a number is positive, or 0 for what is not known."""
+    """Raise InvalidInput unless a number is positive or 0, which for rates means that they are not known."""
     if _number(name, value) != 0:
         _positive(name, value)
 

@@ -90,6 +90,11 @@ class Tier(ABC):
     def store(self, source: torch.Tensor, home: Home) -> None:
         """Copies `source` (contiguous, of the home's dtype and number of elements) to the home."""
 
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
+        """store() of several (source, home) pairs; a tier that gains from it writes them at the same time."""
+        for source, home in pairs:
+            self.store(source, home)
+
     def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
         """Copy source[i] to row number rows[i] of the home, which is cut into rows of that many bytes.
 

@@ -30,7 +30,7 @@ from flexengine.tier.memory import aligned_buffer
 CHUNK = 4 << 20  # bytes per read
 SHORT = CHUNK // 4  # bytes; shorter runs are read by the helpers, side by side
 GAP = 64 << 10  # bytes; nearer rows are read together: what lies between takes less time than a read of its own
-HELPERS = 2  # threads that convert what was read, and read what is short
+HELPERS = 2  # threads that convert what was read, read what is short, and write
 _NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # what file systems and kernels without O_TMPFILE answer
 
 Ring = queue.SimpleQueue[torch.Tensor]
@@ -225,6 +225,20 @@ class DiskTier(Tier):
             self._convert(source.view(home.dtype), flat[at : at + len(source) // width])
 
     def store(self, source: torch.Tensor, home: Home) -> None:
+        self._write(source, home)
+        self.count(written=home.nbytes)
+
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
+        """Writes by the helpers, side by side, since each write waits for the disk."""
+        if len(pairs) < 2:
+            return super().store_all(pairs)
+        writes = [self._pool().submit(self._write, source, home) for source, home in pairs]
+        wait(writes)  # all of them, before an error lets the sources go
+        for done in writes:
+            done.result()
+        self.count(written=sum(home.nbytes for _, home in pairs))
+
+    def _write(self, source: torch.Tensor, home: Home) -> None:
         file: File = home.place
         if file is not self._spill:
             raise ValueError(f"{file.path} belongs to the user and is never written")
@@ -235,7 +249,6 @@ class DiskTier(Tier):
             padded[: flat.numel()].copy_(flat)
             flat = padded
         write_fully(file, memory(flat), home.start)
-        self.count(written=home.nbytes)
 
     def close(self) -> None:
         if self._helpers:

@@ -89,20 +89,22 @@ def write_fully(file: File, source: memoryview, offset: int) -> None:
 class FasterWay:
     """Whether long sequential reads go directly or through the page cache, learned from the reads themselves.
 
-    Cached reads cost twice the CPU, so they are only tried while direct ones keep the reader busy: else computing is
-    what takes long. Where it was, a job with 3 GB to read took 10.5 s with cached reads and 7.5 s with direct ones.
+    Cached reads take twice the processor time. So they are tried only while direct ones take BUSY of the time or more:
+    otherwise the reader waits for those who compute, or takes turns with them (one slot), or has other work.
 
     Which way is faster a probe beforehand cannot tell. On one virtual disk direct reads gave 0.9 to 2.7 GB/s on idle
     cores and 2.1 while both computed (idle cores answer its interrupts late); cached ones 2.4 and 1.8. So the ways take
     turns, LEARN each, and then the faster one is kept; every REVIEW turns the other gets one.
+
+    direct: the way that reads go now. held: whether it stays so, whatever is noted.
     """
 
     TURN = 256 << 20  # bytes; readahead needs tens of MB to get going
     LEARN, REVIEW = 3, 16
-    BUSY = 0.8  # share of the time, from which on direct reads keep the reader busy
+    BUSY = 0.8
 
     def __init__(self) -> None:
-        self.direct = True
+        self.direct, self.held = True, False
         self._rates: dict[bool, float] = {}
         self._turns: defaultdict[bool, int] = defaultdict(int)
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0
@@ -115,12 +117,15 @@ class FasterWay:
         self._bytes, self._seconds = self._bytes + nbytes, self._seconds + ended - began
         if self._bytes < self.TURN:
             return
-        done, rate, elapsed = self._bytes, self._bytes / max(self._seconds, 1e-9), ended - self._since
-        self._bytes, self._seconds, self._since = 0, 0.0, ended
+        rate, elapsed = self._bytes / max(self._seconds, 1e-9), ended - self._since
         old = self._rates.get(self.direct, rate)
         self._rates[self.direct] = old + (rate - old) / 3
         self._turns[self.direct] += 1
-        if done < self.BUSY * elapsed * self._rates[True]:
+        direct = self._seconds if self.direct else self._bytes / self._rates[True]
+        self._bytes, self._seconds, self._since = 0, 0.0, ended
+        if self.held:
+            return
+        if direct < self.BUSY * elapsed:
             self.direct = True
             return
         if self._turns[False] < self.LEARN or self._turns[True] < self.LEARN:

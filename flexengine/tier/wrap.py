@@ -18,7 +18,7 @@ class Throttled(Tier):
 
     read_rate, write_rate: bytes per second, None for as fast as it goes; latency: seconds that each transfer takes
     besides. One direction carries one transfer at a time. A transfer that ends less than OWED too early does not sleep:
-    the one after it begins that much later.
+    what it owes is added to the next one.
     """
 
     def __init__(
@@ -27,7 +27,8 @@ class Throttled(Tier):
         self.latency = latency
         self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
         self.rates = {"read": read_rate, "write": write_rate}
-        self._free = {"read": 0.0, "write": 0.0}
+        self._free = {"read": 0.0, "write": 0.0}  # when a direction is free again
+        self._owed = {"read": 0.0, "write": 0.0}  # seconds that its last transfer did not sleep
         self._lock = threading.Lock()
 
     @property
@@ -43,9 +44,12 @@ class Throttled(Tier):
         if rate is None and not self.latency:
             return
         with self._lock:
+            free, owed = self._free[way], self._owed[way]
             seconds = self.latency + (nbytes / rate if rate is not None else 0.0)
-            end = self._free[way] = max(self._free[way], began) + seconds
-        if (pause := end - time.perf_counter()) > OWED:
+            end = self._free[way] = (free if began < free else began + owed) + seconds
+            pause = end - time.perf_counter()
+            self._owed[way] = pause if 0 < pause <= OWED else 0.0
+        if pause > OWED:
             time.sleep(pause)
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
@@ -76,9 +80,12 @@ class Throttled(Tier):
         self._wait("write", source.nbytes, began)
 
     def store(self, source: torch.Tensor, home: Home) -> None:
+        self.store_all([(source, home)])
+
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
         began = time.perf_counter()
-        self.inner.store(source, home)
-        self._wait("write", home.nbytes, began)
+        self.inner.store_all(pairs)
+        self._wait("write", sum(home.nbytes for _, home in pairs), began)
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
         """See DiskTier.checkpoint."""

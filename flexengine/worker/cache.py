@@ -316,21 +316,22 @@ class Cache:
             self._between(spans, buffer, up=False)
             return
         where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        for far, inside in self._pairs(layer, home, spans, where, buffer):
-            machine.tier(home).store(near.view(inside), far)
+        pairs = self._pairs(layer, home, spans, where, buffer)
+        machine.tier(home).store_all([(near.view(inside), far) for far, inside in pairs])
         for rows in view.rows:
             store_rows(machine, rows, self._room(home, buffer), self._layer(layer, home), home)
 
     def _between(self, spans: Spans, buffer: int, up: bool) -> None:
         """Staging to buffer (up) or buffer to staging: pages lie alike in both."""
-        stage, base = self._stages[buffer], self._buffers[buffer]
-        for _, at, nbytes in spans:
-            near = Home(base.place, base.start + at, nbytes, self.dtype)
-            far = Home(stage.place, stage.start + at, nbytes, self.dtype)
-            if up:
-                self.machine.host.load(far, self.machine.device.view(near))
-            else:
-                self.machine.host.store(self.machine.device.view(near), far)
+        host, device = self.machine.host, self.machine.device
+        near, far = (
+            [Home(base.place, base.start + at, nbytes, self.dtype) for _, at, nbytes in spans]
+            for base in (self._buffers[buffer], self._stages[buffer])
+        )
+        if up:
+            host.load_all([(away, device.view(here)) for here, away in zip(near, far, strict=True)])
+        else:
+            host.store_all([(device.view(here), away) for here, away in zip(near, far, strict=True)])
 
     def close(self) -> None:
         """Free all memory of the pools and buffers, whatever still refers to this cache."""
