@@ -12,6 +12,9 @@ from flexengine.errors import InvalidInput
 TIERS = ("device", "host", "disk")
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
+MOST = 1_000_000_000  # of any whole number of a policy
+MOST_SEQUENCES = 1_000_000  # of a block
+
 Split = tuple[float, float, float]
 
 
@@ -51,8 +54,13 @@ class Policy:
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise InvalidInput(f"policy {name} is {value!r}; it must be a whole number of at least 1")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+                raise InvalidInput(f"policy {name} is {value!r}; it must be a whole number of at least 1 and at most"
+                                   f" {MOST:,}")  # fmt: skip
+        if self.block_size > MOST_SEQUENCES:
+            shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
+            raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences at a time;"
+                               f" it must be at most {MOST_SEQUENCES:,}")  # fmt: skip
         for name in ("weights", "cache", "activations"):
             object.__setattr__(self, name, _split(name, getattr(self, name)))
         if self.schedule not in SCHEDULES:

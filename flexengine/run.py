@@ -281,6 +281,8 @@ def _manifest(
 def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:
     if summary:
         return summary_line(summary)
+    if not job.done and not job.failed:
+        return "0 rows done; the input has no rows"
     if not job.finished:
         return f"{job.done} rows done, {job.failed} failed; all of them were in the journal"
     failed = f"{job.failed} with errors" + ("; --retry-errors to run those again" if job.failed else "")

@@ -1,5 +1,6 @@
 """plan.lp against a grid of all placements, FlexGen's formulas written out, and random steps."""
 
+import ctypes
 import math
 import random
 import sys
@@ -480,3 +481,11 @@ def test_statuses_of_the_solver() -> None:
     for status in ("Unbounded", "UnboundedOrInfeasible", "TimeLimit"):
         assert status in solver._reason(one(1.0, 1.0, 1.0), status)
     assert "contradict" in solver._reason(one(1.0, 1.0, 1.0), "UnboundedOrInfeasible")
+
+
+def test_the_solver_says_nothing(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows go to stdout; a library's lines would stand among them."""
+    monkeypatch.setattr(solver, "_idle", [])
+    solver._solver(pytest.importorskip("highspy"))
+    ctypes.CDLL(None).fflush(None)
+    assert capfd.readouterr().out == ""

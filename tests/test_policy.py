@@ -68,11 +68,18 @@ def test_sampling_accepts() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"])
-@pytest.mark.parametrize("value", [0, -1, 1.0, True, "4", None])
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "4", None, 10**9 + 1])
 def test_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(**{name: value})
-    assert str(caught.value) == f"policy {name} is {value!r}; it must be a whole number of at least 1"
+    allowed = "a whole number of at least 1 and at most 1,000,000,000"
+    assert str(caught.value) == f"policy {name} is {value!r}; it must be {allowed}"
+
+
+def test_blocks_have_a_most() -> None:
+    assert Policy(1000, 1000).block_size == 10**6
+    with pytest.raises(InvalidInput, match=r"1000 x num_gpu_batches 1001 is 1,001,000 .* at most 1,000,000"):
+        Policy(1000, 1001)
 
 
 @pytest.mark.parametrize("name", ["weights", "cache", "activations"])

@@ -5,7 +5,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from flexengine.errors import InvalidInput
 from flexengine.measure.timing import fill, room, unnoticed
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
+from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import usable_memory
@@ -132,14 +132,15 @@ def computing() -> Iterator[None]:
         finally:
             began.set()  # nobody waits for products that failed
 
-    with ThreadPoolExecutor(1) as pool:
-        busy = pool.submit(compute)
-        try:
-            began.wait()
-            yield
-        finally:
-            stop.set()
-        busy.result()
+    lane, done = new_lane("thread", "computing"), Done()
+    lane.submit(compute, (), done)
+    try:
+        began.wait()
+        yield
+    finally:
+        stop.set()
+        lane.close()
+    done.wait()
 
 
 def _faults(fresh: torch.Tensor) -> float:
