@@ -13,7 +13,6 @@ from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
 from flexengine.measure.timing import fill, seconds_per_call, unnoticed
-from flexengine.model.forward import Layer
 from flexengine.plan.layout import PAGE_TOKENS
 from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece
@@ -106,7 +105,6 @@ class _Cell:
     def _project(self) -> None:
         """Compute a layer up to its attention, and put its queries down."""
         trial = self.trial
-        assert isinstance(trial.event, Layer)
         attend = trial.attention()
         near = self.machine.device.view(self.near)
         near.copy_(attend.q.reshape(-1)[: len(near)])

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,11 +15,10 @@ from flexengine import kernels as available
 from flexengine.kernels import Kernels
 from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
-from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
 from flexengine.model.linear import Product
 from flexengine.plan.hardware import Table
 from flexengine.plan.layout import PAGE_TOKENS
-from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
@@ -36,7 +34,6 @@ GROUP = 8  # queries per KV head, where computing rather than reading limits dec
 SECONDS = 0.1  # for each figure
 TURNS, WINDOW = 4, 0.08  # alone and together, seconds each
 BESIDE, MOVED = 32, 4 << 20  # rows of products, bytes of transfers that slow each other
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -210,9 +207,9 @@ def _slowdowns(machine: Machine, lane: str, files: Mapping[Path, int]) -> tuple[
         call = product(BESIDE).call
         for _ in range(TURNS):
             rates["product"].append(_rate(call, machine.settle, WINDOW))
-            rates["transfer"].append(_together(transfer, lane, lambda: time.sleep(WINDOW))[0])
-            beside, together = _together(transfer, lane, lambda: _rate(call, machine.settle, WINDOW))
-            rates["transfer beside"].append(beside)
+            rates["transfer"].append(beside(transfer, lane, lambda: time.sleep(WINDOW))[0])
+            slowed, together = beside(transfer, lane, lambda: _rate(call, machine.settle, WINDOW))
+            rates["transfer beside"].append(slowed)
             rates["product beside"].append(together)
     middle = {name: median(found) for name, found in rates.items()}
     return middle["product"] / middle["product beside"], middle["transfer"] / middle["transfer beside"]
@@ -226,28 +223,6 @@ def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: fl
         settle()
         number += 1
     return number / (time.perf_counter() - began)
-
-
-def _together(transfer: Callable[[int], object], name: str, work: Callable[[], T]) -> tuple[float, T]:
-    """Transfers per second in a lane while this thread does `work`, and what that returned."""
-    over, done, rates = Done(), Done(), list[float]()
-
-    def transfers() -> None:
-        began, number = time.perf_counter(), 0
-        while not number or not over.ended:
-            transfer(number)
-            number += 1
-        rates.append(number / (time.perf_counter() - began))
-
-    lane = new_lane("thread", name)
-    try:
-        lane.submit(transfers, (), done)
-        result = work()
-    finally:
-        over.set()
-        lane.close()
-    done.wait()
-    return rates[0], result
 
 
 @contextmanager

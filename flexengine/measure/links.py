@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,10 +12,9 @@ from pathlib import Path
 import torch
 
 from flexengine.errors import InvalidInput
-from flexengine.measure.timing import fill, room, unnoticed
+from flexengine.measure.timing import beside, fill, room, unnoticed
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
-from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.base import ALIGN, Home
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import usable_memory
@@ -114,33 +112,9 @@ def _touch(most: int) -> tuple[float, float]:
     fifth = len(fresh) // 5
     fresh[: 2 * fifth : PAGE] = 1
     alone = _faults(fresh[2 * fifth : 4 * fifth])
-    with computing():
-        return alone, _faults(fresh[4 * fifth :])
-
-
-@contextmanager
-def computing() -> Iterator[None]:
-    """Keeps the processor busy with products. Raises what stopped them."""
-    stop, began = threading.Event(), threading.Event()
-
-    def compute() -> None:
-        try:
-            factor = torch.ones(WIDTH, WIDTH)
-            while not stop.is_set():
-                torch.mm(factor, factor)
-                began.set()
-        finally:
-            began.set()  # nobody waits for products that failed
-
-    lane, done = new_lane("thread", "computing"), Done()
-    lane.submit(compute, (), done)
-    try:
-        began.wait()
-        yield
-    finally:
-        stop.set()
-        lane.close()
-    done.wait()
+    factor = torch.ones(WIDTH, WIDTH)
+    _, busy = beside(lambda _: torch.mm(factor, factor), "computing", lambda: _faults(fresh[4 * fifth :]))
+    return alone, busy
 
 
 def _faults(fresh: torch.Tensor) -> float:

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
+from typing import TypeVar
 
 import psutil
 import torch
 from torch import Tensor
 
+from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 
@@ -17,6 +19,7 @@ LEAST = 3  # calls that count, if the budget allows
 MOST = 1000
 DISTURBED = 0.25  # cores; what other programs may take without being mentioned
 NOTICED = 0.5  # seconds from which on that can be told: processor time is counted in hundredths
+T = TypeVar("T")
 BURST = 8  # calls queued on a GPU between two waits, as a lane does
 
 
@@ -48,6 +51,28 @@ def seconds_per_call(
         if now - began >= budget and (len(found) >= LEAST or now - began >= 2 * budget):
             break
     return median(found)
+
+
+def beside(call: Callable[[int], object], name: str, work: Callable[[], T]) -> tuple[float, T]:
+    """Calls per second, call(0), call(1), ..., in a lane while this thread does `work`, and what that returned."""
+    over, done, rates = Done(), Done(), list[float]()
+
+    def calls() -> None:
+        began, number = time.perf_counter(), 0
+        while not number or not over.ended:
+            call(number)
+            number += 1
+        rates.append(number / (time.perf_counter() - began))
+
+    lane = new_lane("thread", name)
+    try:
+        lane.submit(calls, (), done)
+        result = work()
+    finally:
+        over.set()
+        lane.close()
+    done.wait()
+    return rates[0], result
 
 
 def _nothing() -> None:

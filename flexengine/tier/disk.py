@@ -1,8 +1,8 @@
 """Files: checkpoint shards read in place, and one spill file for what the policy sends to disk.
 
-Page cache is not a tier: it is memory nobody accounts for. Checkpoint shards are read directly; or, where the job waits
-for them and that turns out faster, through the page cache with every chunk dropped behind the reader. The spill file is
-direct where the file system allows.
+The page cache is not a tier: no ledger books it. Checkpoint shards are read directly, past the page cache. If the disk
+limits the job, reads through the page cache are tried, and kept if they are faster; each chunk is dropped from it once
+it was read. The spill file is direct where the file system allows.
 """
 
 import contextlib
@@ -12,9 +12,10 @@ import queue
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -133,10 +134,7 @@ class DiskTier(Tier):
         """Reads the blocks that the rows lie in, and those between rows that are no further apart than GAP."""
         starts = home.start + rows * width
         parts = [(starts[a:b], target[a:b]) for a, b in _together(starts, width)]
-        reads = [self._pool().submit(self._read_rows, home.place, *part) for part in parts]
-        wait(reads)  # all of them, before an error lets the target go
-        for done in reads:
-            done.result()
+        self._side_by_side([partial(self._read_rows, home.place, *part) for part in parts])
         self.count(read=target.nbytes)
 
     def _read_rows(self, file: File, starts: torch.Tensor, target: torch.Tensor) -> None:
@@ -147,6 +145,13 @@ class DiskTier(Tier):
         self._read(file, buffer, low, end)
         every = buffer.as_strided((len(buffer) - width + 1, width), (1, 1))  # the row from each byte on
         torch.index_select(every, 0, starts - low, out=target)
+
+    def _side_by_side(self, calls: Sequence[Callable[[], None]]) -> None:
+        """The helpers make these calls. Raises the first error, when all have ended: until then they use tensors."""
+        under_way = [self._pool().submit(call) for call in calls]
+        wait(under_way)
+        for done in under_way:
+            done.result()
 
     def _pool(self) -> ThreadPoolExecutor:
         with self._lock:
@@ -232,10 +237,7 @@ class DiskTier(Tier):
         """Writes by the helpers, side by side, since each write waits for the disk."""
         if len(pairs) < 2:
             return super().store_all(pairs)
-        writes = [self._pool().submit(self._write, source, home) for source, home in pairs]
-        wait(writes)  # all of them, before an error lets the sources go
-        for done in writes:
-            done.result()
+        self._side_by_side([partial(self._write, source, home) for source, home in pairs])
         self.count(written=sum(home.nbytes for _, home in pairs))
 
     def _write(self, source: torch.Tensor, home: Home) -> None:

@@ -89,8 +89,9 @@ def write_fully(file: File, source: memoryview, offset: int) -> None:
 class FasterWay:
     """Whether long sequential reads go directly or through the page cache, learned from the reads themselves.
 
-    Cached reads take twice the processor time. So they are tried only while direct ones take BUSY of the time or more:
-    otherwise the reader waits for those who compute, or takes turns with them (one slot), or has other work.
+    Cached reads take twice the processor time. So they are tried only if direct reads take at least BUSY of the time.
+    If they take less, the disk lane is waiting: for a weight slot that the device still uses (with one slot it always
+    is), or for the spill file.
 
     Which way is faster a probe beforehand cannot tell. On one virtual disk direct reads gave 0.9 to 2.7 GB/s on idle
     cores and 2.1 while both computed (idle cores answer its interrupts late); cached ones 2.4 and 1.8. So the ways take
