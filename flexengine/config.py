@@ -1,5 +1,6 @@
 """Plain values that everything else reads: sizes, sampling parameters, results. No torch here."""
 
+import json
 import math
 import os
 import re
@@ -12,19 +13,26 @@ from flexengine.errors import InvalidInput
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
+_MOST_DIGITS = 4000  # Python converts 4,300, where nobody sets less
+_LARGEST_SIZE = 2**60  # bytes; more than any machine has
 
 
-def parse_size(text: str | int) -> int:
-    """Bytes of a size such as 800M, 1.5GB, 16GiB or 123456. Raises InvalidInput."""
+def parse_size(text: str | int, option: str) -> int:
+    """Return the bytes of a size such as 800M, 1.5GB, 16GiB or 123456.
+
+    Raises:
+        InvalidInput: it is no positive size; the message names the option.
+    """
     if isinstance(text, int) and not isinstance(text, bool):
-        size = float(text)
+        size: float = text
     else:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
         if match is None or match[2] not in _UNITS:
-            raise InvalidInput(f"size {text!r} is not a number with a unit such as 800M, 1.5GB or 16GiB")
+            raise InvalidInput(f"{option} is {shown(text)}; it must be a number with a unit such as 800M, 1.5GB or"
+                               " 16GiB")  # fmt: skip
         size = float(match[1]) * _UNITS[match[2]]
-    if size <= 0:
-        raise InvalidInput(f"size {text!r} must be positive")
+    if not 1 <= size < _LARGEST_SIZE:
+        raise InvalidInput(f"{option} is {shown(text)}; it must be at least one byte and below 2**60")
     return int(size)
 
 
@@ -139,6 +147,30 @@ def shown(value: object) -> str:
     except (ValueError, RecursionError):
         text = f"{type(value).__name__} too long to print"
     return text if len(text) <= 80 else f"{text[:76]} ..."
+
+
+def whole_number(text: str) -> int:
+    """Return the whole number of a JSON text. Raises ValueError if it has more digits than Python converts."""
+    if len(text) > _MOST_DIGITS:
+        raise ValueError(f"a whole number of {len(text):,} digits; at most {_MOST_DIGITS:,} are read")
+    return int(text)
+
+
+def read_object(path: str | Path, what: str) -> dict[str, Any]:
+    """Return the JSON object that a file holds. Raises InvalidInput naming the file and `what` it is."""
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_int=whole_number)
+    except OSError as error:
+        raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InvalidInput(f"{what} {path} is not UTF-8 text: byte {error.start} is wrong") from error
+    except RecursionError as error:
+        raise InvalidInput(f"{what} {path} is nested too deeply") from error
+    except ValueError as error:
+        raise InvalidInput(f"{what} {path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise InvalidInput(f"{what} {path} holds {type(values).__name__}, not an object of fields")
+    return values
 
 
 def from_fields(kind: type, values: dict[str, Any], what: str) -> Any:

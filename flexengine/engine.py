@@ -91,7 +91,8 @@ class Engine:
     ) -> None:
         if not isinstance(policy, Policy | None):
             raise InvalidInput(f"policy is {type(policy).__name__}; it must be a Policy, such as Policy(**fields)")
-        named_dtype(dtype)  # a wrong name is refused before anything is converted
+        named_dtype(dtype)  # wrong names are refused before anything is converted
+        kernels.choice()
         place = Place(device, device_mem, host_mem, offload_dir)
         self.machine = place.machine(links)
         if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):

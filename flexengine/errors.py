@@ -52,15 +52,22 @@ class TooLittle(OutOfMemory):
 
     Attributes as of OutOfMemory for the first tier that must grow (`needed`: bytes of the whole tier that are enough,
     `used`: 0), and least: by tier, the fewest bytes with which the job runs, the other tiers being as given.
+
+    parts: by tier, what these bytes are for.
     """
 
-    def __init__(self, what: str, least: Mapping[str, int], given: Mapping[str, int]) -> None:
+    def __init__(
+        self, what: str, least: Mapping[str, int], given: Mapping[str, int], parts: Mapping[str, str]
+    ) -> None:
         tier = next(iter(least))
         super().__init__(tier, what, least[tier], 0, given[tier])
         self.least = dict(least)
         # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
-        there = {t: f"{n:,} are given" if n > 1 else "none can be used" for t, n in given.items()}
-        needs = " and ".join(f"{t} memory: at least {n:,} bytes are needed, {there[t]}" for t, n in least.items())
+        unusable = {t for t, n in given.items() if t == "disk" and n == 1}
+        there = {t: "none can be used" if t in unusable else f"{n:,} are given" for t, n in given.items()}
+        needs = " and ".join(
+            f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {there[t]}" for t, n in least.items()
+        )
         remedy = " and ".join(_OPTIONS[t].format(n) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 

@@ -202,7 +202,8 @@ class Place:
 
     def machine(self, links: Links | None = None) -> Machine:
         """The machine. Raises InvalidInput for what it does not have."""
-        device, host = (parse_size(size) if size is not None else None for size in (self.device_mem, self.host_mem))
+        device = parse_size(self.device_mem, "--device-mem") if self.device_mem is not None else None
+        host = parse_size(self.host_mem, "--host-mem") if self.host_mem is not None else None
         return make_machine(self.device, device, host, self.directory, links)
 
 

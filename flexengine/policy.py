@@ -1,18 +1,18 @@
 """The policy: block shape, splits over the tiers, switches. A frozen record that is also a JSON file."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import from_fields
+from flexengine.config import from_fields, read_object
 from flexengine.errors import InvalidInput
 
 TIERS = ("device", "host", "disk")
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
 MOST = 1_000_000_000  # of any whole number of a policy
+MOST_SLOTS = 1000  # more than any model has layers
 MOST_SEQUENCES = 1_000_000  # of a block
 
 Split = tuple[float, float, float]
@@ -53,10 +53,10 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST:
+            value, most = getattr(self, name), MOST_SLOTS if name == "slots" else MOST
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidInput(f"policy {name} is {value!r}; it must be a whole number of at least 1 and at most"
-                                   f" {MOST:,}")  # fmt: skip
+                                   f" {most:,}")  # fmt: skip
         if self.block_size > MOST_SEQUENCES:
             shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
             raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences at a time;"
@@ -86,12 +86,6 @@ class Policy:
     @staticmethod
     def load(path: str | Path) -> "Policy":
         """Reads a policy file. Raises InvalidInput naming the file and what is wrong with it."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidInput(f"policy file {path}: {error}") from error
-        if not isinstance(values, dict):
-            raise InvalidInput(f"policy file {path} holds {type(values).__name__}, not an object of policy fields")
-        policy = from_fields(Policy, values, f"policy file {path}")
+        policy = from_fields(Policy, read_object(path, "policy file"), f"policy file {path}")
         assert isinstance(policy, Policy)
         return policy

@@ -186,7 +186,7 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
 def _finish(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Runs what is to be run and puts the output in place. Returns the summary."""
     _say_note(job)
-    bar = _Bar()
+    bar = _Bar(job)
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
@@ -320,14 +320,15 @@ def _engine_class() -> "type[Engine]":
 
 
 class _Bar:
-    """Progress in tokens: rate, ETA, rows done and failed."""
+    """Progress in tokens: rate, ETA, rows done and failed, with those of earlier runs of the job."""
 
-    def __init__(self) -> None:
-        self._failed = 0
+    def __init__(self, job: "Job") -> None:
+        self._job, self._failed = job, 0
 
     def show(self, progress: "Progress") -> None:
         self._bar.total = progress.most
-        self._bar.set_postfix_str(f"{progress.rows} rows done, {progress.failed} failed", refresh=False)
+        done, failed = self._done_before + progress.rows, self._failed_before + progress.failed
+        self._bar.set_postfix_str(f"{done} of {self._job.total} rows done, {failed} failed", refresh=False)
         self._bar.update(progress.tokens - self._bar.n)
 
     def note(self, result: Result) -> None:
@@ -342,6 +343,7 @@ class _Bar:
     def __enter__(self) -> "_Bar":
         from flexengine.bar import Bar
 
+        self._done_before, self._failed_before = self._job.done, self._job.resumed - self._job.done
         self._bar = Bar(unit="tok", smoothing=0.1)
         return self
 

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from flexengine import kernels
-from flexengine.errors import InvalidInput
+from flexengine.engine import Engine
+from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.kernels import build
 
 
@@ -33,6 +34,17 @@ def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
     with pytest.raises(InvalidInput, match="fast"):
         kernels.load()
+
+
+def test_nothing_is_built_for_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A compiler takes half a minute, after which a user should not learn of a wrong name."""
+    monkeypatch.setattr(kernels, "load_native", lambda: pytest.fail("kernels were built"))
+    monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
+    with pytest.raises(ModelNotFound, match="no model at"):
+        Engine(str(tmp_path / "none"), device="cpu")
+    monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
+    with pytest.raises(InvalidInput, match="FLEXENGINE_KERNELS is 'fast'"):
+        Engine(str(tmp_path / "none"), device="cpu")
 
 
 def test_without_a_compiler_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

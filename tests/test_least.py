@@ -1,6 +1,7 @@
 """plan.least: a refusal names the least memory that is enough; the job runs with exactly that, and not with less."""
 
 import random
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path:
     with Engine(known.directory, device="cpu", dtype="float32") as engine:
         expected = [tuple(r.token_ids) for r in engine.generate(rows, GREEDY)]
     options: dict[str, Any] = {"device": kind, "offload_dir": tmp_path, "dtype": "float32"}
-    with pytest.raises(TooLittle, match=r"at least [\d,]+ bytes are needed, 4,096 are given") as caught:
+    with pytest.raises(TooLittle, match=r"at least [\d,]+ bytes are needed \(.*\), 4,096 are given") as caught:
         runs(known.directory, rows, device_mem=4096, **options)
     least = caught.value.least["device"]
     assert f"set --device-mem {least} or more" in str(caught.value)
@@ -128,9 +129,16 @@ def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None
         lay_out_given(MODEL, policy, WORK, capacity)
     least = caught.value.least
     assert set(least) == {tier}
-    assert f"{tier} memory: at least {least[tier]:,} bytes are needed, 1,000 are given" in str(caught.value)
     layout = lay_out_given(MODEL, policy, WORK, replace(capacity, **least))  # type: ignore[arg-type]
     assert layout.total(tier) <= least[tier]
+    listed = re.search(r"bytes are needed \((.*)\), 1,000 are given", str(caught.value))
+    assert listed is not None
+    parts = (part.rpartition(" ") for part in listed[1].split(", "))
+    named = {name: int(nbytes.replace(",", "")) for name, _, nbytes in parts}
+    assert named == layout.account[tier]  # all of it, not only what was booked before the first limit was met
+    start = f"{tier} memory: at least {least[tier]:,} bytes are needed ("
+    assert str(caught.value).startswith(start)
+    assert "), 1,000 are given, too little for" in str(caught.value)
     with pytest.raises(OutOfMemory):
         lay_out(MODEL, policy, WORK, replace(capacity, **{tier: least[tier] - 1}))
 

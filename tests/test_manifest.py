@@ -33,10 +33,15 @@ def test_each_sampling_parameter_is_compared(name: str) -> None:
     assert differences(manifest(), manifest(**{name: OTHER[name]})) == [f"{name}: was {was}, now {now}"]
 
 
-@pytest.mark.parametrize("name", ["input_sha256", "prompt_column"])
-def test_each_input_is_compared(name: str) -> None:
-    (found,) = differences(manifest(), manifest({**GIVEN, name: "other"}))
-    assert found.startswith(f"{name}: was ")
+def test_the_column_of_prompts_is_compared() -> None:
+    found = differences(manifest(), manifest({**GIVEN, "prompt_column": "other"}))
+    assert found == ['prompt_column: was null, now "other"']
+
+
+def test_contents_of_the_input_are_compared() -> None:
+    found = differences(manifest(), manifest({**GIVEN, "input": "new.jsonl", "input_sha256": "b" * 64}))
+    assert found == ["the input has other contents: was in.jsonl, SHA-256 aaaaaaaaaaaa..., now new.jsonl, SHA-256"
+                     " bbbbbbbbbbbb..."]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ENGINE)
@@ -46,8 +51,12 @@ def test_each_fact_of_the_engine_is_compared(name: str) -> None:
     assert found.startswith(f"{name}: was ")
 
 
-def test_lossy_switches_are_compared() -> None:
-    assert differences(manifest(), manifest(lossy={"kv": "int8"})) == ['lossy: was {}, now {"kv": "int8"}']
+def test_lossy_switches_are_compared_one_by_one() -> None:
+    was = manifest(lossy={"weights": "int8", "cache": "int4", "topk": 0.1})
+    assert differences(was, manifest(lossy={"weights": "int4", "cache": "int4", "allow": ["int8"]})) == [
+        "weights: was int8, now int4", 'allow: was not given, now ["int8"]', "topk: was 0.1, now not given",
+    ]  # fmt: skip
+    assert differences(manifest(), was) != []
 
 
 def test_the_name_of_the_input_is_not() -> None:

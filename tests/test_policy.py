@@ -20,7 +20,7 @@ from flexengine.schedule.place import place, place_groups
      ("1TiB", 2**40), ("512B", 512), ("1.5MI", 3 * 2**19)],
 )  # fmt: skip
 def test_parse_size(text: str | int, size: int) -> None:
-    assert parse_size(text) == size
+    assert parse_size(text, "--device-mem") == size
 
 
 @pytest.mark.parametrize(
@@ -28,14 +28,14 @@ def test_parse_size(text: str | int, size: int) -> None:
 )
 def test_parse_size_refuses(text: Any) -> None:
     with pytest.raises(InvalidInput, match=r"800M, 1\.5GB or 16GiB") as caught:
-        parse_size(text)
-    assert repr(text) in str(caught.value)
+        parse_size(text, "--host-mem")
+    assert f"--host-mem is {text!r}" in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["0", "0.0G", 0, -7])
-def test_parse_size_refuses_nothing_at_all(text: str | int) -> None:
-    with pytest.raises(InvalidInput, match="must be positive"):
-        parse_size(text)
+@pytest.mark.parametrize("text", ["0", "0.0G", 0, -7, "99999999T", 10**400, "9" * 5000])
+def test_parse_size_refuses_nothing_at_all_and_more_than_any_machine_has(text: str | int) -> None:
+    with pytest.raises(InvalidInput, match=r"--device-mem is .*; it must be at least one byte and below 2\*\*60"):
+        parse_size(text, "--device-mem")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_sampling_accepts() -> None:
 def test_whole_numbers(name: str, value: Any) -> None:
     with pytest.raises(InvalidInput) as caught:
         Policy(**{name: value})
-    allowed = "a whole number of at least 1 and at most 1,000,000,000"
+    allowed = f"a whole number of at least 1 and at most {'1,000' if name == 'slots' else '1,000,000,000'}"
     assert str(caught.value) == f"policy {name} is {value!r}; it must be {allowed}"
 
 
@@ -173,13 +173,16 @@ def test_missing_fields_are_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "policy.json: Expecting property name"),
-        ("[1]", "policy.json holds list, not an object of policy fields"),
+        ("{", "policy.json is not JSON: Expecting property name"),
+        ("[1]", "policy.json holds list, not an object of fields"),
         ('{"slot": 3, "b": 1}', r"policy.json has unknown fields \['b', 'slot'\]; it takes \['activations', 'cache'"),
         ('{"slots": 0}', "policy slots is 0"),
         ('{"weights": {"device": 1}}', "policy weights is {'device': 1}; it must be three fractions"),
         ('{"weights": null}', "policy weights is None; it must be three fractions"),
-        ("\xff", "policy.json: "),
+        ("\xff", "policy.json is not UTF-8 text: byte 0 is wrong"),
+        ('{"slots": ' + "9" * 5000 + "}", "is not JSON: a whole number of 5,000 digits; at most 4,000 are read"),
+        ('{"slots": 1000000000}', "policy slots is 1000000000; it must be .* at most 1,000$"),
+        ("[" * 100_000, "nested too deeply"),
     ],
 )
 def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
@@ -190,7 +193,7 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"policy file .*gone.json: .*No such file"):
+    with pytest.raises(InvalidInput, match=r"policy file [^ ]*gone.json cannot be read: No such file or directory$"):
         Policy.load(tmp_path / "gone.json")
 
 

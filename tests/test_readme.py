@@ -1,5 +1,6 @@
 """The README is true: its commands are the ones CI runs, its Python example runs, its names exist."""
 
+import json
 import re
 import shlex
 from importlib.util import find_spec
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from flexengine.plan.__main__ import main as plan
+from flexengine.policy import Policy
 from flexengine.run import parser
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +40,13 @@ def test_options_table_is_complete() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", README.split("## Command line")[1].split("Exit codes")[0]))
     known = {o for action in parser()._actions for o in action.option_strings if o.startswith("--")}
     assert known - {"--help", "--version"} == named
+
+
+def test_policy_table_is_complete() -> None:
+    table = README.split("A policy file holds")[1].split("A *cell*")[0]
+    rows = re.findall(r"^\| (`[^|]*) \| `?([^|`]*)`?(?: each)? \|", table, re.M)
+    told = {name: json.loads(default) for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    assert told == Policy().to_json()
 
 
 @pytest.mark.parametrize("command", blocks("sh")[0].strip().splitlines())

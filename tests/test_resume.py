@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -112,6 +113,9 @@ def test_goes_on_where_it_was(job: Job, watch: Watch, whole: Any, after: int, sa
     assert job(*sampling) == 0
     assert watch.ran == [i for i in range(8) if i not in done]
     assert (f"{after} of 8 rows were done before" in job.err) == (after > 0)
+    shown = [int(n) for n in re.findall(r"(\d+) of 8 rows done, 0 failed", job.err)]
+    assert shown[-1] == 8  # with those of the first run
+    assert min(shown) >= after
     assert job.output.read_bytes() == expected
     assert sorted(p.name for p in job.folder.glob("out*")) == ["out.jsonl", "out.jsonl.journal"]
 
@@ -265,7 +269,7 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
     text = job.input.read_text()
     job.input.write_text(text.replace('"id": 6', '"id": 7'))
     assert job() == 2
-    assert "input_sha256: was" in job.err
+    assert f"the input has other contents: was {job.input.name}, SHA-256 " in job.err
     job.input.write_text(text)
     job.family = families("qwen2")
     assert job() == 2

@@ -82,7 +82,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     good = job.family.rows
     bad: list[Any] = ['{"prompt_token_ids": [1, 2', {"prompt_token_ids": []}, {"prompt_token_ids": [601]},
                       {"prompt_token_ids": [3], "max_tokens": 0}, {"prompt": "no tokenizer"}, {"question": "?"},
-                      {"prompt_token_ids": [3] * 250}, "[1, 2]"]  # fmt: skip
+                      {"prompt_token_ids": [3] * 250}, f'{{"seed": {"7" * 5000}}}']  # fmt: skip
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     job.write(mixed)
     assert job() == command.SOME_FAILED == 1
@@ -91,7 +91,8 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     errors = [r["error"] for r in job.rows[1::2]]
     wanted = ["invalid JSON", "non-empty list", "holds 601; token ids lie in [0, 601)", "max_tokens is 0",
               "no tokenizer, so prompt cannot be used; send prompt_token_ids", "exactly one is needed",
-              "250 tokens + max_tokens 9 = 259 tokens, more than the model's context of 256", "list"]  # fmt: skip
+              "250 tokens + max_tokens 9 = 259 tokens, more than the model's context of 256",
+              "invalid JSON: a whole number of 5,000 digits; at most 4,000 are read"]  # fmt: skip
     for line, (error, want) in enumerate(zip(errors, wanted, strict=True)):
         assert want in error
         assert error.startswith(f"line {2 * line + 2}: ")
@@ -219,11 +220,11 @@ def test_trace(job: Job) -> None:
 @pytest.mark.parametrize(
     ("arguments", "messages"),
     [
-        (["--model", "/nowhere/m"], ["no model at /nowhere/m", "--model takes a directory, a .gguf file or a hub id"]),
+        (["--model", "/nowhere/m"], ["no model at /nowhere/m", "a model is a directory, a .gguf file or a hub id"]),
         (["--policy", "/nowhere/p.json"], ["/nowhere/p.json", "No such file"]),
         (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
-        (["--device-mem", "lots"], ["size 'lots'", "800M, 1.5GB or 16GiB"]),
+        (["--device-mem", "lots"], ["--device-mem is 'lots'", "800M, 1.5GB or 16GiB"]),
         (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: at least ", ", 100,000 are given"]),
         (["--device", "cpu", "--host-mem", "1G"], ["host memory cannot be set for device 'cpu'", "use --device-mem"]),
         (["--dtype", "int3"], ["int3", "float32"]),

@@ -16,7 +16,7 @@ import torch
 from bench.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.reading import PAUSES
-from flexengine.tier import cuda, limits, machine
+from flexengine.tier import cuda, disk, limits, machine
 from flexengine.tier.base import ALIGN, Home, Tier
 from flexengine.tier.cuda import CudaTier, PinnedTier
 from flexengine.tier.disk import CHUNK, DiskTier
@@ -653,6 +653,9 @@ def test_cgroup_2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for free, usable in ((10**6, 2800), (700, 700)):
         monkeypatch.setattr(limits.psutil, "virtual_memory", lambda free=free: SimpleNamespace(available=free))
         assert limits.usable_memory(root) == usable
+    for ram, total in ((10**6, 3000), (700, 700)):
+        monkeypatch.setattr(limits.psutil, "virtual_memory", lambda ram=ram: SimpleNamespace(total=ram))
+        assert limits.total_memory(root) == total
 
 
 def test_cgroup_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -737,6 +740,28 @@ def test_machine_refusals(
         make_machine(kind, None, host, tmp_path, links)
 
 
+@pytest.mark.parametrize(
+    ("kind", "device", "host", "message"),
+    [
+        ("cpu", 101, None, "--device-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+        ("sim", 101, None, "--device-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+        ("sim", None, 101, "--host-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+        ("sim", 60, 41, "--device-mem and --host-mem together: 101 bytes are given"),
+        ("cuda", 51, None, "--device-mem: 51 bytes are given, but this machine has 50 bytes of GPU memory"),
+        ("cuda", 50, 101, "--host-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+    ],
+)
+def test_more_memory_than_there_is_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, device: int | None, host: int | None, message: str
+) -> None:
+    """Else a plan counts on it, and the system kills the job half-way."""
+    monkeypatch.setattr(machine, "total_memory", lambda: 100)
+    monkeypatch.setattr(machine.cuda, "available", lambda: True)
+    monkeypatch.setattr(machine.cuda, "total_memory", lambda: 50)
+    with pytest.raises(InvalidInput, match=message):
+        make_machine(kind, device, host, tmp_path)
+
+
 def test_cpu_machine_is_one_memory(tmp_path: Path) -> None:
     made = make_machine("cpu", 10 * ALIGN, None, tmp_path)
     made.device.allocate(6 * ALIGN, "weights")
@@ -818,7 +843,7 @@ def test_a_failed_read_leaves_nothing_under_way(tmp_path: Path, monkeypatch: pyt
         converting.pop()
 
     monkeypatch.setattr(tier, "_read", read)
-    monkeypatch.setattr(tier, "_convert", convert)
+    monkeypatch.setattr(disk, "load_kernels", lambda: SimpleNamespace(convert=convert))
     home = tier.checkpoint(path, 0, values.nbytes, torch.float32)
     with pytest.raises(OSError, match="bad sector"):
         tier.load(home, torch.zeros(len(values)))

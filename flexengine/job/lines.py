@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NoReturn
 
+from flexengine.config import whole_number
 from flexengine.errors import InvalidInput
 
 _BOM = b"\xef\xbb\xbf"
@@ -41,7 +42,8 @@ def json_object(raw: bytes) -> dict[str, Any]:
     if fault := utf8_fault(raw):
         raise InvalidInput(fault)
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant,
+                           parse_float=_finite, parse_int=whole_number)  # fmt: skip
     except RecursionError as error:
         raise InvalidInput("invalid JSON: nested too deeply") from error
     except ValueError as error:

@@ -15,6 +15,8 @@ from flexengine.errors import InvalidInput
 FORMAT = 2
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
+LOSSY = "lossy"
+_APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # compared by a function of its own
 INFORMATIVE = frozenset({"input"})  # for people: a file may be renamed as long as its bytes are the same
 _ABSENT = "absent"
 _LONG = 60  # characters of a value in a message
@@ -31,17 +33,23 @@ def make_manifest(
     sampling: the job's defaults. given: what identifies its input and output. engine: what identifies the model and
     its arithmetic. lossy: switches that trade quality for speed, by name.
     """
-    parts = ({"format": FORMAT}, given, engine, asdict(sampling), {"lossy": dict(lossy)})
+    parts = ({"format": FORMAT}, given, engine, asdict(sampling), {LOSSY: dict(lossy)})
     manifest = {name: value for part in parts for name, value in part.items()}
     plain: Manifest = json.loads(json.dumps(manifest))  # as it will be read back: a tuple becomes a list
     return plain
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One `name: was X, now Y` per compared value that differs, in the order of `now`."""
-    names = [name for name in dict.fromkeys((*now, *was)) if name not in {*INFORMATIVE, MODEL_FILES}]
-    pairs = [(name, _shown(was, name), _shown(now, name)) for name in names if not _equal(was, now, name)]
-    return [f"{name}: was {old}, now {new}" for name, old, new in pairs] + _changed_files(was, now)
+    """One message per compared value that differs: values in the order of `now`, then switches, then files."""
+    names = [name for name in dict.fromkeys((*now, *was)) if name not in {*INFORMATIVE, *_APART}]
+    before, after = was.get(LOSSY, {}), now.get(LOSSY, {})
+    switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
+    return [
+        *_changed_input(was, now),
+        *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
+        *(f"{name}: was {_switch(before, name)}, now {_switch(after, name)}" for name in switches),
+        *_changed_files(was, now),
+    ]
 
 
 def rewritten(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -63,6 +71,20 @@ def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) 
             f"{journal} holds results of another job: {'; '.join(changed)}."
             " Give what it was given to go on with it, --restart to start over, or name another --output"
         )
+
+
+def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """One message if the input's bytes are others; digests alone would tell a user little."""
+    if was.get(INPUT_DIGEST) == now.get(INPUT_DIGEST):
+        return []
+    old, new = (f"{m.get('input', _ABSENT)}, SHA-256 {str(m.get(INPUT_DIGEST, _ABSENT))[:12]}..." for m in (was, now))
+    return [f"the input has other contents: was {old}, now {new}"]
+
+
+def _switch(lossy: Mapping[str, Any], name: str) -> str:
+    """A lossy switch as it is given on the command line."""
+    value = lossy.get(name)
+    return "not given" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from flexengine.kernels.cpu import load_native
 from flexengine.kernels.cuda import CudaKernels, sum_in_fp32
 from flexengine.kernels.reference import ReferenceKernels, has_onednn
 
-__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "load", "load_for"]
+__all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "choice", "load", "load_for"]
 
 
 def load_for(device: torch.device) -> Kernels:
@@ -24,7 +24,7 @@ def load_for(device: torch.device) -> Kernels:
 @cache
 def _load_cuda() -> Kernels:
     sum_in_fp32()
-    return CudaKernels(fused=_choice() != "reference")
+    return CudaKernels(fused=choice() != "reference")
 
 
 @cache
@@ -39,7 +39,7 @@ def load() -> Kernels:
     if not has_onednn():
         raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, whose products alone are the same in"
                            " every batch; install a build that has it, as pip's for Linux do")  # fmt: skip
-    if _choice() == "reference":
+    if choice() == "reference":
         return ReferenceKernels()
     try:
         return load_native()
@@ -48,8 +48,9 @@ def load() -> Kernels:
         return ReferenceKernels()
 
 
-def _choice() -> str:
-    choice = os.environ.get("FLEXENGINE_KERNELS", "")
-    if choice not in ("", "native", "reference"):
-        raise InvalidInput(f"FLEXENGINE_KERNELS is {choice!r}; it may be native or reference")
-    return choice
+def choice() -> str:
+    """Return which kernels FLEXENGINE_KERNELS names; empty for the best. Raises InvalidInput for another value."""
+    name = os.environ.get("FLEXENGINE_KERNELS", "")
+    if name not in ("", "native", "reference"):
+        raise InvalidInput(f"FLEXENGINE_KERNELS is {name!r}; it may be native or reference")
+    return name

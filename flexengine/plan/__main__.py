@@ -308,8 +308,8 @@ def _other_machine(args: argparse.Namespace) -> Hardware:
         raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
     if args.host_mem and hardware.shared:
         raise InvalidInput(f"--host-mem is for machines with a GPU, {args.hardware} has none; use --device-mem")
-    device = parse_size(args.device_mem) if args.device_mem else hardware.device_bytes
-    host = parse_size(args.host_mem) if args.host_mem else hardware.host_bytes
+    device = parse_size(args.device_mem, "--device-mem") if args.device_mem else hardware.device_bytes
+    host = parse_size(args.host_mem, "--host-mem") if args.host_mem else hardware.host_bytes
     return replace(hardware, device_bytes=device, host_bytes=host)
 
 

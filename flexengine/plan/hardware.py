@@ -3,7 +3,6 @@
 Measured (`flexengine.measure`) or written by hand, as JSON, to plan for a machine one does not have.
 """
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import from_fields, shown
+from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
 from flexengine.plan.layout import Capacity
 
@@ -191,11 +190,7 @@ class Hardware:
     @staticmethod
     def load(path: str | Path) -> "Hardware":
         """Reads a hardware file. Raises InvalidInput naming the file and what is wrong with it."""
-        try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise InvalidInput(f"hardware file {path}: {error}") from error
-        return Hardware.from_json(values, f"hardware file {path}")
+        return Hardware.from_json(read_object(path, "hardware file"), f"hardware file {path}")
 
 
 def _has_default(f: Any) -> bool:

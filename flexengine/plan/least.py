@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 
 from flexengine.errors import OutOfMemory, TooLittle
-from flexengine.plan.layout import ALIGN, ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.layout import ALIGN, ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, booked_parts, lay_out
 from flexengine.policy import TIERS, Policy, Split
 
 # Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
@@ -93,7 +93,10 @@ def _too_little(
             if least is not None and least > given[tier]:
                 needs[tier] = least
             room = replace(room, **{tier: needs.get(tier, given[tier])})  # type: ignore[arg-type]
-    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given)
+    enough = replace(capacity, **needs)  # type: ignore[arg-type]
+    layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
+    reason = _reason(model, policies, workload, capacity, next(iter(needs)))
+    return TooLittle(reason, needs, given, {tier: booked_parts(layout, tier, capacity) for tier in needs})
 
 
 def _reason(

@@ -138,6 +138,11 @@ def free_memory() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
+def total_memory() -> int:
+    """Bytes of the current GPU, free or not."""
+    return int(torch.cuda.mem_get_info()[1])
+
+
 def available() -> bool:
     return torch.cuda.is_available()
 

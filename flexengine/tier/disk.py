@@ -55,7 +55,6 @@ class DiskTier(Tier):
         self._local = threading.local()
         self._ring: Ring | None = None
         self._helpers: ThreadPoolExecutor | None = None
-        self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         size = aligned(nbytes)
@@ -227,7 +226,7 @@ class DiskTier(Tier):
             if source.data_ptr() % width:
                 source = source.clone()
             at = (begin - home.start) // width
-            self._convert(source.view(home.dtype), flat[at : at + len(source) // width])
+            load_kernels().convert(source.view(home.dtype), flat[at : at + len(source) // width])
 
     def store(self, source: torch.Tensor, home: Home) -> None:
         self._write(source, home)

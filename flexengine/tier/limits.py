@@ -19,6 +19,12 @@ def usable_memory(root: Path = Path("/")) -> int:
     return min([free, *(limit - used for limit, used in cgroup_memory(root))])
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of RAM that this process could take if nothing else took any: the machine's, or its cgroups' limit."""
+    total: int = psutil.virtual_memory().total
+    return min([total, *(limit for limit, _ in cgroup_memory(root))])
+
+
 def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
     """(limit, used) bytes of every memory cgroup around this process that has a limit; page cache is not counted."""
     found: list[tuple[int, int]] = []

@@ -21,7 +21,7 @@ from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
-from flexengine.tier.limits import in_ram, usable_disk, usable_memory
+from flexengine.tier.limits import in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
@@ -101,7 +101,7 @@ def make_machine(
 
     An offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
 
-    Raises InvalidInput for a kind that is not there or a size that means nothing on it.
+    Raises InvalidInput for a kind that is not there, or a size that means nothing on it or that it does not have.
     """
     if kind not in KINDS:
         raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
@@ -113,12 +113,13 @@ def make_machine(
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
     if kind != "cuda":
         keep_freed()
+    _check_sizes(kind, device_mem, host_mem)
     _allow_open_files()
     given = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     ram, free_disk, fault = _ram_and_disk(given, offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
-        return _cpu(ram, host_mem, disk, free_disk, fault)
+        return _cpu(ram, disk, free_disk, fault)
     if kind == "sim":
         links = links or Links()
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
@@ -131,6 +132,22 @@ def make_machine(
     capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
     return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream", fault)
+
+
+def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> None:
+    """Raises InvalidInput if more memory is given than there is."""
+    if kind == "cpu" and host_mem is not None:
+        raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
+    ram = (total_memory(), "RAM")
+    device = (cuda.total_memory(), "GPU memory") if kind == "cuda" else ram
+    sizes = [("--device-mem", device_mem or 0, device), ("--host-mem", host_mem or 0, ram)]
+    if kind == "sim":
+        sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))
+    for option, size, (most, where) in sizes:
+        if size > most:
+            raise InvalidInput(f"{option}: {size:,} bytes are given, but this machine has {most:,} bytes of {where};"
+                               " give at most that (python -m flexengine.plan --hardware FILE plans for other"
+                               " machines)")  # fmt: skip
 
 
 def _allow_open_files() -> None:
@@ -157,9 +174,7 @@ def _ram_and_disk(given: int | None, offload_dir: Path) -> tuple[int, int, str]:
     return ram, min(free, max(usable - ram, LEAST_DISK)), ""
 
 
-def _cpu(size: int, host_mem: int | None, disk: Tier, free_disk: int, fault: str) -> Machine:
-    if host_mem is not None:
-        raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
+def _cpu(size: int, disk: Tier, free_disk: int, fault: str) -> Machine:
     ram = Ledger("device", size)
     capacity = Capacity(size, None, free_disk, shared=True, staged=False)
     device, host = MemoryTier("device", ram), MemoryTier("host", ram)

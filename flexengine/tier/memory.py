@@ -70,7 +70,6 @@ class MemoryTier(Tier):
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name, self.ledger = name, ledger
-        self._convert = load_kernels().convert
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         size = aligned(nbytes)
@@ -89,9 +88,9 @@ class MemoryTier(Tier):
         return place[home.start : home.start + home.nbytes].view(home.dtype)
 
     def load(self, home: Home, target: torch.Tensor) -> None:
-        self._convert(self.view(home), target.view(-1))
+        load_kernels().convert(self.view(home), target.view(-1))
         self.count(read=home.nbytes)
 
     def store(self, source: torch.Tensor, home: Home) -> None:
-        self._convert(source.view(-1), self.view(home))
+        load_kernels().convert(source.view(-1), self.view(home))
         self.count(written=home.nbytes)
