@@ -52,7 +52,7 @@ def test_measured_tables_count_for_their_own_shape_alone() -> None:
     assert (float(found.prompt(1000, 128)), float(found.continued(1000, 512))) == (flop / 3e9, flop / 2e9)
     assert Rates.of(MODEL, machine).calls == 0.5
     for other in (replace(MODEL, heads=16), replace(MODEL, head_dim=128), replace(MODEL, kv_form="int8"),
-                  replace(MODEL, windows=(256,))):  # fmt: skip
+                  replace(MODEL, windows=(256,)), replace(MODEL, softcap=50.0)):  # fmt: skip
         window = other.windows[0] if other.windows else None
         assert Attention(other, machine, window).measured == {}
     assert Attention(replace(MODEL, kv_heads=8, heads=64), machine).measured == tables  # the same group and width

@@ -603,6 +603,16 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert measured[3:] == ["measuring the model's layers", "measuring the model's attention"]
 
 
+def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
+    """A tanh for every score takes time, so that rates of the same shape without one do not hold."""
+    with Engine(families("gemma2").directory, Policy(), device="cpu") as engine:
+        cap = engine.skeleton.config.attn_logit_softcapping
+        assert engine.facts.softcap == cap == 50.0
+        key = engine.facts.attention_signature(None)
+        assert key == replace(engine.facts, softcap=None).attention_signature(None) + ", soft cap"
+        assert attention.Trial(engine.facts, engine.machine, engine.dtype)._event(1, None).softcap == cap
+
+
 @pytest.mark.parametrize(("device_mem", "tables"), [
     (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
 ])  # fmt: skip

@@ -51,7 +51,6 @@ class Trial:
     facts: ModelFacts
     machine: Machine
     dtype: torch.dtype
-    softcap: float | None
 
     @contextmanager
     def call(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> Iterator[Call]:
@@ -96,7 +95,7 @@ class Trial:
         facts, on = self.facts, self.machine.compute
         shapes = [(1, heads, tokens, facts.head_dim) for heads in (facts.heads, facts.kv_heads, facts.kv_heads)]
         q, k, v = (fill(torch.empty(shape, dtype=self.dtype, device=on), 1.0) for shape in shapes)
-        return Attend(0, q, k, v, facts.head_dim**-0.5, window, self.softcap, None)
+        return Attend(0, q, k, v, facts.head_dim**-0.5, window, facts.softcap, None)
 
 
 def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
@@ -120,9 +119,7 @@ def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
     What finds no room is left out; a shape without any table is priced by the machine's plain rates. The ledgers stay
     as they were.
     """
-    text = opened.skeleton.config.get_text_config()
-    softcap = getattr(text, "attn_logit_softcapping", None)
-    trial = Trial(opened.facts, machine, opened.dtype, softcap)
+    trial = Trial(opened.facts, machine, opened.dtype)
     most = opened.skeleton.context_length or max(LENGTHS)
     found = {}
     with unnoticed(machine):

@@ -279,7 +279,9 @@ def _choose(
 
     if other is None:
         with closing((place := _place(args)).machine()) as machine:
-            return planning.Planner(machine, opened, place.directory).least_lossy(workload, None, among)
+            planner = planning.Planner(machine, opened, place.directory)
+            planner.say = say
+            return planner.least_lossy(workload, None, among)
 
     def seconds(lossy: Lossy) -> float:
         opened.use(lossy)

@@ -81,7 +81,8 @@ class ModelFacts:
     past values that attention reads, None for all.
     scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
     kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
-    () where all see all. gpu: whether a GPU computes.
+    () where all see all; softcap: number that attention's scores stay below, None for no limit. gpu: whether a GPU
+    computes.
     """
 
     layers: tuple[tuple[TensorFact, ...], ...]
@@ -98,6 +99,7 @@ class ModelFacts:
     kind: str = ""
     active: int = 0
     windows: tuple[int | None, ...] = ()
+    softcap: float | None = None
     kv_kept: int = 0
     kv_pieces: int = 1
     centred: bool = False
@@ -164,7 +166,7 @@ class ModelFacts:
         that the layer sees, None for all."""
         kept = self.kv_form or f"{8 * self.itemsize}-bit"
         shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
-        seen = f", window {window}" if window else ""
+        seen = (f", window {window}" if window else "") + (", soft cap" if self.softcap else "")
         return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
 
     @property

@@ -202,11 +202,13 @@ def model_facts(
     others = {name: slot.shape for name, slot in skeleton.others.items()}
     others |= {skeleton.head_bias: skeleton.head[1][:1]} if skeleton.head_bias else {}
     layers = [{name: slot.shape for name, slot in layer.items()} for layer in skeleton.layers]
+    text = skeleton.config.get_text_config()
     return ModelFacts(
         tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
         facts(dict([skeleton.embedding]), {})[0], head,
-        vocabulary=skeleton.head[1][0], hidden=skeleton.config.get_text_config().hidden_size, width=skeleton.width,
+        vocabulary=skeleton.head[1][0], hidden=text.hidden_size, width=skeleton.width,
         heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
         itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
         windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
+        softcap=getattr(text, "attn_logit_softcapping", None),
     )  # fmt: skip
