@@ -279,7 +279,7 @@ def test_a_job_goes_on_with_the_same_weights(job: Any, own_cache: Path, capsys: 
     assert main([*words, "--calibrate", "--limit", "1"]) == DONE
     assert "calibrating" not in capsys.readouterr().err
     assert main(words) == REFUSED
-    assert "lossy: was" in capsys.readouterr().err
+    assert "calibrate: was" in capsys.readouterr().err
     assert main([*words, "--calibrate"]) == DONE
     assert "1 of 4 rows were done before" in capsys.readouterr().err
     assert job.out.read_text() == (job.tmp / "whole.jsonl").read_text()
