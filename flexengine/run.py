@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from flexengine import __version__
 from flexengine.command import DONE, INTERRUPTED, SOME_FAILED, ended, say
 from flexengine.config import Result, SamplingParams
-from flexengine.errors import InvalidInput
+from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import BUNDLED, Lossy
 from flexengine.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
 from flexengine.policy import Policy
@@ -271,11 +271,24 @@ def _manifest(
     """The job's manifest. known: that of the run that began the job; empty if there was none."""
     from flexengine.job.manifest import INPUT_DIGEST, MODEL_FILES, make_manifest
 
+    if not known and not args.allow:
+        _check_memory(engine, job.rows, params)
     given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "prompt_column": args.prompt_column,
              "output_format": "jsonl"}  # fmt: skip
     made = {"version": __version__, "model": engine.source.name, **engine.numerics,
             MODEL_FILES: engine.model_files(known.get(MODEL_FILES, {}))}  # fmt: skip
     return make_manifest(params, given, made, {"allow": sorted(args.allow)} if args.allow else engine.switches)
+
+
+def _check_memory(engine: "Engine", rows: "Rows", params: SamplingParams) -> None:
+    """Raises OutOfMemory if not even the shortest row fits, before all files of a model are hashed for the manifest."""
+    from flexengine.plan.layout import Workload
+
+    try:
+        engine.check(Workload({(1, 1): 1}))
+    except OutOfMemory:
+        if (workload := engine.reader.survey(rows, params)).count:
+            engine.check(workload)  # its message says what these rows need
 
 
 def _last_line(args: argparse.Namespace, job: "Job", summary: dict[str, Any]) -> str:

@@ -277,6 +277,20 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
     assert job("--restart") == 0
 
 
+def test_a_job_that_cannot_fit_is_refused_before_its_model_is_hashed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Engine, "model_files", lambda *_: pytest.fail("the model was hashed"))
+    assert job("--device", "cpu", "--device-mem", "4K") == 2
+    refused = job.err
+    monkeypatch.undo()
+    found = re.search(r"set --device-mem (\d+) or more", refused)
+    assert found is not None
+    assert job("--device", "cpu", "--device-mem", found[1]) == 0  # the size is enough for the longest row
+    assert job("--device", "cpu", "--device-mem", "4K") == 0  # a job that has ended needs no memory
+    assert "finished already" in job.err
+
+
 def test_renamed_input_goes_on(job: Job) -> None:
     assert job() == 0, job.err
     job.input = job.input.rename(job.folder / "other.jsonl")
