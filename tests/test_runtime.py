@@ -1,5 +1,6 @@
 """Lanes, the one loop and the trace. Programs run on real threads with random sleeps against the toy's oracle."""
 
+import itertools
 import json
 import random
 import threading
@@ -388,26 +389,40 @@ def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
-def test_overlap_takes_the_time_of_the_busiest_lane() -> None:
-    """Wall time against the executor's own account, as a ratio inside one run."""
+def test_the_next_layer_is_loaded_while_one_is_computed() -> None:
+    """A load and a computation wait for one another inside their tasks: in turn, neither would end."""
+    layers, sweeps = 6, 4
+    met = threading.Barrier(2)
+    loaded = itertools.count()
 
     def perform(task: Task) -> None:
-        time.sleep(0.006 if task.op is Op.LOAD_WEIGHT else 0.003)
+        first = task.op is Op.LOAD_WEIGHT and next(loaded) == 0
+        last = task.cell.layer == layers - 1 and not sweeps_left
+        if not first and (task.op is Op.LOAD_WEIGHT or (task.cell.batch == 0 and not last)):
+            met.wait(timeout=10)
 
-    ratios = {}
-    for kind in ("thread", "inline"):
-        with Executor(perform, kind) as executor:
-            program = Program([("host",)] * 6, 5, 2, DIRECT)
-            executor.run(program.sweep(0, uniform(2), True))
-            before, began = dict(executor.busy), time.perf_counter()
-            for n in range(1, 5):
-                executor.run(program.sweep(n, uniform(2), n < 4))
-            wall = time.perf_counter() - began
-            busy = [seconds - before.get(lane, 0.0) for lane, seconds in executor.busy.items()]
-            ratios[kind] = wall / max(busy), wall / sum(busy)
-    assert ratios["thread"][0] < 1.3
-    assert ratios["thread"][1] < 0.75
-    assert 0.97 < ratios["inline"][1] < 1.1
+    sweeps_left = sweeps
+
+    def work() -> dict[str, float]:
+        nonlocal sweeps_left
+        with Executor(perform, "thread") as executor:
+            program = Program([("host",)] * layers, layers - 1, 2, DIRECT)
+            for n in range(sweeps):
+                sweeps_left -= 1
+                executor.run(program.sweep(n, uniform(2), n + 1 < sweeps))
+            return dict(executor.busy)
+
+    busy = in_time(work)
+    assert set(busy) == {"device", "h2d"}
+    assert next(loaded) == sweeps * layers
+
+
+def test_without_threads_nothing_overlaps() -> None:
+    with Executor(lambda task: time.sleep(0.001), "inline") as executor:
+        began = time.perf_counter()
+        executor.run(Program([("host",)] * 3, 2, 2, DIRECT).sweep(0, uniform(2), False))
+        wall = time.perf_counter() - began
+        assert 0.009 <= sum(executor.busy.values()) <= wall
 
 
 # Times of CUDA streams, on a virtual clock.

@@ -311,6 +311,18 @@ def test_the_recipe_lists_all_that_is_wanted(model: Path) -> None:
     Verifier().directory(model)
 
 
+@pytest.mark.parametrize("content", ["{", '{"weight_map": {"a": "gone.safetensors"}}'])
+def test_a_damaged_index_is_told_by_its_checksum(model: Path, content: str) -> None:
+    """Not by what it names, or by JSON's complaint."""
+    index = model / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    list_sums(model)
+    Verifier().directory(model)
+    index.write_text(content)
+    with pytest.raises(BadCheckpoint, match=r"1 of \d+ files are not as .*index\.json \(has [0-9a-f]{64}, expected"):
+        Verifier().directory(model)
+
+
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_weights_that_an_index_names_must_be_listed(model: Path, index: str) -> None:
     """Whatever their names."""

@@ -52,17 +52,18 @@ class Verifier:
         Raises InvalidInput if it has no sums, BadCheckpoint naming what is missing, differs or is not listed.
         """
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
-        for index in _INDEXES:  # weights may have any name there
-            if os.path.lexists(directory / index):
-                read = sorted({*read, *indexed_files(directory / index)})
         if is_snapshot(directory.resolve()):
             says = f"the names of their blobs in {directory} say"
-            return self._compare({file: _blob(file) for file in read}, directory, says)
+            for files in (read, _indexed(directory, read)):
+                self._compare({file: _blob(file) for file in files}, directory, says)
+            return
         if not os.path.lexists(sums := directory / SUMS):
             raise InvalidInput(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
                                f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
         with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
-            self._listed(directory, read_sums(sums), read)
+            listed = read_sums(sums)
+            self._listed(directory, listed, read)
+            _check_listed(directory, listed, _indexed(directory, read))  # whatever is listed has been compared
 
     def gguf(self, file: Path) -> None:
         """A GGUF file, by FILE.sha256 or SHA256SUMS beside it. Raises InvalidInput if it has no sum, BadCheckpoint."""
@@ -95,9 +96,7 @@ class Verifier:
             self._listed(directory, read_sums(directory / SUMS), _files(directory, ("**/*",)))
 
     def _listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
-        names = (file.relative_to(directory).as_posix() for file in read)
-        if unlisted := sorted(set(names) - {*sums, SUMS}):
-            raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
+        _check_listed(directory, sums, read)
         self._compare({directory / name: digest for name, digest in sums.items()}, directory,
                       f"{directory / SUMS} says")  # fmt: skip
 
@@ -121,6 +120,20 @@ class Verifier:
             raise BadCheckpoint(f"{len(faults)} of {len(sums)} files are not as {says}: {_some(faults)}")
         self.files, self.bytes = self.files + len(sums), self.bytes + sizes
         self.seconds += time.perf_counter() - began
+
+
+def _check_listed(directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
+    names = (file.relative_to(directory).as_posix() for file in read)
+    if unlisted := sorted(set(names) - {*sums, SUMS}):
+        raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
+
+
+def _indexed(directory: Path, read: Iterable[Path]) -> list[Path]:
+    """Files, beside those of `read`, that shard indexes name: weights may have any name there. The indexes themselves
+    must have been compared, as a damaged one names others."""
+    indexes = (directory / name for name in _INDEXES)
+    named = {file for index in indexes if os.path.lexists(index) for file in indexed_files(index)}
+    return sorted(named.difference(read))
 
 
 def write_sums(directory: Path) -> None:
