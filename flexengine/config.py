@@ -13,7 +13,6 @@ from flexengine.errors import InvalidInput
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
-_MOST_DIGITS = 4000  # Python converts 4,300, where nobody sets less
 _LARGEST_SIZE = 2**60  # bytes; more than any machine has
 
 
@@ -26,13 +25,13 @@ def parse_size(text: str | int, option: str) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         size: float = text
     else:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
         if match is None or match[2] not in _UNITS:
             raise InvalidInput(f"{option} is {shown(text)}; it must be a number with a unit such as 800M, 1.5GB or"
                                " 16GiB")  # fmt: skip
         size = float(match[1]) * _UNITS[match[2]]
     if not 1 <= size < _LARGEST_SIZE:
-        raise InvalidInput(f"{option} is {shown(text)}; it must be at least one byte and below 2**60")
+        raise InvalidInput(f"{option} is {shown(text)}; it must be at least one byte and below 2**60 bytes")
     return int(size)
 
 
@@ -149,17 +148,17 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
-def whole_number(text: str) -> int:
-    """Return the whole number of a JSON text. Raises ValueError if it has more digits than Python converts."""
-    if len(text) > _MOST_DIGITS:
-        raise ValueError(f"a whole number of {len(text):,} digits; at most {_MOST_DIGITS:,} are read")
-    return int(text)
+def json_fault(error: ValueError) -> str:
+    """Return what is wrong with a JSON text that `json.loads` refused."""
+    if "integer string conversion" in str(error):  # Python advises to change a setting of the interpreter
+        return f"a whole number has over {sys.get_int_max_str_digits():,} digits"
+    return str(error)
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
     """Return the JSON object that a file holds. Raises InvalidInput naming the file and `what` it is."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"), parse_int=whole_number)
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -167,7 +166,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     except RecursionError as error:
         raise InvalidInput(f"{what} {path} is nested too deeply") from error
     except ValueError as error:
-        raise InvalidInput(f"{what} {path} is not JSON: {error}") from error
+        raise InvalidInput(f"{what} {path} is not JSON: {json_fault(error)}") from error
     if not isinstance(values, dict):
         raise InvalidInput(f"{what} {path} holds {type(values).__name__}, not an object of fields")
     return values

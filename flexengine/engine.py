@@ -121,6 +121,7 @@ class Engine:
             Engine, model, None, device, device_mem, host_mem, offload_dir, dtype, links, overlap,
             trust_remote_code=trust_remote_code,
         )  # fmt: skip
+        kernels.load()  # tiers convert with them on a GPU's machine, too: they are built before lanes begin
         self.kernels = kernels.load_for(self.machine.compute)
         self.planner = Planner(self.machine, opened, place.directory, hardware, overlap)
         self.summary: dict[str, Any] = {}

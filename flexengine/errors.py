@@ -51,9 +51,8 @@ class TooLittle(OutOfMemory):
     """The memory that was given is too little for a job, whatever the plan, or for a given policy.
 
     Attributes as of OutOfMemory for the first tier that must grow (`needed`: bytes of the whole tier that are enough,
-    `used`: 0), and least: by tier, the fewest bytes with which the job runs, the other tiers being as given.
-
-    parts: by tier, what these bytes are for.
+    `used`: 0), and least: by tier, the fewest bytes with which the job runs, the other tiers being as given;
+    parts: by tier, what these bytes are for, as `name bytes, name bytes`.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class TooLittle(OutOfMemory):
     ) -> None:
         tier = next(iter(least))
         super().__init__(tier, what, least[tier], 0, given[tier])
-        self.least = dict(least)
+        self.least, self.parts = dict(least), dict(parts)
         # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
         unusable = {t for t, n in given.items() if t == "disk" and n == 1}
         there = {t: "none can be used" if t in unusable else f"{n:,} are given" for t, n in given.items()}

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import from_fields, read_object
+from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
 
 TIERS = ("device", "host", "disk")
@@ -21,9 +21,9 @@ Split = tuple[float, float, float]
 def _split(name: str, value: Sequence[float]) -> Split:
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
     if len(numbers) != 3 or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
-        raise InvalidInput(f"policy {name} is {value!r}; it must be three fractions [device, host, disk]")
+        raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk]")
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
-        raise InvalidInput(f"policy {name} is {numbers}; fractions must be at least 0 and sum to 1, not {sum(numbers)}")
+        raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1")
     return (float(numbers[0]), float(numbers[1]), float(numbers[2]))
 
 
@@ -55,8 +55,8 @@ class Policy:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
             value, most = getattr(self, name), MOST_SLOTS if name == "slots" else MOST
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise InvalidInput(f"policy {name} is {value!r}; it must be a whole number of at least 1 and at most"
-                                   f" {most:,}")  # fmt: skip
+                raise InvalidInput(f"policy {name} is {shown(value)}; it must be a whole number of at least 1 and"
+                                   f" at most {most:,}")  # fmt: skip
         if self.block_size > MOST_SEQUENCES:
             shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
             raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences at a time;"
@@ -64,9 +64,9 @@ class Policy:
         for name in ("weights", "cache", "activations"):
             object.__setattr__(self, name, _split(name, getattr(self, name)))
         if self.schedule not in SCHEDULES:
-            raise InvalidInput(f"policy schedule is {self.schedule!r}; it must be one of {', '.join(SCHEDULES)}")
+            raise InvalidInput(f"policy schedule is {shown(self.schedule)}; it must be one of {', '.join(SCHEDULES)}")
         if not isinstance(self.delegate, bool):
-            raise InvalidInput(f"policy delegate is {self.delegate!r}; it must be true or false")
+            raise InvalidInput(f"policy delegate is {shown(self.delegate)}; it must be true or false")
         if self.delegate and self.activations[0] < 1:
             raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states wait"
                                " on the device while the host attends, so activations must be [1, 0, 0]")  # fmt: skip

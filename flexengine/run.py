@@ -281,11 +281,12 @@ def _manifest(
 
 
 def _check_memory(engine: "Engine", rows: "Rows", params: SamplingParams) -> None:
-    """Raises OutOfMemory if not even the shortest row fits, before all files of a model are hashed for the manifest."""
-    from flexengine.plan.layout import Workload
+    """Raises OutOfMemory if not even a row of one token and one to generate fits, before all files of the model are
+    hashed for the manifest."""
+    from flexengine.plan.least import SHORTEST
 
     try:
-        engine.check(Workload({(1, 1): 1}))
+        engine.check(SHORTEST)
     except OutOfMemory:
         if (workload := engine.reader.survey(rows, params)).count:
             engine.check(workload)  # its message says what these rows need

@@ -5,8 +5,11 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,9 @@ from flexengine.kernels import build
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
     yield
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
 
 
 def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +33,7 @@ def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert kernels.load().name == "reference"
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
     monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
     with pytest.raises(InvalidInput, match="fast"):
         kernels.load()
@@ -45,6 +48,21 @@ def test_nothing_is_built_for_a_model_that_is_not_there(monkeypatch: pytest.Monk
     monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
     with pytest.raises(InvalidInput, match="FLEXENGINE_KERNELS is 'fast'"):
         Engine(str(tmp_path / "none"), device="cpu")
+
+
+def test_threads_that_call_first_at_once_build_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def build_slowly() -> object:
+        calls.append(threading.current_thread())
+        time.sleep(0.1)
+        return object()
+
+    monkeypatch.setattr(kernels, "load_native", build_slowly)
+    monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(lambda _: kernels.load(), range(4)))
+    assert len(found) == len(calls) == 1
 
 
 def test_without_a_compiler_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

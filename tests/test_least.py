@@ -135,6 +135,7 @@ def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None
     assert listed is not None
     parts = (part.rpartition(" ") for part in listed[1].split(", "))
     named = {name: int(nbytes.replace(",", "")) for name, _, nbytes in parts}
+    assert named.pop("left free", 0) == least[tier] - layout.total(tier)
     assert named == layout.account[tier]  # all of it, not only what was booked before the first limit was met
     start = f"{tier} memory: at least {least[tier]:,} bytes are needed ("
     assert str(caught.value).startswith(start)

@@ -25,9 +25,9 @@ def seed(two_threads: None) -> None:
 def product(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Product]:
     if request.param != "native":
         monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
     yield Product(torch.float32)
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
 
 
 def operands(n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,7 +135,7 @@ def test_linear_layers_take_it_over(product: Product) -> None:
 
 
 def test_numerics_tell_apart_how_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels.load.cache_clear()
+    kernels._load.cache_clear()
     found = kernels.load()
     if not isinstance(found, NativeKernels):
         pytest.skip("no native kernels")

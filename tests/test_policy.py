@@ -76,6 +76,14 @@ def test_whole_numbers(name: str, value: Any) -> None:
     assert str(caught.value) == f"policy {name} is {value!r}; it must be {allowed}"
 
 
+@pytest.mark.parametrize("values", [{"slots": 10**5000}, {"weights": (10**5000, 0, 0)}, {"cache": "x" * 5000}])
+def test_messages_stay_short(values: dict[str, Any]) -> None:
+    """Python refuses to print thousands of digits."""
+    with pytest.raises(InvalidInput) as caught:
+        Policy(**values)
+    assert len(str(caught.value)) < 250
+
+
 def test_blocks_have_a_most() -> None:
     assert Policy(1000, 1000).block_size == 10**6
     with pytest.raises(InvalidInput, match=r"1000 x num_gpu_batches 1001 is 1,001,000 .* at most 1,000,000"):
@@ -91,9 +99,9 @@ def test_blocks_have_a_most() -> None:
         (1.0, "1.0; it must be three fractions"),
         ([1, 0, "0"], r"it must be three fractions"),
         ([True, 0, 0], r"it must be three fractions"),
-        ([0.5, 0.6, 0], r"fractions must be at least 0 and sum to 1, not 1.1"),
+        ([0.5, 0.6, 0], r"fractions must be at least 0 and sum to 1"),
         ([1.5, -0.5, 0], "fractions must be at least 0 and sum to 1"),
-        ([100, 0, 0], "sum to 1, not 100"),
+        ([100, 0, 0], "sum to 1"),
     ],
 )
 def test_splits(name: str, value: Any, message: str) -> None:
@@ -180,7 +188,7 @@ def test_missing_fields_are_defaults(tmp_path: Path) -> None:
         ('{"weights": {"device": 1}}', "policy weights is {'device': 1}; it must be three fractions"),
         ('{"weights": null}', "policy weights is None; it must be three fractions"),
         ("\xff", "policy.json is not UTF-8 text: byte 0 is wrong"),
-        ('{"slots": ' + "9" * 5000 + "}", "is not JSON: a whole number of 5,000 digits; at most 4,000 are read"),
+        ('{"slots": ' + "9" * 5000 + "}", "is not JSON: a whole number has over 4,300 digits"),
         ('{"slots": 1000000000}', "policy slots is 1000000000; it must be .* at most 1,000$"),
         ("[" * 100_000, "nested too deeply"),
     ],

@@ -743,12 +743,12 @@ def test_machine_refusals(
 @pytest.mark.parametrize(
     ("kind", "device", "host", "message"),
     [
-        ("cpu", 101, None, "--device-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
-        ("sim", 101, None, "--device-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
-        ("sim", None, 101, "--host-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+        ("cpu", 101, None, "--device-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
+        ("sim", 101, None, "--device-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
+        ("sim", None, 101, "--host-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
         ("sim", 60, 41, "--device-mem and --host-mem together: 101 bytes are given"),
-        ("cuda", 51, None, "--device-mem: 51 bytes are given, but this machine has 50 bytes of GPU memory"),
-        ("cuda", 50, 101, "--host-mem: 101 bytes are given, but this machine has 100 bytes of RAM"),
+        ("cuda", 51, None, "--device-mem: 51 bytes are given, but the GPU has 50;"),
+        ("cuda", 50, 101, "--host-mem: 101 bytes are given, but the machine, or the cgroup .* has 100;"),
     ],
 )
 def test_more_memory_than_there_is_is_refused(

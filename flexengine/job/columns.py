@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from flexengine.config import Result, SamplingParams, whole_number
+from flexengine.config import Result, SamplingParams, json_fault
 from flexengine.errors import InvalidInput
 from flexengine.job import tables
 from flexengine.job.inputs import PROMPT_KINDS, Row
@@ -139,9 +139,11 @@ def _row(place: int, cells: dict[str, Any]) -> Row:
         return row.refused(record.fault)
     if isinstance(messages := fields.get("messages"), str):
         try:
-            fields["messages"] = json.loads(messages, parse_int=whole_number)
-        except (ValueError, RecursionError) as error:
-            return row.refused(f"messages is text, but not JSON: {error}")
+            fields["messages"] = json.loads(messages)
+        except RecursionError:
+            return row.refused("messages is text, but JSON nested too deeply")
+        except ValueError as error:
+            return row.refused(f"messages is text, but not JSON: {json_fault(error)}")
     return row
 
 

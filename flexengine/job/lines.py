@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NoReturn
 
-from flexengine.config import whole_number
+from flexengine.config import json_fault
 from flexengine.errors import InvalidInput
 
 _BOM = b"\xef\xbb\xbf"
@@ -42,12 +42,11 @@ def json_object(raw: bytes) -> dict[str, Any]:
     if fault := utf8_fault(raw):
         raise InvalidInput(fault)
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant,
-                           parse_float=_finite, parse_int=whole_number)  # fmt: skip
+        value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
     except RecursionError as error:
         raise InvalidInput("invalid JSON: nested too deeply") from error
     except ValueError as error:
-        raise InvalidInput(f"invalid JSON: {error}") from error
+        raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
     if not isinstance(value, dict):
         raise InvalidInput(f'holds a JSON {type(value).__name__}; a row must be an object such as {{"prompt": ...}}')
     return value

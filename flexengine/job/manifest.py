@@ -42,8 +42,9 @@ def make_manifest(
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One message per compared value that differs: values in the order of `now`, then switches, then files."""
     names = [name for name in dict.fromkeys((*now, *was)) if name not in {*INFORMATIVE, *_APART}]
-    before, after = was.get(LOSSY, {}), now.get(LOSSY, {})
+    before, after = was.get(LOSSY) or {}, now.get(LOSSY) or {}
     switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
+    names = [name for name in names if name not in switches]  # a switch says more than the format that follows from it
     return [
         *_changed_input(was, now),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
@@ -82,9 +83,11 @@ def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _switch(lossy: Mapping[str, Any], name: str) -> str:
-    """A lossy switch as it is given on the command line."""
+    """A lossy switch for a message; a text to calibrate with is known by its digest."""
     value = lossy.get(name)
-    return "not given" if value is None else value if isinstance(value, str) else json.dumps(value)
+    if value is None:
+        return "not given"
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

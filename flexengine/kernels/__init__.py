@@ -3,6 +3,7 @@
 import os
 import warnings
 from functools import cache
+from threading import Lock
 
 import torch
 
@@ -27,15 +28,24 @@ def _load_cuda() -> Kernels:
     return CudaKernels(fused=choice() != "reference")
 
 
-@cache
 def load() -> Kernels:
-    """The native kernels, or with one warning the plain torch ones where they cannot be built. Decided once a process.
+    """The native kernels, or with one warning the plain torch ones where they cannot be built. Decided once a process,
+    whichever threads call first.
 
     The environment variable FLEXENGINE_KERNELS=reference asks for the latter.
 
     Raises:
         InvalidInput: the variable has another value, or torch has no oneDNN.
     """
+    with _loading:
+        return _load()
+
+
+_loading = Lock()
+
+
+@cache
+def _load() -> Kernels:
     if not has_onednn():
         raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, whose products alone are the same in"
                            " every batch; install a build that has it, as pip's for Linux do")  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from flexengine.errors import InvalidInput
+from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
@@ -58,6 +59,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     Takes about ten seconds, and leaves the ledgers as they were. Raises OutOfMemory if not even a few pages are free,
     InvalidInput if the offload directory cannot be written.
     """
+    load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
         touch, busy = _touch(room(machine, "device", "host"))
         links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))

@@ -54,16 +54,16 @@ class Verifier:
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
         if is_snapshot(directory.resolve()):
             says = f"the names of their blobs in {directory} say"
-            for files in (read, _indexed(directory, read)):
-                self._compare({file: _blob(file) for file in files}, directory, says)
-            return
+            indexes = _indexes(directory)
+            self._compare({file: _blob(file) for file in indexes}, directory, says, len(read))
+            all_read = {*read, *_named(indexes)}
+            others = {file: _blob(file) for file in sorted(all_read.difference(indexes))}
+            return self._compare(others, directory, says, len(all_read))
         if not os.path.lexists(sums := directory / SUMS):
             raise InvalidInput(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
                                f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
         with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
-            listed = read_sums(sums)
-            self._listed(directory, listed, read)
-            _check_listed(directory, listed, _indexed(directory, read))  # whatever is listed has been compared
+            self._listed(directory, read_sums(sums), read)
 
     def gguf(self, file: Path) -> None:
         """A GGUF file, by FILE.sha256 or SHA256SUMS beside it. Raises InvalidInput if it has no sum, BadCheckpoint."""
@@ -96,12 +96,19 @@ class Verifier:
             self._listed(directory, read_sums(directory / SUMS), _files(directory, ("**/*",)))
 
     def _listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
+        says, indexes = f"{directory / SUMS} says", _indexes(directory)
         _check_listed(directory, sums, read)
-        self._compare({directory / name: digest for name, digest in sums.items()}, directory,
-                      f"{directory / SUMS} says")  # fmt: skip
+        first = {index: sums[index.name] for index in indexes}
+        self._compare(first, directory, says, len(sums))
+        _check_listed(directory, sums, _named(indexes))
+        others = {directory / name: digest for name, digest in sums.items()}
+        self._compare({f: digest for f, digest in others.items() if f not in first}, directory, says, len(sums))
 
-    def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str) -> None:
-        """directory: where they all must lie; None: wherever a link that somebody gave leads."""
+    def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str, count: int = 1) -> None:
+        """directory: where they all must lie; None: wherever a link that somebody gave leads. count: of all files that
+        are compared, these among them."""
+        if not sums:
+            return
         began, faults, sizes = time.perf_counter(), [], 0
         with _progress("verifying", sums) as tick:
             for file, digest in sums.items():
@@ -117,7 +124,7 @@ class Verifier:
                     if found != digest:
                         faults.append(f"{name} (has {found}, expected {digest})")
         if faults:
-            raise BadCheckpoint(f"{len(faults)} of {len(sums)} files are not as {says}: {_some(faults)}")
+            raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(faults)}")
         self.files, self.bytes = self.files + len(sums), self.bytes + sizes
         self.seconds += time.perf_counter() - began
 
@@ -128,12 +135,14 @@ def _check_listed(directory: Path, sums: Mapping[str, str], read: Iterable[Path]
         raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
 
 
-def _indexed(directory: Path, read: Iterable[Path]) -> list[Path]:
-    """Files, beside those of `read`, that shard indexes name: weights may have any name there. The indexes themselves
-    must have been compared, as a damaged one names others."""
-    indexes = (directory / name for name in _INDEXES)
-    named = {file for index in indexes if os.path.lexists(index) for file in indexed_files(index)}
-    return sorted(named.difference(read))
+def _indexes(directory: Path) -> list[Path]:
+    """Shard indexes. They are compared before they are read, as a damaged one names other files."""
+    return [directory / name for name in _INDEXES if os.path.lexists(directory / name)]
+
+
+def _named(indexes: Iterable[Path]) -> list[Path]:
+    """Weight files that shard indexes name; they may have any name."""
+    return sorted({file for index in indexes for file in indexed_files(index)})
 
 
 def write_sums(directory: Path) -> None:

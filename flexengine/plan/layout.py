@@ -575,14 +575,15 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
     limit, used = _limit(tier, capacity), _used(layout, tier, capacity)
     if limit is not None and used > limit:
         last = list(layout.account[tier].values())[-1:] or [0]
-        booked = f"booked so far: {booked_parts(layout, tier, capacity)}"
+        booked = f"booked so far: {booked_parts(layout, tier, capacity, used)}"
         raise OutOfMemory(tier, what, last[0], used - last[0], limit, f"{booked}; {_remedy(tier)}")
 
 
-def booked_parts(layout: Layout, tier: str, capacity: Capacity) -> str:
-    """Return what takes a tier's bytes, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
+def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> str:
+    """Return what takes `nbytes` of a tier, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
     tiers = ("device", "host") if capacity.shared and tier != "disk" else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
+    parts += Counter({"left free": nbytes - parts.total()})
     return ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items())
 
 

@@ -12,7 +12,7 @@ from flexengine.policy import TIERS, Policy, Split
 
 # Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
 OVERHEAD = 64 << 20
-_SHORTEST = Workload({(1, 1): 1})
+SHORTEST = Workload({(1, 1): 1})
 _HOMES: tuple[Split, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 LayOut = Callable[[Policy, Workload, Capacity], Layout]
@@ -95,15 +95,15 @@ def _too_little(
             room = replace(room, **{tier: needs.get(tier, given[tier])})  # type: ignore[arg-type]
     enough = replace(capacity, **needs)  # type: ignore[arg-type]
     layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
-    reason = _reason(model, policies, workload, capacity, next(iter(needs)))
-    return TooLittle(reason, needs, given, {tier: booked_parts(layout, tier, capacity) for tier in needs})
+    parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
+    return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts)
 
 
 def _reason(
     model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> str:
     """Return what does not fit. It begins with ONE_SEQUENCE if shorter sequences would."""
-    if len(policies) > 1 and any(_fits(model, policy, _SHORTEST, capacity) for policy in policies):
+    if len(policies) > 1 and any(_fits(model, policy, SHORTEST, capacity) for policy in policies):
         return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
     errors = []
     for policy in policies:

@@ -97,7 +97,7 @@ class Machine:
 def make_machine(
     kind: str, device_mem: int | None, host_mem: int | None, offload_dir: Path, links: Links | None = None
 ) -> Machine:
-    """The machine to run on. Sizes in bytes; None takes what is free (sim: as much as is asked).
+    """The machine to run on. Sizes in bytes; None takes what is free (sim: no limit).
 
     An offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
 
@@ -138,15 +138,15 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> Non
     """Raises InvalidInput if more memory is given than there is."""
     if kind == "cpu" and host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
-    ram = (total_memory(), "RAM")
-    device = (cuda.total_memory(), "GPU memory") if kind == "cuda" else ram
+    ram = (total_memory(), "the machine, or the cgroup of this process,")
+    device = (cuda.total_memory(), "the GPU") if kind == "cuda" else ram
     sizes = [("--device-mem", device_mem or 0, device), ("--host-mem", host_mem or 0, ram)]
     if kind == "sim":
         sizes.append(("--device-mem and --host-mem together", (device_mem or 0) + (host_mem or 0), ram))
     for option, size, (most, where) in sizes:
         if size > most:
-            raise InvalidInput(f"{option}: {size:,} bytes are given, but this machine has {most:,} bytes of {where};"
-                               " give at most that (python -m flexengine.plan --hardware FILE plans for other"
+            raise InvalidInput(f"{option}: {size:,} bytes are given, but {where} has {most:,}; give at most that"
+                               " (python -m flexengine.plan --hardware FILE plans for other"
                                " machines)")  # fmt: skip
 
 
