@@ -27,8 +27,8 @@ def parse_size(text: str | int, option: str) -> int:
     else:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B?\s*", str(text).upper())
         if match is None or match[2] not in _UNITS:
-            raise InvalidInput(f"{option} is {shown(text)}; it must be a number with a unit such as 800M, 1.5GB or"
-                               " 16GiB")  # fmt: skip
+            raise InvalidInput(f"{option} is {shown(text)}; it must be a number of bytes, or one with a unit such as"
+                               " 800M, 1.5GB or 16GiB")  # fmt: skip
         size = float(match[1]) * _UNITS[match[2]]
     if not 1 <= size < _LARGEST_SIZE:
         raise InvalidInput(f"{option} is {shown(text)}; it must be at least one byte and below 2**60 bytes")

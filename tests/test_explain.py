@@ -431,6 +431,7 @@ def test_plot_file(line: Line) -> None:
         (["--device-mem", "1K"], "device memory: "),
         (["--plot", "x.jpg"], "does not end with .png"),
         (["--save", "/missing/x.json"], "/missing/x.json cannot be written"),
+        (["--save", "/tmp"], "/tmp cannot be written: it is a directory; name a file in it"),
         (["--dtype", "int3"], "int3"),
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),

@@ -174,6 +174,8 @@ def test_missing_and_unknown_fields_are_refused() -> None:
     without = {k: v for k, v in GPU.items() if k not in ("products", "kind")}
     _refuses(without, "lacks ['kind', 'products']")
     _refuses(dict(GPU, elementwize=1.0), "unknown fields ['elementwize']", "'elementwise'")
+    with pytest.raises(InvalidInput, match=r"^here: has unknown fields"):  # the name once
+        Hardware.from_json(dict(GPU, elementwize=1.0), "here")
     others: tuple[object, ...] = (None, [], 3, "text")
     for value in others:
         with pytest.raises(InvalidInput, match=f"holds {type(value).__name__}, not an object"):

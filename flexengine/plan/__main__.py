@@ -241,6 +241,8 @@ def _check_written(args: argparse.Namespace, options: Sequence[str], read: Seque
             raise InvalidInput(f"{name} is to be written, but something else is read from it or written to it;"
                                " name another file")  # fmt: skip
         taken.add(Path(name).resolve())
+        if Path(name).is_dir():
+            raise InvalidInput(f"{name} cannot be written: it is a directory; name a file in it")
         if not (parent := Path(name).absolute().parent).is_dir():
             raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
 

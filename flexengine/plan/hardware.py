@@ -183,7 +183,7 @@ class Hardware:
         try:
             hardware = from_fields(Hardware, values, what)
         except (InvalidInput, TypeError) as error:
-            raise InvalidInput(f"{what}: {error}") from error
+            raise InvalidInput(f"{what}: {str(error).removeprefix(what).lstrip()}") from error
         assert isinstance(hardware, Hardware)
         return hardware
 
