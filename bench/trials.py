@@ -282,6 +282,9 @@ class Stub:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def check(self, workload: Any) -> None:
+        """It needs no memory."""
+
     def model_files(self, known: Any) -> dict[str, Any]:
         return {}
 
