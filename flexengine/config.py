@@ -148,8 +148,10 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
-def json_fault(error: ValueError) -> str:
+def json_fault(error: ValueError | RecursionError) -> str:
     """Return what is wrong with a JSON text that `json.loads` refused."""
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
     if "integer string conversion" in str(error):  # Python advises to change a setting of the interpreter
         return f"a whole number has over {sys.get_int_max_str_digits():,} digits"
     return str(error)
@@ -163,9 +165,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
         raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{what} {path} is not UTF-8 text: byte {error.start} is wrong") from error
-    except RecursionError as error:
-        raise InvalidInput(f"{what} {path} is nested too deeply") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{what} {path} is not JSON: {json_fault(error)}") from error
     if not isinstance(values, dict):
         raise InvalidInput(f"{what} {path} holds {type(values).__name__}, not an object of fields")

@@ -23,7 +23,8 @@ def _split(name: str, value: Sequence[float]) -> Split:
     if len(numbers) != 3 or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
         raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk]")
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
-        raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1")
+        total = f", not {sum(numbers)}" if all(abs(x) <= MOST for x in numbers) else ""
+        raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
     return (float(numbers[0]), float(numbers[1]), float(numbers[2]))
 
 

@@ -60,6 +60,7 @@ def test_lines_and_indices(tmp_path):
         (b'{"prompt": "\xff\xfe"}', "UTF-8 at byte 12"),
         (b'{"prompt": "a"', "JSON"),
         (b"[1, 2]", "list"),
+        (b'{"seed": ' + b"7" * 5000 + b"}", "invalid JSON: a whole number has over 4,300 digits"),
         (b"null", "NoneType"),
         (b'{"prompt": "a", "x": NaN}', "NaN"),
         (b'{"prompt": "a", "x": -Infinity}', "Infinity"),

@@ -99,9 +99,9 @@ def test_blocks_have_a_most() -> None:
         (1.0, "1.0; it must be three fractions"),
         ([1, 0, "0"], r"it must be three fractions"),
         ([True, 0, 0], r"it must be three fractions"),
-        ([0.5, 0.6, 0], r"fractions must be at least 0 and sum to 1"),
+        ([0.5, 0.6, 0], r"fractions must be at least 0 and sum to 1, not 1.1"),
         ([1.5, -0.5, 0], "fractions must be at least 0 and sum to 1"),
-        ([100, 0, 0], "sum to 1"),
+        ([100, 0, 0], "sum to 1, not 100"),
     ],
 )
 def test_splits(name: str, value: Any, message: str) -> None:

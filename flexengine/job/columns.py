@@ -140,9 +140,7 @@ def _row(place: int, cells: dict[str, Any]) -> Row:
     if isinstance(messages := fields.get("messages"), str):
         try:
             fields["messages"] = json.loads(messages)
-        except RecursionError:
-            return row.refused("messages is text, but JSON nested too deeply")
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             return row.refused(f"messages is text, but not JSON: {json_fault(error)}")
     return row
 

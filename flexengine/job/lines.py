@@ -43,9 +43,7 @@ def json_object(raw: bytes) -> dict[str, Any]:
         raise InvalidInput(fault)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
-    except RecursionError as error:
-        raise InvalidInput("invalid JSON: nested too deeply") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
     if not isinstance(value, dict):
         raise InvalidInput(f'holds a JSON {type(value).__name__}; a row must be an object such as {{"prompt": ...}}')

@@ -41,10 +41,10 @@ def make_manifest(
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """One message per compared value that differs: values in the order of `now`, then switches, then files."""
-    names = [name for name in dict.fromkeys((*now, *was)) if name not in {*INFORMATIVE, *_APART}]
     before, after = was.get(LOSSY) or {}, now.get(LOSSY) or {}
     switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
-    names = [name for name in names if name not in switches]  # a switch says more than the format that follows from it
+    told = {*INFORMATIVE, *_APART, *switches}  # a switch says more than the cache's format, which follows from it
+    names = [name for name in dict.fromkeys((*now, *was)) if name not in told]
     return [
         *_changed_input(was, now),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),

@@ -584,7 +584,7 @@ def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> 
     tiers = ("device", "host") if capacity.shared and tier != "disk" else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
     parts += Counter({"left free": nbytes - parts.total()})
-    return ", ".join(f"{name} {nbytes:,}" for name, nbytes in parts.items())
+    return ", ".join(f"{name} {part:,}" for name, part in parts.items())
 
 
 def _remedy(tier: str) -> str:
