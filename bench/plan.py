@@ -111,8 +111,8 @@ class Bench:
         asked = replace(asked, job=replace(asked.job, policy=shape.policy if shape else None), hardware=hardware)
         line = judged(self.ask(asked, Limits(machine.memory, TIMEOUT)), case)
         shown = line.get("error") or line.get("refused") or (
-            f"{line['tok_s']:.2f} tok/s, {line['total_seconds']:.1f} s, predicted {line['predicted']['seconds']:.1f}"
-            f" + load {line['summary']['load_seconds']:.1f}, predicted {line['predicted']['load_seconds']:.1f}"
+            f"{line['tok_s']:.2f} tok/s, {line['total_seconds']:.1f} s,"
+            f" predicted {line['predicted']['seconds'] + line['predicted']['load_seconds']:.1f} s"
         )  # fmt: skip
         say(f"  {'auto' if shape is None else briefly(shape)}: {shown}")
         if "stderr" in line:

@@ -14,6 +14,7 @@ from flexengine.errors import InvalidInput
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
 _LARGEST_SIZE = 2**60  # bytes; more than any machine has
+_MAX_JSON_BYTES = 10_000_000  # of a policy or hardware file; those of machines that were measured have some 50,000
 
 
 def parse_size(text: str | int, option: str) -> int:
@@ -158,11 +159,17 @@ def json_fault(error: ValueError | RecursionError) -> str:
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds. Raises InvalidInput naming the file and `what` it is."""
+    """Return the JSON object that a file holds, after a BOM or without. Raises InvalidInput naming the file and `what`
+    it is."""
     try:
-        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            raw = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
+    if len(raw) > _MAX_JSON_BYTES:
+        raise InvalidInput(f"{what} {path} has more than {_MAX_JSON_BYTES:,} bytes; give one that is a {what}")
+    try:
+        values = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         raise InvalidInput(f"{what} {path} is not UTF-8 text: byte {error.start} is wrong") from error
     except (ValueError, RecursionError) as error:

@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("input", metavar="INPUT",
                    help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines;"
-                        " .txt, .csv, .tsv, .parquet or .arrow")  # fmt: skip
+                        " .txt, .csv, .tsv, .parquet or .arrow; - is JSON lines from standard input")  # fmt: skip
     p.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
     _add_output(p.add_argument_group("output"))
@@ -117,9 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """The main job. Raises FlexError for what is refused, before weights are read where that can be known."""
-    from flexengine.job.inputs import Rows
+    from flexengine.job.inputs import STDIN, Rows
     from flexengine.job.results import check_output
 
+    args.input = STDIN if args.input == "-" else args.input
     check_output(args.output, args.input)
     _check_apart(args)
     if args.limit is not None and args.limit < 1:

@@ -337,6 +337,15 @@ def test_a_plan_from_a_config_alone(line: Line) -> None:
     assert again["helps"] == []
 
 
+@pytest.mark.parametrize(("context", "prompt"), [(2048, 512), (100, 90)])
+def test_a_short_context_bounds_the_default_prompt(line: Line, context: int, prompt: int) -> None:
+    (line.folder / "tiny" / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": context}))
+    assert f"6 rows of {prompt} prompt tokens" in line("--max-tokens", "10", "--rows", "6")
+    assert f"--max-tokens {context} leaves no room for a prompt" in line("--max-tokens", str(context), code=2)
+    error = line("--prompt-tokens", str(context - 9), "--max-tokens", "10", code=2)
+    assert f"--prompt-tokens {context - 9} and --max-tokens 10 make more than the {context} tokens" in error
+
+
 def test_rows_of_a_file(line: Line) -> None:
     rows = [{"prompt_token_ids": [5] * n, "max_tokens": 4} for n in (3, 9, 30)]
     (line.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

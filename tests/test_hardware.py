@@ -140,6 +140,11 @@ def test_objects_are_refused(name: str, value: Any) -> None:
     _refuses(dict(GPU, **{name: value}), f"{name} is {value!r}; it must be an object")
 
 
+@pytest.mark.parametrize("name", [None, 3, "a\ud800", "two\nlines"])
+def test_names_are_refused(name: Any) -> None:
+    _refuses(dict(GPU, name=name), f"name is {name!r}", "printable text")
+
+
 @pytest.mark.parametrize("kind", ["gpu", "CUDA", "", None, ["cpu"]])
 def test_kinds_are_refused(kind: Any) -> None:
     _refuses(dict(GPU, kind=kind), f"kind is {kind!r}; it must be one of cpu, cuda, sim")

@@ -8,6 +8,9 @@ import io
 import json
 import os
 import random
+import shlex
+import subprocess
+import sys
 import threading
 import tracemalloc
 from itertools import pairwise
@@ -173,6 +176,36 @@ def test_a_pipe_is_copied_and_can_be_read_again(tmp_path, monkeypatch):
         (copy,) = spool.iterdir()
         assert copy.stat().st_mode & 0o077 == 0  # prompts may be private
     assert list(spool.iterdir()) == []
+
+
+@pytest.mark.parametrize("redirected", ["pipe", "file"])
+@pytest.mark.parametrize("name", ["-", "/dev/stdin"])
+def test_standard_input_is_json_lines_from_where_it_stands(tmp_path, name, redirected):
+    data = b'{"prompt": "a"}\n{"prompt": "b"}\n'
+    code = "import sys; from flexengine.job.inputs import Rows; rows = Rows(sys.argv[1])\n" + (
+        "print([[row.fields['prompt'] for row in rows] for _ in range(2)], rows.sha256())"
+    )
+    (file := tmp_path / "some").write_bytes(b"a header that somebody else has read\n" + data)
+    with file.open("rb", buffering=0) as stream:
+        stream.seek(-len(data), os.SEEK_END)
+        source = {"stdin": stream} if redirected == "file" else {"input": data}
+        said = subprocess.run([sys.executable, "-c", code, name], capture_output=True, check=True, **source).stdout
+    assert said.decode().split("\n")[0] == f"[['a', 'b'], ['a', 'b']] {hashlib.sha256(data).hexdigest()}"
+
+
+@pytest.mark.parametrize("name", ["in a.json", "in.jsonl"])
+@pytest.mark.parametrize("text", [b'[{"prompt": "a"}]', b'\xef\xbb\xbf \n [\n{"prompt": "a"},\n{"prompt": "b"}]\n'])
+def test_a_json_array_is_refused_with_what_makes_lines_of_it(tmp_path, text, name):
+    file = written(tmp_path, text, name)
+    with pytest.raises(InvalidInput, match="is a JSON array; rows are one JSON object per line") as refused:
+        Rows(file)
+    made = f"{file.with_suffix('')}-rows.jsonl"
+    assert f"jq -c '.[]' {shlex.quote(str(file))} > {shlex.quote(made)}" in str(refused.value)
+
+
+def test_one_line_that_is_an_array_is_one_bad_row(tmp_path):
+    rows = list(Rows(written(tmp_path, b'\xef\xbb\xbf[1, 2]\n{"prompt": "a"}\n', "in.json")))
+    assert [row.error is None for row in rows] == [False, True]
 
 
 @pytest.mark.parametrize("name", ["in.jsonl", "in.txt", "in.csv"])

@@ -184,6 +184,11 @@ def test_output_is_up_to_date_until_a_row_is_added(path: Path) -> None:
         assert journal.output is None
     with Journal(path) as journal:
         assert journal.output is None
+        journal.add_output(2, 80)
+        journal.forget_output()
+        assert journal.output is None
+    with Journal(path) as journal:
+        assert journal.output is None
 
 
 def test_settings_come_back(path: Path) -> None:

@@ -44,7 +44,7 @@ def test_contents_of_the_input_are_compared() -> None:
                      " bbbbbbbbbbbb..."]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ENGINE)
+@pytest.mark.parametrize("name", sorted(ENGINE.keys() - {"model"}))
 def test_each_fact_of_the_engine_is_compared(name: str) -> None:
     (found,) = differences(manifest(), manifest(engine={**ENGINE, name: "other"}))
     assert found.endswith('now "other"')
@@ -60,8 +60,20 @@ def test_lossy_switches_are_compared_one_by_one() -> None:
     assert differences(manifest(), was) != []
 
 
-def test_the_name_of_the_input_is_not() -> None:
+def test_names_of_the_input_and_the_model_are_not() -> None:
     assert differences(manifest(), manifest({**GIVEN, "input": "renamed.jsonl"})) == []
+    assert differences(manifest(), manifest(engine={**ENGINE, "model": "renamed"})) == []
+
+
+@pytest.mark.parametrize(("sha256", "mtime_ns"), [(None, 2), (None, 1), ("c" * 64, 2)])
+def test_another_name_counts_where_files_were_written_anew_and_only_sampled(sha256: Any, mtime_ns: int) -> None:
+    def model(name: str, time: int) -> Any:
+        mark = {"bytes": 9, "mtime_ns": time, "sample": "s", "sha256": sha256}
+        return manifest(engine={**ENGINE, "model": name, "model_files": {"a": mark}})
+
+    refused = ['model: was "v1", now "v2"'] if (sha256, mtime_ns) == (None, 2) else []
+    assert differences(model("v1", 1), model("v2", mtime_ns)) == refused
+    assert differences(model("v1", 1), model("v1", mtime_ns)) == []
 
 
 def test_a_value_of_another_type_or_missing_is_different() -> None:

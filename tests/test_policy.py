@@ -200,6 +200,16 @@ def test_bad_files(tmp_path: Path, text: str, message: str) -> None:
         Policy.load(path)
 
 
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    (tmp_path / "policy.json").write_bytes(b'\xef\xbb\xbf{"slots": 3}')
+    assert Policy.load(tmp_path / "policy.json") == Policy(slots=3)
+
+
+def test_a_file_without_an_end() -> None:
+    with pytest.raises(InvalidInput, match=r"^policy file /dev/zero has more than 10,000,000 bytes; "):
+        Policy.load("/dev/zero")
+
+
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"policy file [^ ]*gone.json cannot be read: No such file or directory$"):
         Policy.load(tmp_path / "gone.json")

@@ -4,11 +4,13 @@ import errno
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,62 @@ def test_a_lost_output_is_put_together_again(job: Job, watch: Watch) -> None:
     assert "8 rows done, 0 failed; all of them were in the journal" in job.err
 
 
+@pytest.mark.parametrize("more", [(), ("--limit", "8"), ("--limit", "2")])
+def test_an_output_that_was_edited_is_not_replaced(job: Job, watch: Watch, more: tuple[str, ...]) -> None:
+    assert job("--limit", "3") == 0, job.err
+    size, expected = job.output.stat().st_size, job.output.read_bytes()
+    job.output.write_text("my own words")
+    before = state(job)
+    watch.forget()
+    assert job(*more) == 2
+    assert f"output {job.output} has 12 bytes, not the {size:,} that the job wrote; rename it, and" in job.err
+    assert watch.ran is None
+    assert state(job) == before
+    job.output.rename(job.folder / "mine")
+    assert job("--limit", "3") == 0
+    assert job.output.read_bytes() == expected
+    job.output.write_text("my own words")
+    assert job("--restart", "--limit", "3") == 0
+    assert job.output.read_bytes() == expected
+
+
+@pytest.mark.parametrize("before", ["write_output", "add_output"])
+@pytest.mark.parametrize("limit", ["6", "8"])
+def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
+    job: Job, watch: Watch, whole: Any, monkeypatch: pytest.MonkeyPatch, before: str, limit: str
+) -> None:
+    """An error on either side of the moment at which a larger output takes the place of a smaller one."""
+    from flexengine.job import journal, resume
+
+    def fail(*_: Any) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    expected = b"".join(whole().splitlines(keepends=True)[: int(limit)])
+    (job.folder / "peace.jsonl").unlink()
+    (job.folder / "peace.jsonl.journal").unlink()
+    assert job("--limit", "3") == 0, job.err
+    with monkeypatch.context() as patched:
+        patched.setattr(*((resume, before) if before == "write_output" else (journal.Journal, before)), fail)
+        assert job() == 3
+    watch.forget()
+    assert job("--limit", limit) == 0, job.err
+    assert watch.ran is None
+    assert job.output.read_bytes() == expected
+    assert {file.name for file in job.folder.iterdir()} == {f.name for f in (job.input, job.output, journal_of(job))}
+
+
+@pytest.mark.parametrize("more", [(), ("--temperature", "1")])
+def test_an_interrupted_restart_replaces_the_old_output(job: Job, watch: Watch, more: tuple[str, ...]) -> None:
+    assert job() == 0, job.err
+    old = job.output.read_bytes()
+    watch.fail_at = 3
+    assert job("--restart", *more) == 3
+    assert job.output.read_bytes() == old
+    watch.forget()
+    assert job(*more) == 0, job.err
+    assert (job.output.read_bytes() == old) is (not more)
+
+
 def test_limits(job: Job, watch: Watch, whole: Any) -> None:
     expected = whole().splitlines(keepends=True)
     for limit, ran in ((3, [0, 1, 2]), (6, [3, 4, 5]), (2, None), (8, [6, 7]), (8, None), (10**20, None)):
@@ -296,6 +354,43 @@ def test_renamed_input_goes_on(job: Job) -> None:
     job.input = job.input.rename(job.folder / "other.jsonl")
     assert job() == 0, job.err
     assert "finished already" in job.err
+
+
+def test_renamed_model_goes_on_under_its_first_name(job: Job, watch: Watch) -> None:
+    """Batch lines carry the model's name: one output has one of them."""
+    prompt = {"method": "POST", "url": "/v1/completions", "body": {"prompt": job.family.prompts[1], "max_tokens": 3}}
+    job.write([{"custom_id": f"c{i}", **prompt} for i in range(4)])
+    first = Path(shutil.copytree(job.family.directory, job.folder / "first"))
+    job.family = copy(job.family)  # the session's own stays where it is
+    job.family.directory = first
+    watch.fail_at = 2
+    assert job() == 3
+    watch.forget()
+    job.family.directory = first.rename(job.folder / "second")
+    assert job() == 0, job.err
+    assert watch.ran == [2, 3]
+    assert {row["response"]["body"]["model"] for row in job.rows} == {"first"}
+    written = job.output.read_bytes()
+    for cut in (0, 100, len(written) - 1):
+        job.output.write_bytes(written[:cut])
+        assert job() == 0, job.err
+        assert job.output.read_bytes() == written
+
+
+def test_the_input_is_not_replaced_through_standard_input(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = job.input.read_bytes()
+    command = [sys.executable, "-m", "flexengine.run", "-", "--model", str(job.family.directory), "--restart"]
+    with job.input.open("rb") as stream:
+        done = subprocess.run([*command, "--output", str(job.input)], stdin=stream, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "is the input file; results would replace the prompts" in done.stderr
+    assert job.input.read_bytes() == text
+
+
+def test_an_output_that_links_to_itself_is_refused(job: Job) -> None:
+    job.output.symlink_to(job.output)
+    assert job() == 2
+    assert f"output {job.output} cannot be reached: Symlink loop" in job.err
 
 
 def test_an_output_that_is_not_ours_is_refused(job: Job, watch: Watch) -> None:

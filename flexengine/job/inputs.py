@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -11,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
-from flexengine.job.lines import json_object, read_lines, too_long, utf8_fault
+from flexengine.job.lines import BOM, json_object, read_lines, too_long, utf8_fault
 
 MAX_LINE_BYTES = 64 * 2**20
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
@@ -25,6 +27,7 @@ _ACCEPTED = (
     ".jsonl, .ndjson and .json (one JSON object per line), .txt (one prompt per line), .csv and .tsv (with a header),"
     " .parquet, .arrow and .feather"
 )
+STDIN = "/dev/stdin"
 _STEP = 2**20
 
 
@@ -82,23 +85,26 @@ class Rows:
 
     path: the suffix tells the format: .jsonl, .ndjson, .json (one object per line; a line may be an OpenAI batch line,
         see `openai.is_batch_line`), .txt, .csv, .tsv, .parquet, .arrow, .feather. What is not a regular file (a pipe)
-        can be read only once: it is copied to a temporary file first.
+        can be read only once: it is copied to a temporary file first; without a suffix it holds JSON lines. "-" or
+        /dev/stdin is standard input, from where it stands: JSON lines that are copied, too.
     prompt_column: the field or column that holds the prompt; other prompt fields are then data. One named messages or
         prompt_token_ids is read as such. None: any of PROMPT_KINDS; of .csv and .tsv, `prompt`.
     limit: at most so many rows.
 
-    Raises InvalidInput at once for a missing or unreadable file, a directory, an unknown suffix, a table that cannot
-    be opened or lacks the column, and a `prompt_column` of a .txt file; while reading only if the file has changed
-    since or a Parquet or Arrow file turns out to be damaged. Close it, or use it as a context manager.
+    Raises InvalidInput at once for a missing or unreadable file, a directory, an unknown suffix, a JSON array of
+    objects, a table that cannot be opened or lacks the column, and a `prompt_column` of a .txt file; while reading only
+    if the file has changed since or a Parquet or Arrow file turns out to be damaged. Close it, or use it as a context
+    manager.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None
     ) -> None:
-        self.path = Path(path)
+        self.path = Path(STDIN if path == "-" else path)
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._copy: Any = None
-        form = _FORMATS.get(self.path.suffix.lower())
+        self._stream = self.path == Path(STDIN) or _is_stream(self.path)
+        form = _json if self._stream and not self.path.suffix else _FORMATS.get(self.path.suffix.lower())
         if form is None:
             raise InvalidInput(f"input {path} has suffix {self.path.suffix!r}; accepted are {_ACCEPTED}")
         try:
@@ -140,8 +146,9 @@ class Rows:
         if self.path.is_dir():
             raise InvalidInput(f"input {self.path} is a directory; it must be a file: {_ACCEPTED}")
         try:
-            with self.path.open("rb") as file:
-                if self.path.is_file():
+            standard = self.path == Path(STDIN)
+            with open(0 if standard else self.path, "rb", closefd=not standard) as file:
+                if not self._stream:
                     return self.path
                 self._copy = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it lives as long as this object
                     prefix="flexengine-input-", suffix=self.path.suffix
@@ -179,6 +186,11 @@ class _Source(NamedTuple):
 _Reader = Callable[[], Iterator[Row]]
 
 
+def _is_stream(path: Path) -> bool:
+    """Return whether `path` is a pipe or a device: neither a regular file nor a directory."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def _state(path: Path) -> tuple[int, ...] | None:
     """What tells one state of a file from another; None if it is gone."""
     try:
@@ -201,6 +213,11 @@ def _text(source: _Source) -> _Reader:
 
 
 def _json(source: _Source) -> _Reader:
+    if _is_array(source.file):
+        made = quote(f"{source.name.with_suffix('')}-rows.jsonl")
+        raise InvalidInput(f"input {source.name} is a JSON array; rows are one JSON object per line: make them with"
+                           f" jq -c '.[]' {quote(str(source.name))} > {made}")  # fmt: skip
+
     def rows(unreadable: str | None = None) -> Iterator[Row]:
         with source.file.open("rb") as file:
             for row, raw in _filled(file):
@@ -210,6 +227,12 @@ def _json(source: _Source) -> _Reader:
     # A line that cannot be read does not tell its kind: it is answered like the first one that can be.
     first = next((row for row in rows() if row.fields), None)
     return partial(rows, "" if first is not None and first.is_batch else None)
+
+
+def _is_array(file: Path) -> bool:
+    """Return whether a file begins like a JSON array of objects."""
+    with file.open("rb") as stream:
+        return re.match(rb"\s*\[\s*\{", stream.read(_STEP).removeprefix(BOM)) is not None
 
 
 def _csv(source: _Source) -> _Reader:

@@ -2,8 +2,8 @@
 
 A record is one line: 8 hex digits (the CRC-32 of what follows), a space, JSON, a newline. The first record holds the
 manifest; then {"index": i, "result": {...}} for rows in the order they finish, a later record of a row replacing an
-earlier one, {"settings": {...}} for choices of the engine that later runs keep to, and {"output": n} whenever an
-output file of the first n rows was put in place.
+earlier one, {"settings": {...}} for choices of the engine that later runs keep to, {"output": [n, m]} whenever an
+output file of the first n rows, m bytes, was put in place, and {"output": []} before that one is replaced.
 """
 
 import errno
@@ -89,7 +89,7 @@ class Journal:
 
     Attributes: manifest (None: a new journal), created (seconds since 1970 of its first start), dropped (what recovery
     left out), settings (see set), output (rows and bytes of the output file that is up to date with the journal; None:
-    there is none).
+    there is none, or it is about to be replaced).
     Raises InvalidInput if another process holds the journal, or the file cannot be one.
     """
 
@@ -149,8 +149,8 @@ class Journal:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
             self.manifest, self.created = value["manifest"], value["created"]
-        elif isinstance(output := value.get("output"), list) and len(output) == 2:
-            self.output = (output[0], output[1])
+        elif isinstance(output := value.get("output"), list) and len(output) in (0, 2):
+            self.output = (output[0], output[1]) if output else None
         elif isinstance(value.get("settings"), dict):
             self.settings = value["settings"]
         elif isinstance(index := value.get("index"), int) and isinstance(value.get("result"), dict) and index >= 0:
@@ -193,6 +193,13 @@ class Journal:
         self._append({"output": [rows, nbytes]})
         self.output = (rows, nbytes)
         self.sync()
+
+    def forget_output(self) -> None:
+        """Notes that the output file is about to be replaced, so that its size is not known any more."""
+        if self.output is not None:
+            self._append({"output": []})
+            self.output = None
+            self.sync()
 
     def state(self, index: int) -> int:
         """TODO, DONE or FAILED."""

@@ -8,7 +8,7 @@ from typing import Any, BinaryIO, NoReturn
 from flexengine.config import json_fault
 from flexengine.errors import InvalidInput
 
-_BOM = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
 _STEP = 2**20
 
 
@@ -19,7 +19,7 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
         if over := len(raw) > most and not raw.endswith(b"\n"):
             while raw and not raw.endswith(b"\n"):
                 raw = file.readline(_STEP)
-        yield None if over else raw.removeprefix(_BOM) if first else raw
+        yield None if over else raw.removeprefix(BOM) if first else raw
         first = False
 
 

@@ -17,7 +17,7 @@ MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # compared by a function of its own
-INFORMATIVE = frozenset({"input"})  # for people: a file may be renamed as long as its bytes are the same
+INFORMATIVE = frozenset({"input", "model"})  # names, for people: both may be renamed as long as their bytes stay
 _ABSENT = "absent"
 _LONG = 60  # characters of a value in a message
 _MOST_FILES = 4  # named in a message
@@ -44,12 +44,15 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     before, after = was.get(LOSSY) or {}, now.get(LOSSY) or {}
     switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
     told = {*INFORMATIVE, *_APART, *switches}  # a switch says more than the cache's format, which follows from it
+    files = _changed_files(was, now)
+    if not files and rewritten(was, now):
+        told.discard("model")  # of files written anew only samples were compared: they may be those of another model
     names = [name for name in dict.fromkeys((*now, *was)) if name not in told]
     return [
         *_changed_input(was, now),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
         *(f"{name}: was {_switch(before, name)}, now {_switch(after, name)}" for name in switches),
-        *_changed_files(was, now),
+        *files,
     ]
 
 

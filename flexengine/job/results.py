@@ -23,7 +23,10 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
     """Raises InvalidInput if results cannot be written to `path`; to be called before any work. None is stdout."""
     if path is None:
         return
-    target = Path(path).resolve()
+    try:
+        target = Path(path).resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise InvalidInput(f"output {path} cannot be reached: {error}; name another --output") from error
     if target.is_dir():
         raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():

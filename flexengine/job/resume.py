@@ -6,6 +6,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Row, Rows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.manifest import INPUT_DIGEST, Manifest, check_same, rewritten
-from flexengine.job.results import ResultWriter, journal_path, line_encoder, write_output
+from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
 
 Describe = Callable[[Manifest], Manifest]
 
@@ -69,7 +70,7 @@ class Job(ABC):
             model: the name that OpenAI batch lines carry.
 
         Raises:
-            InvalidInput: results of an earlier run belong to another manifest.
+            InvalidInput: results of an earlier run belong to another manifest, or its output has been changed.
         """
 
     @abstractmethod
@@ -172,7 +173,7 @@ class KeptJob(Job):
         self.journal.close()
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
-        journal, self._model = self.journal, model
+        journal = self.journal
         manifest = describe({} if self._restart else journal.manifest or {})
         if self._restart:
             journal.restart()
@@ -181,12 +182,29 @@ class KeptJob(Job):
         else:
             check_same(journal.manifest, manifest, journal.path)
             self._compare_times(journal.manifest, manifest)
+        self._model = (journal.manifest or {}).get("model", model)  # that of the first run, for one output has one
+        there = os.path.getsize(self._output) if os.path.exists(self._output) else None
+        if journal.output and there not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
+            raise InvalidInput(f"output {self._output} has {there:,} bytes, not the {journal.output[1]:,} that the job"
+                               " wrote; rename it, and the same command writes it again")  # fmt: skip
         settled = journal.settled(self.total, self._retry)
         self.resumed = settled.count(1)
         whole = self.resumed == self.total
-        there = os.path.getsize(self._output) if os.path.exists(self._output) else -1
         self.finished = whole and journal.output == (self.total, there)
         return () if whole else Pending(self.rows, settled)
+
+    def _is_cut_short(self, rows: int) -> bool:
+        """Return whether the output file is the beginning of the output of the first `rows` rows."""
+        encode = self._encoder()
+        with open(self._output, "rb") as file:
+            for row, result in zip(islice(self.rows, rows), self.journal.results(range(rows)), strict=False):
+                line = encode(row, result)
+                if (found := file.read(len(line))) != line:
+                    return line.startswith(found)  # shorter, so the file ends there
+            return not file.read(1)
+
+    def _encoder(self) -> Encode:
+        return line_encoder(self._model, self.journal.created)
 
     def _compare_times(self, was: Manifest, now: Manifest) -> None:
         if names := rewritten(was, now):
@@ -219,8 +237,8 @@ class KeptJob(Job):
         if self.rows.sha256() != manifest.get(INPUT_DIGEST):
             raise OSError(errno.ESTALE, f"the input has changed while the job ran; put it back; {self._kept()}")
         with self._explained():
-            encode = line_encoder(self._model, self.journal.created)
-            write_output(self._output, self.rows, self.journal.results(range(self.total)), encode)
+            self.journal.forget_output()
+            write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
             self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:

@@ -126,6 +126,7 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     library = _folder() / name
     with _alone(library):
         if not library.exists():
+            log.warning("compiling kernels into %s: 20 to 60 s", library.parent)
             _compile(compiler, flags, sources, openmp, library)
     return library
 

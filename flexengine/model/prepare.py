@@ -119,7 +119,7 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], keep: bool)
     temporary = final.with_name(f"{final.name}.part" if keep else f"{final.name}.tmp-{os.getpid()}")
     temporary.mkdir(mode=0o700, exist_ok=keep)
     try:
-        log.info("converting %s once into %s", source, final)
+        log.warning("preparing %s in %s", source, final)
         build(temporary)
         note = {"source": str(source.resolve()), "format": FORMAT}
         (temporary / "prepared.json").write_text(json.dumps(note), encoding="utf-8")

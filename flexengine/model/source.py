@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.config import json_fault
 from flexengine.errors import BadCheckpoint, ModelNotFound
 from flexengine.reading import opened
 
@@ -94,8 +95,12 @@ def read_json(file: Path, most: int) -> Any:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
         with opened(file) as stream:
             return json.loads(stream.read().decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} is unreadable: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}") from error
 
 
 def indexed_files(index: Path) -> list[Path]:

@@ -50,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
     job.add_argument("--input", metavar="FILE", help="prompts, as for run")
     job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
     job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
-    job.add_argument("--prompt-tokens", type=int, metavar="N", help=f"without FILE: of each row ({PROMPT_TOKENS})")
+    job.add_argument("--prompt-tokens", type=int, metavar="N",
+                     help=f"without FILE: of each row ({PROMPT_TOKENS}, or less in a short context)")  # fmt: skip
     job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: how many there are ({ROWS})")
     job.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
@@ -321,7 +322,12 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     """The job's sizes. Raises InvalidInput if there is no row to run."""
     params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:
-        prompt, most = args.prompt_tokens or PROMPT_TOKENS, opened.skeleton.context_length
+        most = opened.skeleton.context_length
+        room = most - params.max_tokens if most else PROMPT_TOKENS
+        if room < 1:
+            raise InvalidInput(f"--max-tokens {params.max_tokens} leaves no room for a prompt in the {most} tokens of"
+                               f" {opened.source.name}'s context; lower it")  # fmt: skip
+        prompt = args.prompt_tokens or min(PROMPT_TOKENS, room)
         if most and prompt + params.max_tokens > most:
             raise InvalidInput(f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the"
                                f" {most} tokens of {opened.source.name}'s context; lower one")  # fmt: skip

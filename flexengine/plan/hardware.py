@@ -125,9 +125,9 @@ class Hardware:
         seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
         for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch", "touch_busy"):
             _known(name, getattr(self, name))
-        if not isinstance(self.name, str) or not isinstance(self.measured, bool):
-            raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be a string"
-                               " and true or false")  # fmt: skip
+        if not (isinstance(self.name, str) and self.name.isprintable() and isinstance(self.measured, bool)):
+            raise InvalidInput(f"name is {shown(self.name)} and measured {shown(self.measured)}; they must be"
+                               " printable text and true or false")  # fmt: skip
         if not self.products:
             raise InvalidInput("products is empty; it must have a rate for one dtype at least, such as float16")
         self._check_lanes()

@@ -3,8 +3,9 @@
 A page fault costs as much as computing 4 KiB of activations, so two measures keep them few. Regions are mapped in huge
 pages where the kernel gives them. What torch frees between layers stays in this process's heap, if there is room for
 that: tensors of up to 32 MB, and 64 MB at the heap's end. With more, the gaps between tensors grew beyond what any plan
-allows for. Where a job leaves no room for gaps, tensors from 256 KB on are mapped for themselves: in a job of 230 MB
-the gaps took 2 MB then, and not 36, and it was no slower.
+allows for. Where a job leaves no room for gaps, blocks of 64 KiB or more get pages of their own: in a job of 120 MB the
+gaps took 2 MB then, and not 43, and it was no slower. (From 256 KiB on was not enough: shorter blocks made gaps that
+longer ones fell into.)
 """
 
 import contextlib
@@ -26,8 +27,11 @@ def keep_freed(room: bool = True) -> None:
     """Let malloc keep freed memory for reuse: much if there is room for it, else little. Does nothing without glibc.
 
     Threads started from now on share the main heap, so that lanes reuse what others freed.
+
+    With little room, a block of 64 KiB or more gets pages of its own unless a gap in the heap holds it. Such pages go
+    back to the system when the block is freed. In the heap a block that stays may lie above it; then they do not.
     """
-    mapped_from, kept = (32 << 20, 64 << 20) if room else (256 << 10, 1 << 20)
+    mapped_from, kept = (32 << 20, 64 << 20) if room else (64 << 10, 1 << 20)
     with contextlib.suppress(OSError, AttributeError):
         libc = _libc()
         libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
