@@ -184,9 +184,10 @@ class TestEncodedCache:
         expected = pool.clone()
         for number, x in enumerate((k, v)):
             for panel, part in zip(form.panels(expected), form.encode(x), strict=True):
-                for t in range(41):
-                    place = panel[pages[t], number]  # [kv_heads, tokens, bytes], or [kv_heads, groups, tokens]
-                    (place[:, offsets[t]] if panel.dtype == torch.uint8 else place[..., offsets[t]]).copy_(part[t])
+                if panel.dtype == torch.uint8:  # [pages, 2, kv_heads, tokens, bytes]
+                    panel[pages, number, :, offsets] = part
+                else:  # [pages, 2, kv_heads, groups, tokens]
+                    panel[pages, number, :, :, offsets] = part
         kernel.append(k, v, pool, pages, offsets, form)
         assert torch.equal(pool, expected)
 

@@ -23,7 +23,7 @@ FORMS = (
     "Q: What is the best thing about {}?\nA:",
     "The history of {} begins with a long journey. It was in those days that people learned to",
 )
-NEW = 10
+NEW = 6
 
 
 @pytest.mark.demo

