@@ -23,8 +23,11 @@ def answers(engine: Engine, rows: list[Row], params: SamplingParams = PARAMS) ->
     return {r.index: (r.token_ids, r.logprobs, r.samples) for r in results}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "opt-350m", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "bloom"])
+@pytest.mark.parametrize(("family", "dtype"), [
+    *((family, torch.float32)
+      for family in ("llama", "opt-350m", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "bloom")),
+    *((family, torch.bfloat16) for family in ("llama", "opt-350m", "gemma2", "gpt-oss")),
+])  # fmt: skip
 def test_logprobs_do_not_depend_on_the_company(families: Any, tmp_path: Any, family: str, dtype: torch.dtype) -> None:
     known = families(family, dtype)
     rows = [Row(i, 0, row) for i, row in enumerate(known.rows)]
