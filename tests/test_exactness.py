@@ -31,8 +31,8 @@ GRID: list[tuple[dict[str, Any], bool]] = [
 ]
 
 
-# These meet the whole grid. The others compute otherwise within a layer, but meet placement and schedule as one of these
-# does: each third of them is tried with another third of the grid.
+# These meet the whole grid. The others compute otherwise within a layer, but meet placement and schedule as one of
+# these does: each third of them is tried with another third of the grid.
 WHOLE = ("opt", "llama", "gemma3", "mixtral", "gpt-oss", "bloom")
 OTHERS = [family for family in FAMILIES if family not in WHOLE]
 CASES = [
