@@ -296,7 +296,7 @@ def test_prompts_are_cut_where_the_first_run_cut_them(job: Job, watch: Watch, mo
 # What does not go on.
 
 CHANGES = [
-    (["--max-tokens", "5"], "max_tokens: was 9, now 5"), (["--temperature", "1"], "temperature: was 0.0, now 1.0"),
+    (["--max-tokens", "5"], "max_tokens: was 6, now 5"), (["--temperature", "1"], "temperature: was 0.0, now 1.0"),
     (["--seed", "4"], "seed: was 0, now 4"), (["--top-k", "3"], "top_k: was 0, now 3"),
     (["--top-p", "0.5"], "top_p: was 1.0, now 0.5"), (["--min-p", "0.5"], "min_p: was 0.0, now 0.5"),
     (["--repetition-penalty", "2"], "repetition_penalty: was 1.0, now 2.0"),
