@@ -167,7 +167,7 @@ def given(setting: Setting, times: float) -> Setting:
     from flexengine import Engine
     from flexengine.errors import TooLittle
     from flexengine.lossy import Lossy
-    from flexengine.plan.layout import Workload
+    from flexengine.plan.workload import Workload
 
     (prompts, new), = setting.jobs
     workload, lossy = Workload.of((n, new) for n in prompts), Lossy(**setting.lossy)

@@ -28,12 +28,14 @@ from flexengine.model.linear import numerics
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, ModelFacts, Workload
+from flexengine.plan.layout import ONE_SEQUENCE, Layout
 from flexengine.plan.least import has_room, lay_out_given
 from flexengine.plan.search import check as check_least
+from flexengine.plan.workload import Workload
 from flexengine.planning import Place, Planner
 from flexengine.policy import Policy
 from flexengine.recovery import REPLANS, exhausted, given_too_large, replanned

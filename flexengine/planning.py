@@ -16,9 +16,11 @@ from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Layout, Workload
+from flexengine.plan.layout import Layout
 from flexengine.plan.least import planned
-from flexengine.plan.search import Options, Search, search
+from flexengine.plan.search import Search, search
+from flexengine.plan.shapes import Options
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.survey import Reader, Refused
 from flexengine.tier.machine import Links, Machine, make_machine

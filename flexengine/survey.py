@@ -9,8 +9,8 @@ from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
 from flexengine.model.stop import check_stops
-from flexengine.plan.layout import Workload
 from flexengine.plan.words import count
+from flexengine.plan.workload import Workload
 
 _ENDLESS = 1 << 40  # tokens, for models that name no limit
 

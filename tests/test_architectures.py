@@ -39,6 +39,7 @@ def _told(findings: list[Finding], verdict: str) -> list[str]:
     return [f"{f.model_type}: {f.reason}" for f in findings if f.verdict == verdict]
 
 
+@pytest.mark.slow
 def test_every_architecture_is_walked(findings: list[Finding]) -> None:
     assert {f.model_type for f in findings} == set(config_classes())
 

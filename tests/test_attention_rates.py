@@ -8,10 +8,12 @@ from flexengine.errors import InvalidInput
 from flexengine.plan import rates
 from flexengine.plan.assumed import assumed
 from flexengine.plan.attention import Attention
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload
 from flexengine.plan.profile import Pages, unit
 from flexengine.plan.rates import Rates, derived
+from flexengine.plan.workload import Workload
 from flexengine.schedule.order import split_prompt
 
 MATRIX = TensorFact("w", 64 * 64, 2, 2)

@@ -175,6 +175,7 @@ def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: 
         assert bool(stopped["seconds_at_least"]) == ("report_loaded" in said)
 
 
+@pytest.mark.slow
 def test_padded_peer_gives_each_row_what_one_row_at_a_time_gives(tiny: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM

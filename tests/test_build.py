@@ -122,6 +122,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert build._folder().is_dir()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False], ids=["one waits", "both build"])
 def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, locks: bool) -> None:
     """Who compiles goes on when the other one waits for the lock, or compiles too: so they do meet."""

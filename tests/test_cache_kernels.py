@@ -214,6 +214,7 @@ class TestEncodedCache:
         assert bool(found[0].isnan().all())
         assert not found[1].isnan().any()
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("group", [1, 3, 4, 8])
     @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
     @pytest.mark.parametrize("bits", BITS)
@@ -300,6 +301,7 @@ class TestDecode:
             finally:
                 torch.set_num_threads(threads)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 1200, "softcap": 3.0, "sinks": True}], ids=str)
     @pytest.mark.parametrize("topk", [0.0, 0.1, 0.73])
     def test_topk(self, kernel: Kernels, bits: int | None, topk: float, options: dict[str, Any]) -> None:

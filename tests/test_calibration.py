@@ -185,6 +185,7 @@ def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, torch.stack([form.packed.decode(one) for one in data])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral"])
 @pytest.mark.parametrize("codec", FITTED)
 def test_weighted_errors_are_less(reader: Any, families: Any, family: str, codec: str) -> None:
@@ -359,6 +360,7 @@ def test_a_disk_that_fails_while_calibrating_is_not_the_cache(
             engine.prepare()
 
 
+@pytest.mark.slow
 def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> None:
     """The exact model has room for a third of its weights; the encoded one is run with the layout it is given."""
     directory = reader("llama")

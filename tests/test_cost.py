@@ -10,9 +10,11 @@ from test_layout import model_of
 from flexengine.plan.attention import Attention
 from flexengine.plan.clock import Clock, simulated
 from flexengine.plan.cost import LOADED, Cost, Prediction
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import Layout, ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.rates import Rates
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.schedule.program import STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
@@ -82,6 +84,7 @@ def random_case(rng: random.Random, slots: int) -> tuple[ModelFacts, Hardware, W
 # The virtual clock.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("name", OPT)
 def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
@@ -96,6 +99,7 @@ def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
         assert told.seconds == pytest.approx(walked.seconds, rel=0.1), policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("slots", "median", "most", "worst"), [(1, 0.005, 0.05, 0.2), (2, 0.03, 0.12, 0.45)])
 def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float, most: float, worst: float) -> None:
     """Where KV cache or hidden states share a slow lane with weights, or lie spread over tiers, a lane that is first
@@ -121,6 +125,7 @@ def test_lanes_do_the_work_of_their_tasks() -> None:
             assert told.busy[lane] == pytest.approx(busy, rel=0.05, abs=0.02 * walked.seconds), (lane, policy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["row", "diagonal", "continuous"])
 def test_other_schedules_and_ragged_rows(schedule: str) -> None:
     """Fewer than one row enters a sweep where blocks are small: some sweeps compute a prompt then and some do not,

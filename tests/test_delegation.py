@@ -14,8 +14,11 @@ from test_layout import model_of
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.delegation import Rule, projection_share, read_share, rule_of
-from flexengine.plan.layout import ALIGN, Capacity, Workload, aligned, lay_out
+from flexengine.plan.layout import lay_out
+from flexengine.plan.sizes import ALIGN, aligned
+from flexengine.plan.workload import Workload
 from flexengine.runtime.lane import Stream, new_lane
 
 H, K = (0, 1, 0), (0, 0, 1)
@@ -38,6 +41,7 @@ SPECIAL = ("llama", "mistral", "gemma2", "gpt-oss", "bloom", "opt")
 RUNS = [(SPECIAL[0], case) for case in range(len(GRID))] + [(name, case) for name in SPECIAL[1:] for case in (1, 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "case"), RUNS)
 def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family: str, case: int) -> None:
     known = families(family)
@@ -56,6 +60,7 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
 LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3), Lossy("int8", cache="int4"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lossy", LOSSY, ids=str)
 @pytest.mark.parametrize("family", ["llama", "gpt-oss"])
 def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, family: str, lossy: Lossy) -> None:

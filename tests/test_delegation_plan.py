@@ -8,11 +8,13 @@ import pytest
 from test_cost import DEVICE, FLAT, HOST, OPT, both, machine_of, opt, predicted
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
 from flexengine.plan.explain import policy_words
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Workload, lay_out
+from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
 HALF: Split = (0.5, 0.5, 0)
@@ -87,6 +89,7 @@ def tight(hardware: Hardware) -> Hardware:
     return replace(hardware, device_bytes=int(1.3 * weights), host_bytes=1 << 36, disk_bytes=1 << 40)
 
 
+@pytest.mark.slow
 def test_the_search_delegates_where_that_is_quicker_and_only_there() -> None:
     model, work = opt(12, 1024, 16, 4096), Workload({(900, 64): 256})
     slow_link = tight(replace(FLAT, links={**FLAT.links, "h2d": ((1.0, 1e9),), "d2h": ((1.0, 1e9),)}))

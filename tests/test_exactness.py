@@ -43,6 +43,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "family"), CASES)
 def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
     known = families(family)
@@ -56,6 +57,7 @@ def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("weights", [D, H, K, (0.3, 0.3, 0.4)])
@@ -68,6 +70,7 @@ def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["opt", "opt-350m", "llama-tied", "mistral", "qwen3", "mixtral", "gpt-oss"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("weights", [D, K, MIX])

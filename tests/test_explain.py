@@ -16,10 +16,12 @@ from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import __main__ as command
 from flexengine.plan import explain, picture, whatif, words
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.layout import lay_out
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import Search, frontier, search
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 
 GPU = Hardware(
@@ -157,6 +159,7 @@ def test_help_is_told_with_what_it_is_worth() -> None:
 # What if.
 
 
+@pytest.mark.slow
 def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
     facts = replace(model(layers=32, bytes_=1), kv_heads=1)  # 403 MB; already too narrow to shrink much
     machine = replace(
@@ -174,6 +177,7 @@ def test_twice_the_link_is_twice_as_fast_where_all_wait_for_it() -> None:
     assert any(h.label == "+62.9 MB device memory" for h in found)
 
 
+@pytest.mark.slow
 def test_when_time_is_up_the_rest_is_a_lower_bound() -> None:
     best = toy_search().best
     whole = {h.label: h for h in whatif.helps(model(), GPU, WORK, best, budget=1e9)}
@@ -322,6 +326,16 @@ def line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest
 SHAPE = ("--prompt-tokens", "30", "--max-tokens", "10", "--rows", "6")
 
 
+def test_the_linear_program_is_written(line: Line) -> None:
+    """That of the policy's block: all kinds of data, lanes and memories have a name in it."""
+    file = line.folder / "a.lp"
+    line(*SHAPE, "--save-lp", str(file))
+    text = file.read_text()
+    names = ("all_weights_share", "weights_on_disk_share", "first_sweep_ms", "decode_1_sweep_ms", "device_memory_MB")
+    assert [name for name in names if name not in text] == []
+
+
+@pytest.mark.slow
 def test_a_plan_from_a_config_alone(line: Line) -> None:
     text = line(*SHAPE, "--save", str(line.folder / "policy.json"))
     assert text.startswith("tiny on toy (cuda, numbers written by hand)\n6 rows of 30 prompt tokens, at most 10")
@@ -337,6 +351,7 @@ def test_a_plan_from_a_config_alone(line: Line) -> None:
     assert again["helps"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("context", "prompt"), [(2048, 512), (100, 90)])
 def test_a_short_context_bounds_the_default_prompt(line: Line, context: int, prompt: int) -> None:
     (line.folder / "tiny" / "config.json").write_text(json.dumps({**TINY, "max_position_embeddings": context}))
@@ -394,6 +409,7 @@ def test_lossy_switches_change_the_plan(line: Line) -> None:
     assert text.startswith("tiny (weights int4) on toy")
 
 
+@pytest.mark.slow
 def test_what_run_may_choose_plan_chooses(line: Line) -> None:
     chosen = json.loads(line(*SHAPE, "--quality", "small", "--json"))
     exact = json.loads(line(*SHAPE, "--json"))
@@ -441,6 +457,7 @@ def test_plot_file(line: Line) -> None:
         (["--plot", "x.jpg"], "does not end with .png"),
         (["--save", "/missing/x.json"], "/missing/x.json cannot be written"),
         (["--save", "/tmp"], "/tmp cannot be written: it is a directory; name a file in it"),
+        (["--save", "x.json", "--save-lp", "x.json"], "name another file"),
         (["--dtype", "int3"], "int3"),
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),

@@ -14,7 +14,8 @@ from flexengine.measure import store
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import LEAST_SECONDS, LEAST_SHARE, TOLERATED, Watch
-from flexengine.plan.layout import Workload, lay_out
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
 from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links

@@ -22,7 +22,10 @@ from flexengine.kernels.cuda import CudaKernels
 from flexengine.lossy import Lossy
 from flexengine.model import products
 from flexengine.plan import gpu as gpu_plan
-from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 SMALL = 1 << 20
@@ -161,6 +164,7 @@ def test_rows_of_an_embedding_off_a_gpu_are_booked(gpu: bool) -> None:
     assert layout.embedded == (-(-wanted // 4096) * 4096 if gpu else 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lossy", [Lossy(), Lossy(weights="int4")], ids=str)
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "opt-350m"])
 def test_what_passes_through_locked_memory(

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from flexengine.errors import InvalidInput
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.layout import Capacity
 from flexengine.policy import Policy
 
 POLICIES = Path(__file__).parents[1] / "policies"

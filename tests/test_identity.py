@@ -86,6 +86,7 @@ CASES = [(kind, change) for kind in MODELS for change in (touch, copy_model)] + 
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("kind", "change"), CASES, ids=[f"{kind} {change.__name__}" for kind, change in CASES])
 def test_the_same_model_goes_on(
@@ -197,6 +198,7 @@ def test_messages() -> None:
     assert many[-1] == "5 more model files have changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 66, 100, 130])
 def test_at_least_64_tensors_are_sampled(count: int, tmp_path: Path) -> None:
     """A byte that differs at the start of a tensor is seen for 64 tensors of a file, or for all."""

@@ -23,6 +23,7 @@ def answers(engine: Engine, rows: list[Row], params: SamplingParams = PARAMS) ->
     return {r.index: (r.token_ids, r.logprobs, r.samples) for r in results}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "dtype"), [
     *((family, torch.float32)
       for family in ("llama", "opt-350m", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "bloom")),

@@ -108,6 +108,7 @@ def test_all_fields_of_a_result_come_back(path: Path) -> None:
         assert list(journal.results(range(1))) == [given]
 
 
+@pytest.mark.slow
 def test_cut_at_every_byte(path: Path, written: list[Result]) -> None:
     data = path.read_bytes()
     assert len(parse(data)) == 50

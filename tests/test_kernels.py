@@ -93,6 +93,7 @@ def close(found: Tensor, expected: Tensor, dtype=torch.float32) -> None:
 class TestKernels:
     """What every implementation must do."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
     @pytest.mark.parametrize("dim", [16, 20, 64, 80, 128])
@@ -262,6 +263,7 @@ class TestKernels:
         assert out.is_contiguous()
         close(out, torch.stack([dense(*x, 0.2) for x in zip(q, k, v, strict=True)]), dtype)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("keys", [33, 150])
     @pytest.mark.parametrize("options", [
         {"window": 1}, {"window": 10}, {"window": 149}, {"window": 500}, {"softcap": 3.0}, {"sinks": True},

@@ -7,20 +7,11 @@ from dataclasses import replace
 import pytest
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import (
-    READ,
-    READ_BUFFERS,
-    SHORT_READ,
-    Capacity,
-    Layout,
-    ModelFacts,
-    TensorFact,
-    Workload,
-    lay_out,
-    slot_bytes,
-    slot_offsets,
-    workspace,
-)
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.layout import READ, READ_BUFFERS, SHORT_READ, Layout, lay_out
+from flexengine.plan.sizes import slot_bytes, slot_offsets, workspace
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.place import place, place_groups
 from flexengine.tier import disk

@@ -13,9 +13,11 @@ from test_layout import policy_of, work_of
 from flexengine.config import SamplingParams
 from flexengine.engine import Engine
 from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
-from flexengine.plan.layout import Capacity, Workload, lay_out
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.layout import lay_out
 from flexengine.plan.least import capacity_for, lay_out_given, planned, smallest
 from flexengine.plan.search import check, search
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 GREEDY = SamplingParams(max_tokens=6)

@@ -127,6 +127,7 @@ CASES = [("cpu", "spread", end) for end in ENDS] + [("sim", "delegated", end) fo
 CASES += [("cpu", "resident", break_down), ("cpu", "resident", interrupt), ("sim", "spread", break_down)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "policy", "end"), CASES)
 def test_a_job_leaves_nothing_but_weights(
     families: Any, tmp_path: Path, regions: Regions, fail: list[BaseException], kind: str, policy: str, end: Any

@@ -74,6 +74,7 @@ ENCODED = [*((family, "int4") for family in ("opt", "llama-tied", "qwen3", "gpt2
            *(("llama-tied", codec) for codec in ("int8", "int3", "int2"))]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "codec"), ENCODED)
 def test_encoded_weights(families: Any, family: str, codec: str) -> None:
     """The tokens of transformers with the same rounded weights, from any tier."""
@@ -83,6 +84,7 @@ def test_encoded_weights(families: Any, family: str, codec: str) -> None:
         assert answers(known.directory, known.rows, Lossy(weights=codec), policy) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), [
     *((family, Lossy(weights=weights, compute=compute))
       for family in ("llama-tied", "mixtral") for weights, compute in ((None, "int8"), ("int4", "int8"))),
@@ -139,6 +141,7 @@ CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama
           ("llama", Lossy(cache="bf16", topk=0.5, compute="bf16"))]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), CACHED)
 def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
     """Home, pages and batches of the cache change nothing; 8 bits and bf16 come near the exact model."""

@@ -573,6 +573,7 @@ def test_corrected(families: Any, tmp_path: Path) -> None:
     assert [y for _, y in two.links["h2d"]] == pytest.approx([10.0, 20.0])
 
 
+@pytest.mark.slow
 def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine is measured once, each model once, and what is free is asked for every time."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
@@ -613,6 +614,7 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
         assert attention.Trial(engine.facts, engine.machine, engine.dtype)._event(1, None).softcap == cap
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("device_mem", "tables"), [
     (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
 ])  # fmt: skip

@@ -7,9 +7,12 @@ from itertools import product
 import pytest
 from test_cost import opt
 
-from flexengine.plan.layout import ALIGN, Capacity, Layout, Workload, lay_out, sweep_tokens
-from flexengine.plan.lp import Memory
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.memories import memories
+from flexengine.plan.problem import Memory
+from flexengine.plan.sizes import ALIGN, sweep_tokens
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy, Split
 from flexengine.schedule.order import pages_for
 from flexengine.schedule.sweeps import Pool, Sequence, Sweeps

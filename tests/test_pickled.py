@@ -130,6 +130,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 """
 
 
+@pytest.mark.slow
 def test_conversion_memory_is_bounded(tmp_path):
     """A 480 MB file of 40 MB tensors costs at most a shard and two tensors (and not the pages of the file)."""
     (tmp_path / "out").mkdir()

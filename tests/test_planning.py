@@ -14,9 +14,11 @@ from flexengine import Engine, Policy, SamplingParams, planning
 from flexengine.command import DONE, REFUSED
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Capacity, Workload, lay_out, read_buffers
+from flexengine.plan.layout import lay_out, read_buffers
 from flexengine.plan.least import smallest
+from flexengine.plan.workload import Workload
 from flexengine.run import main
 from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
@@ -25,6 +27,7 @@ GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
 
 
+@pytest.mark.slow
 def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: Any, tmp_path: Path) -> None:
     known, rng = families("llama"), random.Random(5)
     work = Workload.of((len(p), NEW) for p in known.prompts)
@@ -58,6 +61,7 @@ def test_jobs_that_overlap_nothing_are_planned_so(
     assert {options.overlap for options in asked} == {overlap}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
     """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""

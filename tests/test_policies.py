@@ -16,7 +16,8 @@ from flexengine.errors import OutOfMemory
 from flexengine.plan import __main__ as command
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Workload, lay_out
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.worker.opened import open_model
 
@@ -78,6 +79,7 @@ def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
     assert said("published result, tok/s", name) == [PUBLISHED[name]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_table_is_what_the_commands_print(name: str) -> None:
     """Both predictions, and the chosen policy, which is no worse than the published one on the same rows."""

@@ -169,6 +169,7 @@ def two_files(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_at_any_step_leaves_nothing_or_all(tmp_path, cache, after):
     file, complete, steps = tmp_path / "x.gguf", COMPLETE, 0

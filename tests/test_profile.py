@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flexengine.plan.layout import Workload
 from flexengine.plan.profile import CLASSES, Pages, Profile, classes, profile, unit
+from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
 from flexengine.schedule.order import Piece, pages_for
 from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
@@ -102,6 +102,7 @@ def ignoring(case: Case) -> tuple[str, ...]:
     return ("loaded", "stored") if case.home == "device" else ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("schedule", ["row", "zigzag"])
 def test_rows_that_are_alike_are_exact(schedule: str, limited: bool) -> None:
@@ -135,6 +136,7 @@ def test_every_row_counts_in_full(schedule: str) -> None:
             assert found[name] == pytest.approx(real[name], rel=1e-5), (name, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("limited", "median", "worst"), [(False, 0.03, 0.1), (True, 0.05, 0.25)])
 def test_sweeps_of_ragged_rows(schedule: str, limited: bool, median: float, worst: float) -> None:
@@ -178,6 +180,7 @@ def test_long_outputs_in_longer_steps(schedule: str) -> None:
         assert sums["sweeps"] == pytest.approx(real["sweeps"], rel=0.01 if uniform else 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 256), (4, 100), (8, 2)])
 @pytest.mark.parametrize("uniform", [True, False])
 def test_small_cohorts_with_long_outputs_enter_every_sweep(shape: tuple[int, int], uniform: bool) -> None:

@@ -49,6 +49,7 @@ def test_policy_table_is_complete() -> None:
     assert told == Policy().to_json()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", blocks("sh")[0].strip().splitlines())
 def test_plan_commands(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """They end well and tell what they are there for."""

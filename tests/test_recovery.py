@@ -16,7 +16,7 @@ from conftest import NEW
 from flexengine import Engine, Policy, SamplingParams, command, run
 from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
-from flexengine.plan.layout import Workload
+from flexengine.plan.workload import Workload
 from flexengine.recovery import REPLANS, halved
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.program import Op, Task
@@ -92,6 +92,7 @@ def test_a_smaller_block_and_the_same_tokens(families: Any, faults: Faults, kind
     assert "8 unfinished rows are computed again (replanned 1 of at most 3 times)" in said
 
 
+@pytest.mark.slow
 def test_any_task(families: Any, faults: Faults) -> None:
     """Memory that runs out at one of 12 tasks, spread over a job of all three tiers: sampled text, log probabilities,
     second samples and rows of unequal length come out as if nothing had happened."""

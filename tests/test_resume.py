@@ -552,6 +552,7 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
     return said
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) -> None:
@@ -566,6 +567,7 @@ def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) 
     goes_on(job, child, 128 + number, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_signal_while_a_lane_hangs(job: Job, whole: Any, twice: bool) -> None:
@@ -613,6 +615,7 @@ def test_results_are_saved_first_and_a_lost_signal_is_raised_again() -> None:
 # kill -9. More of the same: python -m bench.kills MODEL --kills 100
 
 
+@pytest.mark.slow
 def test_kills(families: Any) -> None:
     arguments = [str(families("llama").directory), "--kills", "10", "--rows", "24", "--seed", "1"]
     cases = ["--cases", "greedy", "sampled", "two samples", "offloaded"]

@@ -378,6 +378,7 @@ def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
     assert job.err.splitlines()[-1] == "flexengine: [Errno 28] No space left on device"
 
 
+@pytest.mark.slow
 def test_whoever_reads_the_results_may_go(job: Job) -> None:
     words = [sys.executable, "-m", "flexengine.run", *job.arguments()[:3], "--max-tokens", "2"]
     child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

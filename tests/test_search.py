@@ -1,24 +1,27 @@
 """plan.search: what it chooses always fits, no policy drawn at random is better, a better machine is never slower."""
 
 import random
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 
+import pulp
 import pytest
 from test_cost import machine_of, opt
 from test_layout import policy_of, work_of
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan import search as searching
+from flexengine.plan import placement
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import Layout, ModelFacts, Workload, lay_out
+from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import planned
-from flexengine.plan.lp import Problem, Solution
-from flexengine.plan.search import Options, Search, frontier, search
-from flexengine.plan.solver import NoSolver, SolverFailed
+from flexengine.plan.lp import NoSolver, Solution, SolverFailed
+from flexengine.plan.problem import Problem
+from flexengine.plan.search import Search, frontier, search
+from flexengine.plan.shapes import Options
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 
 SMALL = opt(24, 256, 4, 4096)
@@ -53,6 +56,7 @@ def check_fits(prediction: Prediction, hardware: Hardware) -> None:
         assert limit is None or used <= limit, (tier, used, limit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(4))
 def test_everything_tried_fits_and_the_best_is_the_best(seed: int, kind: str) -> None:
@@ -68,6 +72,7 @@ def test_everything_tried_fits_and_the_best_is_the_best(seed: int, kind: str) ->
     assert len(found.tried) > 25
 
 
+@pytest.mark.slow
 def test_two_hundred_policies_rounded_from_the_program_fit() -> None:
     """Counts the placements that are no corner: the program's fractions after rounding."""
     rounded = 0
@@ -96,11 +101,12 @@ def test_streamed_when_it_does_not(kind: str) -> None:
 
 
 def test_without_the_solver_nothing_is_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "highspy", None)
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda solver: False)
     with pytest.raises(NoSolver, match="pip install highspy"):
         search(SMALL, squeezed(machine_of(random.Random(2), "sim"), 0.7, 0.3), WORK)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_policy_drawn_at_random_is_much_better(seed: int, kind: str) -> None:
@@ -142,6 +148,7 @@ def plain(seed: int) -> tuple[Hardware, float]:
     return hardware, totals(search(SMALL, hardware, LONG).best)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what", ["device_bytes", "host_bytes", "checkpoint_read", "h2d", "d2h", "disk_read", "disk_write", "products"]
 )
@@ -166,6 +173,7 @@ def test_without_overlap_lanes_add_up() -> None:
     assert totals(found.best) > totals(search(SMALL, hardware, WORK).best)
 
 
+@pytest.mark.slow
 def test_the_latency_limit_is_kept() -> None:
     """The limit holds; it costs throughput; one that nothing keeps is refused with the least there is."""
     hardware = squeezed(machine_of(random.Random(4), "sim"), 0.6, 0.5)
@@ -230,6 +238,7 @@ def test_the_frontier_is_what_nothing_dominates() -> None:
     assert [p.latency for p in kept] == sorted(p.latency for p in kept)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_question_has_the_same_answer(kind: str) -> None:
     def answer() -> Search:
@@ -288,7 +297,7 @@ def test_no_memory_is_left_that_a_tensor_would_fit_in(share: float) -> None:
 def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search goes on without it, and says so."""
     hardware, calls = squeezed(machine_of(random.Random(1), "sim"), 0.6, 1.0), 0
-    solve = searching.solve
+    solve = placement.solve
 
     def failing(problem: Problem) -> Solution | None:
         nonlocal calls
@@ -297,7 +306,7 @@ def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
             raise SolverFailed("HiGHS stopped with status TimeLimit")
         return solve(problem)
 
-    monkeypatch.setattr(searching, "solve", failing)
+    monkeypatch.setattr(placement, "solve", failing)
     with pytest.warns(RuntimeWarning, match="may not be the best.*TimeLimit"):
         found = search(SMALL, hardware, WORK)
     assert calls > 10

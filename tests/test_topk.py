@@ -13,6 +13,7 @@ from flexengine import Engine, Lossy, Policy, SamplingParams
 from flexengine.kernels import Kernels, ReferenceKernels, load
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.plan import layout as plan_layout
+from flexengine.plan import sizes
 from flexengine.tier.base import Home
 from flexengine.worker.values import Values
 
@@ -24,7 +25,7 @@ LONG = (530, 300, 17)  # prompt lengths; pages of encoded keys and values are lo
 @pytest.fixture(autouse=True)
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """The shortest pages that a disk can write, and several bufferfuls of chosen values."""
-    monkeypatch.setattr(plan_layout, "EXTENT", 4096)
+    monkeypatch.setattr(sizes, "EXTENT", 4096)
     monkeypatch.setattr(plan_layout, "CHOSEN", 8192)
 
 
@@ -105,6 +106,7 @@ def ahead(lengths: tuple[int, ...], page_tokens: int, new: int) -> int:
     return sum(-(-n // page_tokens) * page_tokens + page_tokens * (n % page_tokens > 0) for n in past)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), [
     *((family, Lossy(topk=0.3)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss", "bloom")),
     ("llama", Lossy("int8", cache="int4", topk=0.3)),
@@ -120,6 +122,7 @@ def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, los
         assert found == expected, home
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", [None, "bf16", "int8", "int4", "int2"])
 def test_long_prompts(long: Path, cache: str | None, hollow: list[int]) -> None:
     """Several pages of encoded keys and values."""
@@ -132,6 +135,7 @@ def test_long_prompts(long: Path, cache: str | None, hollow: list[int]) -> None:
     assert max(hollow) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CudaKernels()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("cache", [None, "int4"])
 def test_other_kernels(long: Path, cache: str | None, kernels: Kernels) -> None:
@@ -141,6 +145,7 @@ def test_other_kernels(long: Path, cache: str | None, kernels: Kernels) -> None:
         assert run(long, rows, Policy(4, 1, cache=HOMES[home]), lossy, kernels=kernels, new=4)[0] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("home", ["host", "disk"])
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_bytes(long: Path, cache: str | None, home: str) -> None:

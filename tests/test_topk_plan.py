@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 from test_cost import DEVICE, DISK, FLAT, HOST, both, machine_of, opt, predicted
 
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.chosen import PICK, waiting, wanted
 from flexengine.plan.delegation import rule_of
 from flexengine.plan.explain import topk_words
-from flexengine.plan.layout import CHOSEN, VALUES, Capacity, Workload, lay_out
+from flexengine.plan.layout import CHOSEN, VALUES, lay_out
 from flexengine.plan.search import search
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
 HALF: Split = (0.5, 0.5, 0)
@@ -101,6 +103,7 @@ def test_the_rule_moves_what_attention_reads() -> None:
     assert lanes[2] == pytest.approx(0.05 * 8 * few.kv / 1e9)
 
 
+@pytest.mark.slow
 def test_the_search_knows_where_it_pays() -> None:
     """OPT-30B whose cache lies in host RAM. Where each query head has its own keys and values, it saves a sixth; where
     four share them they want more than a third of the values, and a link of 12 GB/s brings all of them sooner."""

@@ -111,6 +111,7 @@ POLICIES = {
 CASES = [("resident", "llama"), *(("everywhere", family) for family in FAMILIES)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("policy", "family"), CASES)
 def test_no_task_of_the_device_waits(
     families: Any, pretended: None, tmp_path: Path, family: str, policy: str
@@ -121,6 +122,7 @@ def test_no_task_of_the_device_waits(
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["resident", "everywhere"])
 @pytest.mark.parametrize("family", ["llama-tied"])
 @pytest.mark.parametrize("lossy", [

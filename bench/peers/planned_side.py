@@ -84,7 +84,7 @@ def run(asked: Asked) -> Record:
     """Plans, predicts, runs; {"refused": why} where the policy does not fit."""
     from flexengine import SamplingParams
     from flexengine.errors import OutOfMemory
-    from flexengine.plan.layout import Workload
+    from flexengine.plan.workload import Workload
 
     requests = asked.job.requests
     sizes = Counter((len(r.prompt_token_ids), r.max_tokens) for r in requests)

@@ -21,8 +21,12 @@ from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy
 from flexengine.measure.timing import fill, room, unnoticed
 from flexengine.model.forward import Attend
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Table
-from flexengine.plan.layout import Capacity, ModelFacts, TensorFact, Workload, lay_out, page_tokens
+from flexengine.plan.layout import lay_out
+from flexengine.plan.sizes import page_tokens
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.order import Batch, Piece, pages_for
 from flexengine.schedule.sweeps import Sequence

@@ -18,7 +18,7 @@ from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_second
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
 from flexengine.model.linear import Product
 from flexengine.plan.hardware import Table
-from flexengine.plan.layout import PAGE_TOKENS
+from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions

@@ -19,8 +19,9 @@ from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
 from flexengine.model.forward import Attend, Embed, Forward, Inputs, Layer, Pause
 from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Table
-from flexengine.plan.layout import ModelFacts, aligned
+from flexengine.plan.sizes import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 

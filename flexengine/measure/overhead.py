@@ -12,7 +12,11 @@ from flexengine.measure.model import random_weights, time_layers
 from flexengine.measure.timing import MOST, room, seconds_per_call
 from flexengine.model.skeleton import build
 from flexengine.model.stop import Stops
-from flexengine.plan.layout import PAGE_TOKENS, Capacity, ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.layout import lay_out
+from flexengine.plan.sizes import PAGE_TOKENS
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece, pages_for

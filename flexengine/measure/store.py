@@ -27,8 +27,8 @@ from flexengine.measure.model import measure_model
 from flexengine.measure.streaming import measure_streaming
 from flexengine.measure.timing import noticing
 from flexengine.model.linear import numerics
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.layout import ModelFacts
 from flexengine.tier.limits import nearest
 from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled

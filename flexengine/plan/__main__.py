@@ -7,8 +7,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,16 +18,18 @@ from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.options import AUTO, add_lossy, add_machine, allowed, lossy_of
-from flexengine.plan import explain
+from flexengine.plan import explain, lp
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fitting import aside, fitting
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.layout import ModelFacts, Workload
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
-from flexengine.plan.search import Options, Search, frontier, search
+from flexengine.plan.search import Search, frontier, question, search
 from flexengine.plan.search import check as check_least
+from flexengine.plan.shapes import Options
 from flexengine.plan.whatif import BUDGET, Help, helps, instead
+from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     asked.add_argument("--plot", metavar="FILE.png", help="draw it, too (needs matplotlib)")
     asked.add_argument("--json", action="store_true", help="numbers for programs, on stdout")
     asked.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
+    asked.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
     asked.add_argument("--verbose", action="store_true", help="all bytes, and all the time for what would help")
     return p
 
@@ -150,6 +153,9 @@ def plan(args: argparse.Namespace) -> None:
         plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
     if args.save:
         _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
+    if args.save_lp:
+        with _writing(args.save_lp):
+            lp.save(question(*case, prediction.policy, options), args.save_lp)
 
 
 def _told(
@@ -231,7 +237,7 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
     if args.plot:
         check(args.plot)
-    _check_written(args, ("plot", "save"), [args.input, args.hardware, args.policy, *(args.compare or ())])
+    _check_written(args, ("plot", "save", "save_lp"), [args.input, args.hardware, args.policy, *(args.compare or ())])
 
 
 def _check_written(args: argparse.Namespace, options: Sequence[str], read: Sequence[str | None]) -> None:
@@ -344,8 +350,15 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
 
 
 def _write(path: str, text: str) -> None:
-    try:
+    with _writing(path):
         Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Tells in words that a file cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise InvalidInput(f"{path} cannot be written: {error}") from error
 

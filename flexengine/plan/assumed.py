@@ -3,8 +3,8 @@
 Good enough for a job so short that measuring would take longer than any choice could save.
 """
 
+from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.layout import Capacity
 
 _CORE: Table = ((1, 1.5e10), (8, 4e10), (64, 1.2e11), (512, 1.5e11))
 # Computing and reading slow each other where both take the same cores: 0.2 to 0.5 were measured.

@@ -17,9 +17,10 @@ from functools import cached_property
 
 import numpy as np
 
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.layout import EXTENT, ModelFacts
 from flexengine.plan.profile import Array
+from flexengine.plan.sizes import EXTENT
 
 DEQUANTIZE = 4.0  # FLOP per encoded element: unpack, scale, add the minimum
 

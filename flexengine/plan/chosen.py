@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import CHOSEN, GAP, ModelFacts
+from flexengine.plan.layout import CHOSEN
 from flexengine.plan.profile import Array, Profile
 
+GAP = 64 << 10  # bytes between rows that a disk reads together, as tier.disk does
 PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
 
 

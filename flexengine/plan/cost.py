@@ -20,11 +20,14 @@ import numpy as np
 
 from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
+from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware, at
-from flexengine.plan.layout import ENCODED_ROWS, PAGE_TOKENS, Layout, ModelFacts, Workload, page_tokens
-from flexengine.plan.lp import Linear, Phase
+from flexengine.plan.layout import Layout
+from flexengine.plan.problem import Linear, Phase
 from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
 from flexengine.plan.rates import Rates
+from flexengine.plan.sizes import PAGE_TOKENS, page_tokens
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
 from flexengine.schedule.place import places

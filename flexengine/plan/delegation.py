@@ -16,7 +16,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise, product
 
-from flexengine.plan.layout import ModelFacts
+from flexengine.plan.facts import ModelFacts
 
 Line = tuple[float, float]  # seconds at 0 cached tokens, and per token
 

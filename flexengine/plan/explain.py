@@ -6,10 +6,11 @@ from typing import Any
 from flexengine.errors import FlexError, OutOfMemory
 from flexengine.plan.chosen import wanted
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import LANES, Hardware, Table, at
-from flexengine.plan.layout import ModelFacts, Workload
 from flexengine.plan.whatif import Help
 from flexengine.plan.words import clock, count, digits, lane_names, percent, size, tier_names
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 
 BAR = 40  # characters

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import ONE_SEQUENCE, Workload
+from flexengine.plan.layout import ONE_SEQUENCE
 from flexengine.plan.words import count
+from flexengine.plan.workload import Workload
 
 Plan = TypeVar("Plan")
 

@@ -1,10 +1,8 @@
 """GPU memory that computing takes beside activations: what kernels and libraries hold while they run."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from flexengine.plan.layout import ModelFacts, TensorFact
+from flexengine.plan.facts import ModelFacts, TensorFact
 
 BUFFER = 64 << 20  # bytes that a kernel holds at once, as kernels.cuda says
 GATHERED = 32  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
@@ -16,7 +14,7 @@ BLOCK = 1024  # queries of a prompt that attend together within a window, as ker
 CUBLAS = 64 << 20  # of its workspaces: at most 32 MiB for each of two streams that multiply
 
 
-def buffers(model: "ModelFacts", tokens: int, longest: int) -> int:
+def buffers(model: ModelFacts, tokens: int, longest: int) -> int:
     """Return bytes that kernels and libraries hold at once on a GPU, beside activations and logits.
 
     Args:
@@ -38,7 +36,7 @@ def buffers(model: "ModelFacts", tokens: int, longest: int) -> int:
     return attention + codes + experts + converted + CUBLAS
 
 
-def _windowed(model: "ModelFacts", tokens: int, longest: int) -> int:
+def _windowed(model: ModelFacts, tokens: int, longest: int) -> int:
     """Return bytes of attention within a window: K and V of all prompts that are longer than it, copied for every query
     head, and two masks."""
     found = 0
@@ -49,7 +47,7 @@ def _windowed(model: "ModelFacts", tokens: int, longest: int) -> int:
     return found
 
 
-def _pair(model: "ModelFacts", tensors: Iterable["TensorFact"]) -> int:
+def _pair(model: ModelFacts, tensors: Iterable[TensorFact]) -> int:
     """Return elements that one token and one of its experts take where all experts are computed in one call: the token
     before, after, weighted and back in order; what goes into the gate and what comes out of it, with copies."""
     wide = max((t.elements // t.experts // model.hidden for t in tensors if t.experts and not t.encoded), default=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.plan.layout import Capacity
+from flexengine.plan.capacity import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")

@@ -1,27 +1,37 @@
-"""How many bytes of what lie where under a policy: pure arithmetic that the engine then allocates to the byte.
+"""Which bytes lie where under a policy: pure arithmetic that the engine then allocates to the byte.
 
 All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
 """
 
-import hashlib
-import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import gpu
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ENCODED_ROWS, ModelFacts, TensorFact
+from flexengine.plan.sizes import (
+    ALIGN,
+    TENSOR_ALIGN,
+    aligned,
+    delegated,
+    hidden_tokens,
+    kernel_buffers,
+    open_passes,
+    page_tokens,
+    paused,
+    slot_bytes,
+    suspended,
+    sweep_tokens,
+    workspace,
+)
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import entrants, pages_for
+from flexengine.schedule.order import pages_for
 from flexengine.schedule.place import place_groups, places
 from flexengine.schedule.sweeps import Pool
 
-ALIGN = 4096
-TENSOR_ALIGN = 64  # of tensors within a slot
-PAGE_TOKENS = 16  # of KV pages on the device
-ENCODED_ROWS = 16  # of a matrix that lie together when it is encoded
-EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
@@ -31,215 +41,10 @@ PASSING = "weights on their way to the GPU"
 READING = "read buffers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
-PASS = 192 << 10  # bytes of an open forward pass beside tensors: its stack, frames and page tables
-GAP = 64 << 10  # between rows that a disk reads together, as tier.disk does
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
 ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDIES = {"disk": "set --offload-dir to a directory with more free bytes"}
 _MORE = "give more memory"  # of any other tier
-
-
-def aligned(nbytes: int, to: int = ALIGN) -> int:
-    return -(-nbytes // to) * to
-
-
-@dataclass(frozen=True)
-class TensorFact:
-    """elements: how many; stored, held: bytes per element in the checkpoint and on the device.
-
-    experts: how many experts share it, 0 if every token uses all of it. matrix: whether tokens are multiplied by it.
-    encoded: bytes of all of it, on every tier, if it is kept in a codec's form, which `form` names; else 0. Then rows
-    can be taken apart by ENCODED_ROWS only.
-    """
-
-    name: str
-    elements: int
-    stored: int
-    held: int
-    experts: int = 0
-    matrix: bool = True
-    encoded: int = 0
-    form: str = ""
-
-    @cached_property
-    def stored_bytes(self) -> int:
-        return self.encoded or self.elements * self.stored
-
-    @cached_property
-    def held_bytes(self) -> int:
-        return self.encoded or self.elements * self.held
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
-
-    itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
-    kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
-    kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
-    page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
-    past values that attention reads, None for all.
-    scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
-    kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
-    () where all see all; softcap: number that attention's scores stay below, None for no limit. gpu: whether a GPU
-    computes.
-    """
-
-    layers: tuple[tuple[TensorFact, ...], ...]
-    others: tuple[TensorFact, ...]
-    embedding: TensorFact
-    head: TensorFact | None
-    vocabulary: int
-    hidden: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    itemsize: int
-    kind: str = ""
-    active: int = 0
-    windows: tuple[int | None, ...] = ()
-    softcap: float | None = None
-    kv_kept: int = 0
-    kv_pieces: int = 1
-    centred: bool = False
-    topk: float | None = None
-    scratch: int = 0
-    kv_form: str = ""
-    gpu: bool = False
-
-    @property
-    def kv_token(self) -> int:
-        """Bytes one token adds to one layer's KV cache."""
-        return self.kv_kept or 2 * self.kv_heads * self.head_dim * self.itemsize
-
-    @property
-    def sent(self) -> int:
-        """Bytes one token's queries, key and value take on their way to delegated attention."""
-        return (self.heads + 2 * self.kv_heads) * self.head_dim * self.itemsize
-
-    @property
-    def fetched(self) -> int:
-        """Bytes one token's attention takes on its way back."""
-        return self.heads * self.head_dim * self.itemsize
-
-    @cached_property
-    def tensors(self) -> tuple[TensorFact, ...]:
-        """Every weight."""
-        return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
-
-    @cached_property
-    def stored_bytes(self) -> int:
-        """Bytes of all weights in their files."""
-        return sum(t.stored_bytes for t in self.tensors)
-
-    @cached_property
-    def alike(self) -> tuple[int, ...]:
-        """Of each layer, the first whose tensors have the same bytes."""
-        first: dict[tuple[tuple[int, int], ...], int] = {}
-        sizes = (tuple((t.held_bytes, t.stored_bytes) for t in layer) for layer in self.layers)
-        return tuple(first.setdefault(size, j) for j, size in enumerate(sizes))
-
-    @cached_property
-    def groups(self) -> tuple[tuple[TensorFact, ...], ...]:
-        """The weights that have a home: of each layer, then the edges, each alone."""
-        return (*self.layers, *((t,) for t in self.edges))
-
-    @cached_property
-    def group_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """Elements of each weight of `groups`."""
-        return tuple(tuple(t.elements for t in group) for group in self.groups)
-
-    @property
-    def edges(self) -> list[TensorFact]:
-        """The output projection (the embedding, where they are tied), then an embedding of its own."""
-        return [self.head, self.embedding] if self.head else [self.embedding]
-
-    def signature(self, layer: int) -> str:
-        """The same for layers whose computing takes the same time: under it `Hardware.layers` has the measured one."""
-        tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
-        shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
-        return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
-
-    def attention_signature(self, window: int | None = None) -> str:
-        """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates. window: tokens
-        that the layer sees, None for all."""
-        kept = self.kv_form or f"{8 * self.itemsize}-bit"
-        shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
-        seen = (f", window {window}" if window else "") + (", soft cap" if self.softcap else "")
-        return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
-
-    @property
-    def head_signature(self) -> str:
-        """The same for output projections that take the same time."""
-        head = self.edges[0]
-        return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
-
-
-@dataclass(frozen=True)
-class Workload:
-    """How many sequences there are of each size. sizes: (prompt tokens, most tokens to generate) to their number."""
-
-    sizes: Mapping[tuple[int, int], int]
-
-    @staticmethod
-    def of(lengths: Iterable[tuple[int, int]]) -> "Workload":
-        """The workload of sequences with these sizes."""
-        return Workload(Counter(lengths))
-
-    def up_to(self, tokens: int) -> "Workload":
-        """The sequences of at most so many tokens at their end."""
-        return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
-
-    @cached_property
-    def count(self) -> int:
-        return sum(self.sizes.values())
-
-    @cached_property
-    def _ends(self) -> list[tuple[int, int]]:
-        """(Peak cached tokens, number of sequences), falling."""
-        return sorted(((p + n - 1, times) for (p, n), times in self.sizes.items()), reverse=True)
-
-    @cached_property
-    def _prompts(self) -> list[tuple[int, int]]:
-        """(Prompt tokens, number of sequences), falling."""
-        return sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True)
-
-    @cached_property
-    def longest(self) -> int:
-        """Peak cached tokens of the longest sequence; the last token generated is never cached."""
-        return max((n for n, _ in self._ends), default=1)
-
-    def pages(self, count: int, page_tokens: int) -> int:
-        """Pages that the `count` longest sequences take at their peak."""
-        return sum(times * pages_for(n, page_tokens) for n, times in _first(self._ends, count))
-
-    def prompt_tokens(self, count: int) -> int:
-        """Tokens of the `count` longest prompts together."""
-        return sum(times * n for n, times in _first(self._prompts, count))
-
-
-def _first(numbers: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
-    """The first `count` of numbers given as (number, how often it occurs)."""
-    for number, times in numbers:
-        if count <= 0:
-            return
-        yield number, min(times, count)
-        count -= times
-
-
-@dataclass(frozen=True)
-class Capacity:
-    """Bytes of each tier, None for no limit. shared: host and device are one memory (a machine without a GPU).
-
-    staged: disk and device are not directly connected; what passes between them stops in host staging.
-    """
-
-    device: int | None
-    host: int | None
-    disk: int | None
-    shared: bool
-    staged: bool
 
 
 @dataclass
@@ -286,97 +91,6 @@ class Layout:
         return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
 
 
-def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Where each (name, nbytes) starts in a slot; the slot's size is `slot_bytes`."""
-    offsets, at = {}, 0
-    for name, nbytes in tensors:
-        offsets[name] = at
-        at += aligned(nbytes, TENSOR_ALIGN)
-    return offsets
-
-
-def slot_bytes(sizes: Iterable[int]) -> int:
-    """Of a slot with tensors of so many bytes."""
-    return sum(aligned(n, TENSOR_ALIGN) for n in sizes)
-
-
-def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that computing one gpu_batch may take at once: activations of its widest moments, two sets of logits, and
-    the scratch of the attention kernels.
-
-    A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
-    holds q, k, v with and without rotation.
-    """
-    tokens = batch_tokens(policy, workload)
-    projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
-    moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
-    logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
-    return aligned(tokens * moment * model.itemsize + logits + model.scratch)
-
-
-def batch_tokens(policy: Policy, workload: Workload) -> int:
-    """Return the most tokens of one gpu_batch."""
-    return min(policy.prefill_tokens, max(workload.prompt_tokens(policy.block_size), policy.gpu_batch_size))
-
-
-def sweep_tokens(policy: Policy, workload: Workload) -> int:
-    """Return the most tokens that one sweep computes: the longest prompts of all sequences that may enter in one sweep
-    under the policy's schedule, and one token of each other sequence of the block."""
-    entering = entrants(policy.schedule, 0, policy.gpu_batch_size, policy.num_gpu_batches)
-    decoding = min(policy.block_size, workload.count) - min(entering, workload.count)
-    return workload.prompt_tokens(entering) + decoding
-
-
-def open_passes(policy: Policy, workload: Workload) -> int:
-    """Return the most gpu_batches of one sweep: those of the block and, of prompts, one per `prefill_tokens`."""
-    decoding = min(policy.block_size, max(1, workload.count))
-    return decoding + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
-
-
-def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
-    """Return the most tokens of one sweep whose hidden states have their home on `tier`.
-
-    `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
-    """
-    share, total = policy.activations[TIERS.index(tier)], sweep_tokens(policy, workload)
-    return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
-
-
-def _kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that a GPU's kernels hold beside activations; 0 where none computes."""
-    if not model.gpu:
-        return 0
-    return aligned(gpu.buffers(model, batch_tokens(policy, workload), workload.longest))
-
-
-def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that the paused forward passes of a whole sweep hold on the device.
-
-    Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
-    sines of rotary positions in fp32, its id and its position; and PASS bytes.
-    """
-    prompts = workload.prompt_tokens(policy.block_size)
-    if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
-        return 0  # a single batch, which the workspace covers
-    tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
-    logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
-    row = model.hidden * model.itemsize
-    passes = open_passes(policy, workload) * PASS if not model.gpu else 0
-    return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)
-
-
-def delegated(policy: Policy) -> int:
-    """Most sequences that attend on the host at once."""
-    return places(policy.block_size, policy.cache).get("host", 0) if policy.delegate else 0
-
-
-def suspended(model: ModelFacts, policy: Policy) -> int:
-    """Bytes that forward passes hold on the device while their attention is computed elsewhere: q, k, v with and
-    without rotation, and the residual with its norm and casts."""
-    return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
-
-
 def lay_out(
     model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, weights: Layout | None = None
 ) -> Layout:
@@ -391,7 +105,7 @@ def lay_out(
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
-    layout.book("device", "workspace", workspace(model, policy, workload) + _kernel_buffers(model, policy, workload))
+    layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
     _delegation(layout, model, capacity)
     for tier in TIERS:
@@ -499,17 +213,6 @@ def read_buffers(model: ModelFacts, layout: Layout) -> int:
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
     return aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
-
-
-def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
-    """Tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, and whole ALIGN blocks."""
-    if tier == "device":
-        return PAGE_TOKENS
-    wanted = min(-(-EXTENT // model.kv_token), longest)
-    tokens = aligned(wanted, PAGE_TOKENS)
-    while tokens * model.kv_token % ALIGN:
-        tokens += PAGE_TOKENS
-    return tokens
 
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:

@@ -7,7 +7,11 @@ from functools import partial
 from itertools import product
 
 from flexengine.errors import OutOfMemory, TooLittle
-from flexengine.plan.layout import ALIGN, ONE_SEQUENCE, Capacity, Layout, ModelFacts, Workload, booked_parts, lay_out
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import ONE_SEQUENCE, Layout, booked_parts, lay_out
+from flexengine.plan.sizes import ALIGN
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy, Split
 
 # Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.

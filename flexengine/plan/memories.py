@@ -11,8 +11,9 @@ corners a purpose's bytes are a straight line in the fractions of one kind of da
 
 from collections.abc import Mapping
 
-from flexengine.plan.layout import DELEGATION, Capacity, Layout
-from flexengine.plan.lp import Linear, Memory
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.layout import DELEGATION, Layout
+from flexengine.plan.problem import Linear, Memory
 from flexengine.policy import TIERS
 
 # Purposes of a layout's account whose bytes depend on where one kind of data lies: w, c, h as in `lp.KINDS`.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.layout import Workload
+from flexengine.plan.workload import Workload
 from flexengine.schedule.order import entrants
 
 Array = NDArray[np.float64]

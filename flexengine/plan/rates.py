@@ -13,8 +13,8 @@ import numpy as np
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.attention import DEQUANTIZE, Attention
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.layout import ModelFacts, TensorFact
 from flexengine.plan.profile import Array
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # where a layer's time is put together

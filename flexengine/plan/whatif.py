@@ -12,12 +12,15 @@ from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.plan.layout import ModelFacts, TensorFact, Workload, lay_out
+from flexengine.plan.layout import lay_out
 from flexengine.plan.least import planned
 from flexengine.plan.rates import Rates
-from flexengine.plan.search import Options, search
+from flexengine.plan.search import search
+from flexengine.plan.shapes import Options
 from flexengine.plan.words import size
+from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 
 LEAST = 1.03  # a factor below which a change is not worth naming

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.layout import Capacity
+from flexengine.plan.capacity import Capacity
 from flexengine.schedule.program import DIRECT, STAGED, Routes
 from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier

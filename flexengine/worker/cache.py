@@ -13,7 +13,8 @@ from flexengine.kv.pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend
-from flexengine.plan.layout import MEAN_KEYS, Layout, ModelFacts
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import MEAN_KEYS, Layout
 from flexengine.schedule.order import Batch, Piece, pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home

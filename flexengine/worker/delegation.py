@@ -11,7 +11,8 @@ from torch import Tensor
 
 from flexengine.kernels import load
 from flexengine.model.forward import Attend
-from flexengine.plan.layout import DELEGATION, Layout, ModelFacts
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.packed import TOGETHER
-from flexengine.plan.layout import EMBEDDED, ENCODED_ROWS, Layout
+from flexengine.plan.facts import ENCODED_ROWS
+from flexengine.plan.layout import EMBEDDED, Layout
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 

@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
-from flexengine.plan.layout import Layout, ModelFacts, aligned
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import Layout
+from flexengine.plan.sizes import aligned
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine

@@ -22,7 +22,7 @@ from flexengine.model.loading import Origin, Run, differ, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
-from flexengine.plan.layout import ModelFacts, TensorFact
+from flexengine.plan.facts import ModelFacts, TensorFact
 
 
 def _silent(_: str) -> None:

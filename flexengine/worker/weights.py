@@ -10,7 +10,9 @@ from torch import Tensor
 from flexengine.codec.packed import Packed
 from flexengine.model.form import Form
 from flexengine.model.skeleton import Slot
-from flexengine.plan.layout import ENCODED_ROWS, PASSING, Layout, slot_offsets
+from flexengine.plan.facts import ENCODED_ROWS
+from flexengine.plan.layout import PASSING, Layout
+from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened

@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 KINDS = ["model", "encoded weights", "found by the command", "converted from GGUF"]
 
 
+@pytest.mark.slow
 def test_flipped_bits_are_found(families: Any, tmp_path: Path) -> None:
     out = tmp_path / "faults.jsonl"
     command = [sys.executable, "-m", "bench.faults", str(families("llama").directory), "--quick", "--only", "bits",

@@ -16,6 +16,7 @@ MEMORY = Path("/dev/shm")
 PARTS = [["protocol", "crashes", "journal"], ["engine", "shared", "input", "files"]]  # one process each
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS, ids=" ".join)
 def test_survived(families: Any, parts: list[str], tmp_path: Path) -> None:
     """Nothing lost, nothing done twice, every error told in words, and the next run right."""

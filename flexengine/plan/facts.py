@@ -1,0 +1,140 @@
+"""A model in numbers: its tensors, their bytes, and the names under which its rates are kept."""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+
+ENCODED_ROWS = 16  # of a matrix that lie together when it is encoded
+
+
+@dataclass(frozen=True)
+class TensorFact:
+    """elements: how many; stored, held: bytes per element in the checkpoint and on the device.
+
+    experts: how many experts share it, 0 if every token uses all of it. matrix: whether tokens are multiplied by it.
+    encoded: bytes of all of it, on every tier, if it is kept in a codec's form, which `form` names; else 0. Then rows
+    can be taken apart by ENCODED_ROWS only.
+    """
+
+    name: str
+    elements: int
+    stored: int
+    held: int
+    experts: int = 0
+    matrix: bool = True
+    encoded: int = 0
+    form: str = ""
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        return self.encoded or self.elements * self.stored
+
+    @cached_property
+    def held_bytes(self) -> int:
+        return self.encoded or self.elements * self.held
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
+
+    itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
+    kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
+    page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
+    past values that attention reads, None for all.
+    scratch: bytes that the kernels' attention of prompts takes beside its arguments and result.
+    kind: model type; active: experts that one token uses; windows: per layer, tokens its attention sees (None: all),
+    () where all see all; softcap: number that attention's scores stay below, None for no limit. gpu: whether a GPU
+    computes.
+    """
+
+    layers: tuple[tuple[TensorFact, ...], ...]
+    others: tuple[TensorFact, ...]
+    embedding: TensorFact
+    head: TensorFact | None
+    vocabulary: int
+    hidden: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+    kind: str = ""
+    active: int = 0
+    windows: tuple[int | None, ...] = ()
+    softcap: float | None = None
+    kv_kept: int = 0
+    kv_pieces: int = 1
+    centred: bool = False
+    topk: float | None = None
+    scratch: int = 0
+    kv_form: str = ""
+    gpu: bool = False
+
+    @property
+    def kv_token(self) -> int:
+        """Bytes one token adds to one layer's KV cache."""
+        return self.kv_kept or 2 * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def sent(self) -> int:
+        """Bytes one token's queries, key and value take on their way to delegated attention."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim * self.itemsize
+
+    @property
+    def fetched(self) -> int:
+        """Bytes one token's attention takes on its way back."""
+        return self.heads * self.head_dim * self.itemsize
+
+    @cached_property
+    def tensors(self) -> tuple[TensorFact, ...]:
+        """Every weight."""
+        return (*(t for layer in self.layers for t in layer), *self.others, *self.edges)
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of all weights in their files."""
+        return sum(t.stored_bytes for t in self.tensors)
+
+    @cached_property
+    def alike(self) -> tuple[int, ...]:
+        """Of each layer, the first whose tensors have the same bytes."""
+        first: dict[tuple[tuple[int, int], ...], int] = {}
+        sizes = (tuple((t.held_bytes, t.stored_bytes) for t in layer) for layer in self.layers)
+        return tuple(first.setdefault(size, j) for j, size in enumerate(sizes))
+
+    @cached_property
+    def groups(self) -> tuple[tuple[TensorFact, ...], ...]:
+        """The weights that have a home: of each layer, then the edges, each alone."""
+        return (*self.layers, *((t,) for t in self.edges))
+
+    @cached_property
+    def group_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Elements of each weight of `groups`."""
+        return tuple(tuple(t.elements for t in group) for group in self.groups)
+
+    @property
+    def edges(self) -> list[TensorFact]:
+        """The output projection (the embedding, where they are tied), then an embedding of its own."""
+        return [self.head, self.embedding] if self.head else [self.embedding]
+
+    def signature(self, layer: int) -> str:
+        """The same for layers whose computing takes the same time: under it `Hardware.layers` has the measured one."""
+        tensors = sorted(((t.elements, t.form or t.held, t.experts, t.matrix) for t in self.layers[layer]), key=repr)
+        shape = (self.kind, self.hidden, self.width, self.heads, self.kv_heads, self.head_dim, self.itemsize)
+        return f"{self.kind or 'layer'} {hashlib.sha256(repr((shape, self.active, tensors)).encode()).hexdigest()[:16]}"
+
+    def attention_signature(self, window: int | None = None) -> str:
+        """Return the key of `Hardware.attention`: equal for layers whose attention runs at equal rates. window: tokens
+        that the layer sees, None for all."""
+        kept = self.kv_form or f"{8 * self.itemsize}-bit"
+        shape = f"{self.heads // self.kv_heads} queries per KV head of {self.head_dim}, {kept}"
+        seen = (f", window {window}" if window else "") + (", soft cap" if self.softcap else "")
+        return shape + seen + (f", topk {self.topk:g}" if self.topk is not None else "")
+
+    @property
+    def head_signature(self) -> str:
+        """The same for output projections that take the same time."""
+        head = self.edges[0]
+        return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
