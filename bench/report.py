@@ -252,13 +252,19 @@ def heads_of(record: Record) -> str:
     return f"{case['heads']} heads, {case['kv_heads']} of KV"
 
 
+def _chosen(record: Record) -> str:
+    """Tells that a policy was compared with itself: the ratio shows how much the machine varies."""
+    chosen = [run["policy"] for run in record["auto"]]
+    return ", which it chose itself" if all(policy == record["best_policy"] for policy in chosen) else ""
+
+
 def plan_block(folder: Path = RESULTS) -> str:
     """The planner: its policy against the best of a grid, predicted against measured seconds."""
     found = records("plan", folder=folder)
     rows = [
         (
             f"{x['case']['name']}: {MODELS[x['case']['model']]} on `{x['case']['machine']['device']}`",
-            f"auto against the best of {x['tried']} policies", spread(x["ratio"]),
+            f"auto against the best of {x['tried']} policies{_chosen(x)}", spread(x["ratio"]),
             f"{100 * x['prediction_error']['median']:.0f} % ({x['prediction_error']['runs']} runs)",
             f"{100 * x['prediction_error']['worst']:.0f} %", str(x["auto_failed"]),
         )
