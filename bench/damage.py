@@ -252,12 +252,12 @@ def _lines(reader: int) -> Iterator[bytes]:
 def _opened(given: Path, target: Path, data: bytes) -> tuple[list[int], dict[str, Any]]:
     """What a model with this file generates, and the shapes of its parameters."""
     from flexengine.config import SamplingParams
-    from flexengine.engine import Engine
+    from flexengine.engine.engine import Engine
     from flexengine.policy import Policy
 
     target.write_bytes(data)
-    with Engine(str(given), Policy(gpu_batch_size=1, num_gpu_batches=1), device="cpu") as engine:
-        shapes = {name: list(shape) for name, shape in engine.skeleton.loading.shapes.items()}
+    with Engine(str(given), policy=Policy(gpu_batch_size=1, num_gpu_batches=1), device="cpu") as engine:
+        shapes = {name: list(shape) for name, shape in engine.core.skeleton.loading.shapes.items()}
         result = engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(max_tokens=2, ignore_eos=True))[0]
         if result.error is not None:
             return [], shapes

@@ -353,9 +353,9 @@ def _import(engine: bool) -> None:
     import numpy.ma  # noqa: F401
     import tqdm  # noqa: F401
 
+    import flexengine.commands.run
     import flexengine.job.manifest
     import flexengine.job.resume
-    import flexengine.run
 
     if not engine:
         return
@@ -364,7 +364,7 @@ def _import(engine: bool) -> None:
     import transformers.models.opt.modeling_opt  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    import flexengine.engine
+    import flexengine.engine.engine
     import flexengine.kernels
     import flexengine.model.gguf
 

@@ -116,7 +116,7 @@ class Folder:
             log = os.open(self.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            from flexengine import run
+            from flexengine.commands import run
 
             code = run.main(self.arguments)
         except KeyboardInterrupt:  # before there is a handler
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import tqdm  # noqa: F401 - here, so that no run has to import anything
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import flexengine.engine
+    import flexengine.engine.engine
     import flexengine.job.resume  # noqa: F401
 
     began = time.monotonic()

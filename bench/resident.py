@@ -174,7 +174,7 @@ def given(setting: Setting, times: float) -> Setting:
     size = 1 << 16
     try:
         with Engine(setting.model, device=setting.device, device_mem=size, lossy=lossy) as engine:
-            engine.check(workload)
+            engine.planner.check(workload)
     except TooLittle as error:
         size = int(error.least["device"] * times)
     with Engine(setting.model, device=setting.device, device_mem=size, lossy=lossy) as engine:

@@ -269,12 +269,12 @@ class Stub:
 
     def __init__(self, on_sweep: Callable[[Any], None]) -> None:
         self.on_sweep = on_sweep
-        self.source = SimpleNamespace(name="stub")
+        self.core = SimpleNamespace(source=SimpleNamespace(name="stub"), cache_form="")
+        self.planner = SimpleNamespace(check=lambda workload: None, keep_prefill=lambda tokens: False)
+        self.calibrator = SimpleNamespace(importances=None)
         self.lossy = SimpleNamespace(given={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
-        self.numerics, self.switches = dict[str, Any](), dict[str, Any]()
-        self.importances = self.policy = self.fixed_prefill = None
-        self.cache_form, self.summary = "", dict[str, Any]()
+        self.switches, self.summary = dict[str, Any](), dict[str, Any]()
 
     def __enter__(self) -> "Stub":
         return self
@@ -282,11 +282,8 @@ class Stub:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def check(self, workload: Any) -> None:
-        """It needs no memory."""
-
-    def model_files(self, known: Any) -> dict[str, Any]:
-        return {}
+    def fingerprint(self, known_files: Any) -> dict[str, Any]:
+        return {"model": "stub", "model_files": {}}
 
     def stream(self, rows: Any, params: Any) -> Iterator[Any]:
         from flexengine.config import Result
@@ -305,17 +302,17 @@ class Stub:
 
 def stub_command(arguments: list[str]) -> int:
     """The command line with a Stub for an engine; the journal is put on the disk after every sweep."""
-    from flexengine import run
+    from flexengine.commands import run, run_job
     from flexengine.job import journal
 
-    run._engine = lambda args, on_sweep: Stub(on_sweep)  # type: ignore[assignment, return-value]
+    setattr(run_job, "open_engine", lambda args, on_sweep: Stub(on_sweep))  # noqa: B010
     journal.SYNC_SECONDS = 0.0
     return run.main(arguments)
 
 
 def real_command(arguments: list[str]) -> int:
     """The command line as it is, but that the journal is put on the disk after every sweep."""
-    from flexengine import run
+    from flexengine.commands import run
     from flexengine.job import journal
 
     journal.SYNC_SECONDS = 0.0

@@ -10,7 +10,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from flexengine.config import Result, SamplingParams
-    from flexengine.engine import Engine
+    from flexengine.engine.engine import Engine
     from flexengine.lossy import Lossy
     from flexengine.policy import Policy
 
@@ -18,7 +18,7 @@ __version__ = "0.1.0"
 __all__ = ["Engine", "Lossy", "Policy", "Result", "SamplingParams", "__version__"]
 
 _HOMES = {
-    "Engine": "engine",
+    "Engine": "engine.engine",
     "Lossy": "lossy",
     "Policy": "policy",
     "Result": "config",

@@ -43,6 +43,7 @@ class OutOfMemory(FlexError, MemoryError):
         super().__init__(f"{message}; {remedy}" if remedy else message)
 
 
+ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this if shorter rows would fit
 _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
             "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
 

@@ -28,7 +28,7 @@ FP32 = 4
 
 
 def run(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> tuple[Engine, dict[str, Any]]:
-    with Engine(family.directory, policy, device="sim", offload_dir=tmp_path, **options) as engine:
+    with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, **options) as engine:
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
         return engine, engine.summary
 
@@ -98,15 +98,15 @@ def test_hidden_traffic(families: Any, tmp_path: Path) -> None:
 def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
     known = families("llama")
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields)
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
         layout = engine.plan(_workload(known))
         assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
         assert layout.total("device") > 0
         for tier in ("device", "host", "disk"):  # after the job only weights are left, after close nothing
-            assert set(engine.machine.tier(tier).ledger.entries) <= {"weights", "weight slots", "weight staging"}
+            assert set(engine.core.machine.tier(tier).ledger.entries) <= {"weights", "weight slots", "weight staging"}
         engine.close()
-        assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
+        assert all(engine.core.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
 
 
 def _workload(family: Any, *more: tuple[int, int]) -> Workload:
@@ -118,13 +118,13 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
 
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0))
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         need = engine.plan(_workload(known)).total("device")
     _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
     assert summary["peak_bytes"]["device"] == need
     fixed = need - engine.plan(_workload(known)).account["device"]["KV cache"]
     with (
-        Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
+        Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
         pytest.raises(OutOfMemory, match="device memory"),
     ):
         small.generate(known.rows, GREEDY)
@@ -134,7 +134,7 @@ def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, t
     """The KV pool shrinks to what is left; admission by forecast keeps within it and nothing is lost."""
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         layout = engine.plan(_workload(known))
     half = layout.total("device") - layout.account["device"]["KV cache"] // 2
     _, summary = run(known, policy, tmp_path, device_mem=half)
@@ -144,12 +144,12 @@ def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, t
 def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path: Path) -> None:
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         half = engine.plan(_workload(known)).account["device"]["KV cache"] // 2
         layout = engine.plan(_workload(known, (100, 150)))
     rows = [*known.rows, {"prompt_token_ids": [5] * 100, "max_tokens": 150}]
     size = layout.total("device") - layout.account["device"]["KV cache"] + half
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path, device_mem=size) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path, device_mem=size) as engine:
         *good, bad = engine.generate(rows, GREEDY)
         assert [r.token_ids for r in good] == known.expected
         assert bad.error is not None
@@ -182,7 +182,8 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
     links = Links(h2d=LAYER * FP32 / 0.010)  # 10 ms per layer: well above what a tiny layer computes in
     seconds = {}
     for overlap in (True, False):
-        with Engine(tmp_path / "model", policy, device="sim", links=links, overlap=overlap, offload_dir=tmp_path) as e:
+        options = {"policy": policy, "device": "sim", "links": links, "overlap": overlap, "offload_dir": tmp_path}
+        with Engine(tmp_path / "model", **options) as e:
             e.generate(rows[:2], SamplingParams(max_tokens=3, ignore_eos=True))  # warm
             e.generate(rows, params)
             s = e.summary
@@ -198,7 +199,7 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
 
 _STREAM = """
 import json, sys
-import torch, transformers, psutil, greenlet, tqdm, highspy, flexengine.engine, flexengine.run
+import torch, transformers, psutil, greenlet, tqdm, highspy, flexengine.engine.engine, flexengine.commands.run
 from transformers import AutoModelForCausalLM
 from transformers.models.opt import modeling_opt
 def rss(key): return int(open("/proc/self/status").read().split(key + ":")[1].split()[0]) * 1024
@@ -232,8 +233,8 @@ def test_nothing_stays_booked_when_a_job_cannot_begin(families: Any, tmp_path: P
     """Whatever fails while a job is prepared, the ledgers forget it and the engine can be used again."""
     known = families("llama")
     away = dict(gpu_batch_size=4, num_gpu_batches=2, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0), activations=(0, 1, 0))
-    with Engine(known.directory, Policy(**away), device="sim", offload_dir=tmp_path) as engine:
-        tiers = [engine.machine.tier(t) for t in ("device", "host", "disk")]
+    with Engine(known.directory, policy=Policy(**away), device="sim", offload_dir=tmp_path) as engine:
+        tiers = [engine.core.machine.tier(t) for t in ("device", "host", "disk")]
         allocations = 0
 
         def failing(real: Any, at: int) -> Any:
@@ -263,12 +264,13 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
     (tmp_path / "file").touch()
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     with pytest.raises(InvalidInput, match=r"file is no directory to write in; set --offload-dir"):
-        Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "file" / "x")
-    with Engine(families("llama").directory, policy, device="cpu", offload_dir=tmp_path / "late" / "x") as engine:
+        Engine(families("llama").directory, policy=policy, device="cpu", offload_dir=tmp_path / "file" / "x")
+    late = tmp_path / "late" / "x"
+    with Engine(families("llama").directory, policy=policy, device="cpu", offload_dir=late) as engine:
         (tmp_path / "late").touch()  # somebody was quicker
         with pytest.raises(InvalidInput, match="--offload-dir"):
             engine.generate(families("llama").rows, GREEDY)
-        assert engine.machine.traffic()["disk_read"] == 0
+        assert engine.core.machine.traffic()["disk_read"] == 0
 
 
 def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
@@ -277,13 +279,13 @@ def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
     """The error says how many bytes are needed and how many are free, and nothing is read or left there."""
     monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
-    with Engine(families("llama").directory, policy, device="sim", offload_dir=tmp_path / "off") as engine:
+    with Engine(families("llama").directory, policy=policy, device="sim", offload_dir=tmp_path / "off") as engine:
         with pytest.raises(OutOfMemory, match=r" 65,536 are given.* set --offload-dir") as caught:
             engine.generate([{"prompt_token_ids": [5] * 40}] * 64, SamplingParams(max_tokens=100))
         assert caught.value.tier == "disk"
         assert caught.value.needed > caught.value.capacity == 65536
         assert f"at least {caught.value.needed:,} bytes are needed" in str(caught.value)
-        assert not any(engine.machine.traffic().values())
+        assert not any(engine.core.machine.traffic().values())
     assert not list(tmp_path.iterdir())
 
 
@@ -291,7 +293,7 @@ def test_directories_made_for_offloading_are_gone_afterwards(families: Any, tmp_
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     known = families("llama")
     (tmp_path / "old").mkdir()
-    with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path / "old" / "new" / "deep") as engine:
+    with Engine(known.directory, policy=policy, device="cpu", offload_dir=tmp_path / "old" / "new" / "deep") as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
     assert [p.name for p in tmp_path.rglob("*")] == ["old"]
 
@@ -299,7 +301,7 @@ def test_directories_made_for_offloading_are_gone_afterwards(families: Any, tmp_
 def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
         large = engine.summary["peak_bytes"]["device"]
         engine.generate(known.rows[:1], SamplingParams(max_tokens=1))
@@ -312,14 +314,14 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
 
     known = families("llama")
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=(0, 0, 1), cache=(0, 0, 1))
-    engine = Engine(known.directory, policy, device="sim", offload_dir=tmp_path)
+    engine = Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path)
     stream = engine.stream(known.rows, GREEDY)
     first = next(stream)
     assert first.token_ids == known.expected[first.index]
     engine.close()
     with pytest.raises(InvalidInput, match="closed before this stream had ended"):
         next(stream)
-    assert all(engine.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
+    assert all(engine.core.machine.tier(t).ledger.used == 0 for t in ("device", "host", "disk"))
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 
@@ -333,9 +335,9 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
 
     known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
     monkeypatch.setattr(weights, "BATCH", batch)
-    with Engine(known.directory, Policy(weights=(1, 0, 0)), device=kind, offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=Policy(weights=(1, 0, 0)), device=kind, offload_dir=tmp_path) as engine:
         engine.generate([], GREEDY)
-        read = engine.machine.disk.load_all
+        read = engine.core.machine.disk.load_all
 
         def slow(pairs: Any) -> None:
             reads.append(sum(home.nbytes for home, _ in pairs))
@@ -344,14 +346,14 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
             time.sleep(0.05 if len(reads) < 8 else 0)
 
-        monkeypatch.setattr(engine.machine.disk, "load_all", slow)
+        monkeypatch.setattr(engine.core.machine.disk, "load_all", slow)
         with pytest.raises(KeyboardInterrupt):
             engine.generate(known.rows, GREEDY)
         assert len(reads) < 8
         lanes = "flexengine-disk_read", "flexengine-device"
         assert not [thread for thread in threading.enumerate() if thread.name in lanes]
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-    stored = sum(origin.nbytes for origin in engine._opened.origins.values())
+    stored = sum(origin.nbytes for origin in engine.core.opened.origins.values())
     assert max(reads) <= batch
     assert sum(reads) == stored > 40 * batch
 
@@ -362,7 +364,7 @@ def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path
 
     known = families("llama")
     policy = Policy(gpu_batch_size=1, num_gpu_batches=1, weights=(0, 0, 1))
-    with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         first = engine.stream([5, *known.rows], GREEDY)
         assert next(first).error
         with pytest.raises(InvalidInput, match="generating already"):
@@ -373,7 +375,7 @@ def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path
 
 @pytest.mark.parametrize("call", [
     lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.generate("one prompt"),
-    lambda e: e.generate([], {"max_tokens": 3}), lambda e: Engine(e.source.directory, {"slots": 2}),
+    lambda e: e.generate([], {"max_tokens": 3}), lambda e: Engine(e.core.source.directory, policy={"slots": 2}),
 ])  # fmt: skip
 def test_arguments_of_the_wrong_kind(families: Any, call: Any) -> None:
     from flexengine.errors import InvalidInput

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from flexengine import kernels
-from flexengine.engine import Engine
+from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.kernels import build
 

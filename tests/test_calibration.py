@@ -15,17 +15,19 @@ import transformers
 from conftest import prompts_of
 from test_quality import byte_tokenizer
 
-from flexengine import Engine, Lossy, Policy, calibration, quality, texts
-from flexengine.calibration import ROWS, Calibration
+from flexengine import Engine, Lossy, Policy, texts
 from flexengine.codec.named import WEIGHTS
 from flexengine.codec.packed import Packed
-from flexengine.command import DONE, REFUSED
+from flexengine.commands import quality
+from flexengine.commands.exit_codes import DONE, REFUSED
+from flexengine.commands.run import main
+from flexengine.engine import calibration
+from flexengine.engine.calibration import ROWS, Calibration
+from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED, FITTED
 from flexengine.model import encoding
 from flexengine.model.importance import FINE, PRIOR, Importances, Recorder, exact_parts
-from flexengine.planning import Planner
-from flexengine.run import main
 
 TOKENS = 48
 SPREAD = Policy(gpu_batch_size=2, num_gpu_batches=3, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3), prefill_tokens=64)
@@ -81,16 +83,17 @@ def squares(model: Any, rows: list[list[int]]) -> dict[str, Any]:
 
 
 def recorded(directory: Path, rows: list[list[int]], policy: Policy | None = None) -> dict[str, torch.Tensor]:
-    with Engine(directory, policy, device="sim") as engine:
+    with Engine(directory, policy=policy, device="sim") as engine:
         read = Calibration(tuple((*row, 5) for row in rows))  # the last token is only predicted
-        return read.measure(engine.skeleton, engine.score)
+        return read.measure(engine.core.skeleton, engine.score)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama-tied", "gpt2", "phi3"])
 def test_importances_are_mean_squares_of_inputs(families: Any, family: str) -> None:
     known, rows = families(family), prompts_of(601)
     with Engine(known.directory, device="sim") as engine:
-        wanted = {n for n in encoding.forms(engine.skeleton, "int4") if any(n in s for s in engine.skeleton.layers)}
+        skeleton = engine.core.skeleton
+        wanted = {n for n in encoding.forms(skeleton, "int4") if any(n in s for s in skeleton.layers)}
     expected = squares(known.model, rows)
     for policy in (None, SPREAD):
         found = recorded(known.directory, rows, policy)
@@ -156,10 +159,10 @@ def test_importances_of_experts(families: Any, family: str) -> None:
 
 def test_nothing_is_left_behind(families: Any) -> None:
     with Engine(families("mixtral").directory, device="sim") as engine:
-        before = {id(m): dict(m.__dict__) for m in engine.skeleton.model.modules()}
-        with pytest.raises(KeyboardInterrupt), Recorder(engine.skeleton).watching():
+        before = {id(m): dict(m.__dict__) for m in engine.core.skeleton.model.modules()}
+        with pytest.raises(KeyboardInterrupt), Recorder(engine.core.skeleton).watching():
             raise KeyboardInterrupt
-        for module in engine.skeleton.model.modules():
+        for module in engine.core.skeleton.model.modules():
             assert module.__dict__ == before[id(module)]
             assert not module._forward_pre_hooks
 
@@ -178,10 +181,10 @@ def test_an_expert_without_tokens_is_encoded_as_without_calibration() -> None:
 
 def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """The encoded matrices of the layers, as products see them."""
-    for name, form in engine._opened.forms.items():
-        if not any(name in layer for layer in engine.skeleton.layers):
+    for name, form in engine.core.opened.forms.items():
+        if not any(name in layer for layer in engine.core.skeleton.layers):
             continue
-        data = encoding._read(engine._opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
+        data = encoding._read(engine.core.opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
         yield name, torch.stack([form.packed.decode(one) for one in data])
 
 
@@ -195,8 +198,8 @@ def test_weighted_errors_are_less(reader: Any, families: Any, family: str, codec
         with Engine(directory, device="sim", lossy=Lossy(weights=codec, calibrate=calibrate)) as engine:
             engine.prepare()
             made[calibrate] = dict(decoded(engine))
-            importances = engine.importances
-            forms = engine._opened.forms
+            importances = engine.calibrator.importances
+            forms = engine.core.opened.forms
     assert importances is not None
     exact = dict(families(family).model.named_parameters())
     errors = dict.fromkeys(made, 0.0)
@@ -213,8 +216,8 @@ def test_the_fit_is_by_its_own_columns(reader: Any, families: Any) -> None:
     directory = reader("opt")
     with Engine(directory, device="sim", lossy=Lossy(weights="int4", calibrate=BUNDLED)) as engine:
         found = dict(decoded(engine))
-        assert engine.importances is not None
-        columns = engine.importances.columns
+        assert engine.calibrator.importances is not None
+        columns = engine.calibrator.importances.columns
     for name, parameter in families("opt").model.named_parameters():
         if name in found:
             form = Packed(WEIGHTS["int4"], *parameter.shape)
@@ -368,11 +371,11 @@ def test_it_streams_as_any_job(reader: Any, own_cache: Path, capsys: Any) -> Non
     rows = [{"prompt_token_ids": p} for p in prompts_of(601)]
     with Engine(directory, device="sim", device_mem="600K", host_mem="5M", lossy=lossy) as engine:
         tight = [r.token_ids for r in engine.generate(rows)]
-        assert engine.importances is not None
-        digest = engine.importances.digest
+        assert engine.calibrator.importances is not None
+        digest = engine.calibrator.importances.digest
     with Engine(directory, device="sim", lossy=lossy) as engine:
-        assert engine.importances is not None
-        assert engine.importances.digest == digest
+        assert engine.calibrator.importances is not None
+        assert engine.calibrator.importances.digest == digest
         assert [r.token_ids for r in engine.generate(rows)] == tight
 
 

@@ -12,7 +12,7 @@ from flexengine import Engine, SamplingParams
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
 from flexengine.job.columns import json_columns, result_columns, results_of, rows_of
-from flexengine.job.inputs import Row
+from flexengine.job.rows import Row
 
 pa = pytest.importorskip("pyarrow", reason="columns are made by pyarrow")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flexengine.command import FAILED, ended
+from flexengine.commands.exit_codes import FAILED, ended
 
 
 @pytest.mark.parametrize("error", [

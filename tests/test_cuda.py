@@ -28,7 +28,7 @@ def test_fp32(families: Any, tmp_path: Path, family: str, case: int) -> None:
     known = families(family)
     fields, overlap = GRID[case]
     options = dict(device="cuda", device_mem="2G", host_mem="2G", dtype="float32", offload_dir=tmp_path)
-    with Engine(known.directory, Policy(**fields), overlap=overlap, **options) as engine:
+    with Engine(known.directory, policy=Policy(**fields), overlap=overlap, **options) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
@@ -41,7 +41,7 @@ def test_bf16(tmp_path: Path, family: str, case: int) -> None:
     prompts = prompts_of(601)
     fields, overlap = GRID[case]
     options = dict(device="cuda", device_mem="2G", host_mem="2G", dtype="bfloat16", offload_dir=tmp_path)
-    with Engine(tmp_path / "model", Policy(**fields), overlap=overlap, **options) as engine:
+    with Engine(tmp_path / "model", policy=Policy(**fields), overlap=overlap, **options) as engine:
         results = engine.generate([{"prompt_token_ids": p} for p in prompts], GREEDY)
     best = 0
     for prompt, result in zip(prompts, results, strict=True):

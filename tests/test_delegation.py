@@ -47,7 +47,7 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
     known = families(family)
     fields, overlap = GRID[case]
     policy = Policy(**fields, delegate=True)
-    with Engine(known.directory, policy, device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
         results = engine.generate(known.rows, GREEDY)
         assert [r.error for r in results] == [None] * len(LENGTHS)
         assert [r.token_ids for r in results] == known.expected
@@ -67,7 +67,7 @@ def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, famil
     known, found = families(family), []
     fields: dict[str, Any] = dict(gpu_batch_size=3, num_gpu_batches=3, cache=(0.3, 0.7, 0), weights=(0.5, 0.5, 0))
     for delegate in (False, True):
-        with Engine(known.directory, Policy(**fields, delegate=delegate), device="sim", lossy=lossy) as engine:
+        with Engine(known.directory, policy=Policy(**fields, delegate=delegate), device="sim", lossy=lossy) as engine:
             found.append([r.token_ids for r in engine.generate(known.rows, GREEDY)])
     assert found[0] == found[1]
 
@@ -76,7 +76,7 @@ def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, famil
 
 
 def measured(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> dict[str, Any]:
-    with Engine(family.directory, policy, device="sim", offload_dir=tmp_path, **options) as engine:
+    with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, **options) as engine:
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
         layout = engine.plan(Workload.of((len(p), NEW) for p in family.prompts))
         assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
@@ -128,14 +128,15 @@ def test_host_memory_is_enough_at_the_predicted_peak_and_not_a_page_less(familie
 
 
 def measured_sweeps(family: Any, policy: Policy, tmp_path: Path, host_mem: int) -> int:
-    with Engine(family.directory, policy, device="sim", offload_dir=tmp_path, host_mem=host_mem) as engine:
+    with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, host_mem=host_mem) as engine:
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
         return int(engine.summary["sweeps"])
 
 
 def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None:
     known = families("llama")
-    with Engine(known.directory, Policy(4, 2, cache=H, delegate=True), device="sim", trace=tmp_path / "t.json") as e:
+    policy = Policy(4, 2, cache=H, delegate=True)
+    with Engine(known.directory, policy=policy, device="sim", trace=tmp_path / "t.json") as e:
         e.generate(known.rows, GREEDY)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     lanes = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
@@ -157,18 +158,18 @@ def test_the_host_lane_waits_for_the_gpu_itself() -> None:
 def test_refused_where_ram_is_the_device(families: Any) -> None:
     known = families("llama")
     policy = Policy(4, 2, cache=(0.5, 0.5, 0), delegate=True)
-    with Engine(known.directory, policy, device="cpu") as engine:
+    with Engine(known.directory, policy=policy, device="cpu") as engine:
         with pytest.raises(InvalidInput, match="delegate is true, but on device 'cpu' RAM is the device"):
             engine.generate(known.rows, GREEDY)
-        assert all(engine.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
+        assert all(engine.core.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
 
 
 def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
     known = families("llama")
-    with Engine(known.directory, Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
+    with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
         with pytest.raises(InvalidInput, match="none of a block of 2 sequences has its cache on the host"):
             engine.generate(known.rows, GREEDY)
-        assert engine.machine.host.ledger.peak == engine.machine.device.ledger.peak == 0
+        assert engine.core.machine.host.ledger.peak == engine.core.machine.device.ledger.peak == 0
 
 
 # The rule.

@@ -11,7 +11,7 @@ import torch
 from conftest import tensors_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-from flexengine import run
+from flexengine.commands import run
 from flexengine.errors import ModelNotFound
 from flexengine.model import source
 from flexengine.model.source import resolve

@@ -48,12 +48,13 @@ CASES = [
 def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
     known = families(family)
     fields, overlap = GRID[case]
-    with Engine(known.directory, Policy(**fields), device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
+    policy = Policy(**fields)
+    with Engine(known.directory, policy=policy, device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
         results = engine.generate(known.rows, GREEDY)
         assert [r.error for r in results] == [None] * len(LENGTHS)
         assert [r.token_ids for r in results] == known.expected
         for tier in ("device", "host", "disk"):  # everything booked as planned
-            assert engine.summary["peak_bytes"][tier] <= engine.machine.tier(tier).ledger.peak
+            assert engine.summary["peak_bytes"][tier] <= engine.core.machine.tier(tier).ledger.peak
     assert not list(tmp_path.iterdir())
 
 
@@ -66,7 +67,7 @@ def test_cpu(families: Any, tmp_path: Any, family: str, weights: Any) -> None:
     known = families(family)
     half = (0.5, 0, 0.5)
     policy = Policy(gpu_batch_size=3, num_gpu_batches=3, weights=weights, cache=half, activations=half)
-    with Engine(known.directory, policy, device="cpu", offload_dir=tmp_path) as engine:
+    with Engine(known.directory, policy=policy, device="cpu", offload_dir=tmp_path) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
@@ -78,11 +79,11 @@ def test_16_bit_checkpoints(families: Any, family: str, dtype: torch.dtype, weig
     """Weights stay 16 bits wide on the device; products widen them on the way."""
     known = families(family, dtype)
     policy = Policy(gpu_batch_size=4, num_gpu_batches=2, weights=weights)
-    with Engine(known.directory, policy, device="sim") as engine:
+    with Engine(known.directory, policy=policy, device="sim") as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        matrices = [t for t in engine.facts.tensors if t.name in engine.skeleton.matrices]
+        matrices = [t for t in engine.facts.tensors if t.name in engine.core.skeleton.matrices]
         assert {(t.stored, t.held) for t in matrices} == {(2, 2)}
-        assert len(matrices) > len(engine.skeleton.layers) * 4
+        assert len(matrices) > len(engine.core.skeleton.layers) * 4
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
-from flexengine import planning, run
+from flexengine.commands import plan as command
+from flexengine.commands import run
+from flexengine.engine import planner as planning
+from flexengine.engine.options import MachineOptions
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan import __main__ as command
 from flexengine.plan import explain, picture, whatif, words
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -477,9 +479,9 @@ def test_refusals(line: Line, options: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
-    def this_machine(place: planning.Place, opened: object, again: bool, say: Any, dtype: str) -> Hardware:
+    def this_machine(options: MachineOptions, opened: object, again: bool, say: Any, dtype: str) -> Hardware:
         say("measuring")
-        assert (place.device, place.offload_dir, opened, again, dtype) == ("cpu", "d", None, True, "auto")
+        assert (options.device, options.offload_dir, opened, again, dtype) == ("cpu", "d", None, True, "auto")
         return machine
 
     monkeypatch.setattr(planning, "this_machine", this_machine)

@@ -79,19 +79,19 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
     make_checkpoint("llama", tmp_path / "m")
     rows, params = [{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(max_tokens=4, ignore_eos=True)
     hardware = replace(machine_of(random.Random(6), "cpu"), checkpoint_read=((1.0, 1e3),))
-    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+    with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         expected = [r.token_ids for r in engine.generate(rows, params)]
-        whole, alone = engine.summary["plan"], engine._weights
+        whole, alone = engine.summary["plan"], engine.core._weights
         assert alone is not None
         every = alone.settled
     assert whole["lanes"]["loading"]["predicted"] == pytest.approx(every / 1e3)
-    with Engine(tmp_path / "m", Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
+    with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         with pytest.MonkeyPatch.context() as patch:
             load = Weights.settle
             patch.setattr(Weights, "settle", lambda w, unit: load(w, unit) if unit < 1 else 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.generate(rows, params)
-        weights = engine._weights
+        weights = engine.core._weights
         assert weights is not None
         there = weights.settled
         assert 0 < there < every
@@ -119,7 +119,7 @@ def test_a_job_tells_loading_apart(tmp_path: Path) -> None:
 
     make_checkpoint("llama", tmp_path / "m")
     rows, params = [{"prompt_token_ids": [5, 6, 7]}] * 3, SamplingParams(max_tokens=4, ignore_eos=True)
-    with Engine(tmp_path / "m", Policy(2, 2, weights=(0.5, 0, 0.5))) as engine:
+    with Engine(tmp_path / "m", policy=Policy(2, 2, weights=(0.5, 0, 0.5))) as engine:
         first = [r.token_ids for r in engine.generate(rows, params)]
         one = engine.summary
         assert [r.token_ids for r in engine.generate(rows, params)] == first
@@ -195,7 +195,8 @@ def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:
     hardware = replace(machine_of(random.Random(4), "sim"), links={
         "h2d": ((1.0, rate),), "d2h": ((1.0, 1e9),), "disk_read": ((1.0, 1e9),), "disk_write": ((1.0, 1e9),)
     })  # fmt: skip
-    with Engine(known.directory, policy, "sim", offload_dir=tmp_path, links=links, hardware=hardware) as engine:
+    options = {"device": "sim", "offload_dir": tmp_path, "links": links, "hardware": hardware}
+    with Engine(known.directory, policy=policy, **options) as engine:
         engine.generate(known.rows[:2], SamplingParams(max_tokens=4, ignore_eos=True))
         plan = engine.summary["plan"]
         lane = plan["lanes"]["h2d"]

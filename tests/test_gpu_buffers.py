@@ -175,8 +175,8 @@ def test_what_passes_through_locked_memory(
     known, away = families(family), Policy(gpu_batch_size=2, num_gpu_batches=4, weights=(0, 0.5, 0.5))
     found = []
     for gpu in (False, True):
-        with Engine(known.directory, away, device="sim", offload_dir=tmp_path, lossy=lossy) as engine:
-            engine._opened.facts = replace(engine._opened.facts, gpu=gpu)
+        with Engine(known.directory, policy=away, device="sim", offload_dir=tmp_path, lossy=lossy) as engine:
+            engine.core.opened.facts = replace(engine.core.opened.facts, gpu=gpu)
             found.append([r.token_ids for r in engine.generate(known.rows, SamplingParams(NEW, ignore_eos=True))])
             assert engine.layout is not None
             assert bool(engine.layout.embedded) == bool(engine.layout.passing) == gpu

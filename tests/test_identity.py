@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from test_gguf import tiny_gguf
 
+from flexengine.commands.run import main
 from flexengine.job.manifest import differences, rewritten
 from flexengine.model import identity
 from flexengine.model.identity import SAMPLE
-from flexengine.run import main
 
 ROWS = "".join(json.dumps({"prompt_token_ids": [5 + i, 6]}) + "\n" for i in range(3))
 

@@ -31,24 +31,14 @@ ALLOWED = {
     "job": {"errors", "config"},
     "measure": {"errors", "config", "policy", "plan", "schedule", "kernels", "tier", "kv", "lossy", "model", "runtime",
                 "worker", "__version__"},
-    "survey": {"errors", "config", "job", "model", "plan"},
-    "planning": {"errors", "config", "lossy", "policy", "plan", "kernels", "tier", "model", "worker", "measure",
-                 "survey"},
-    "recovery": {"errors", "plan", "policy", "runtime"},
-    "generation": {"config", "job", "model", "plan", "runtime", "schedule", "worker"},
-    "course": {"job", "generation"},
-    "calibration": {"errors", "config", "lossy", "model", "texts"},
     "engine": {"errors", "config", "lossy", "policy", "schedule", "plan", "kernels", "tier", "kv", "model", "runtime",
-               "worker", "job", "survey", "planning", "generation", "course", "calibration", "recovery"},
-    "command": {"errors"},
-    "options": {"errors", "lossy", "policy"},
-    "run": {"command", "options", "errors", "bar", "config", "lossy", "policy", "plan", "job", "survey", "generation",
-            "engine", "__version__"},
-    "plan command": {"command", "options", "errors", "lossy", "config", "policy", "plan", "job", "survey", "planning",
-                     "run", "tier", "worker", "__version__"},
+               "worker", "job", "measure", "texts"},
+    "commands": {"errors", "bar", "config", "lossy", "policy", "plan", "tier", "model", "worker", "measure", "job",
+                 "engine", "texts", "__version__"},
+    "run": {"commands"},
+    "quality": {"commands"},
+    "plan door": {"commands"},
     "texts": {"errors"},
-    "quality": {"command", "errors", "config", "lossy", "model", "measure", "calibration", "engine", "texts",
-                "__version__"},
     "__init__": {"config", "lossy", "policy", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
@@ -100,8 +90,8 @@ OURS = [i for i in ALL if i.target.split(".")[0] == "flexengine"]
 
 
 def part(module: str) -> str:
-    """What a module belongs to. plan.__main__ is a command, like run, and stands above the engine's parts."""
-    return "plan command" if module == "plan.__main__" else module.split(".")[0]
+    """Return the part that a module belongs to. plan.__main__ is a door to a command, as run and quality are."""
+    return "plan door" if module == "plan.__main__" else module.split(".")[0]
 
 
 def test_every_part_is_known() -> None:
@@ -139,17 +129,24 @@ def test_the_parts_have_an_order() -> None:
     put_in_order(ALLOWED, {"__version__"})
 
 
-def test_no_module_needs_itself_to_be_imported() -> None:
-    """No cycle among the modules by imports that run on import."""
+def test_no_module_imports_itself() -> None:
+    """No cycle among the modules, by imports in functions and for types as little as by those that run on import."""
     known = set(TREES)
     needs: dict[str, set[str]] = {name: set() for name in known}
     for i in OURS:
-        if i.when == "import":
-            target = i.target.removeprefix("flexengine.")
-            while target and target not in known:
-                target = target.rpartition(".")[0]
-            needs[i.module] |= {target} - {"", i.module}
+        target = i.target.removeprefix("flexengine.")
+        while target and target not in known:
+            target = target.rpartition(".")[0]
+        needs[i.module] |= {target} - {"", i.module, "__init__"}
+    del needs["__init__"]  # it imports the public names on first use, and types for that
     put_in_order(needs, set())
+
+
+def test_sizes() -> None:
+    """At most ten modules at the package's root, and no file above 400 lines."""
+    assert len(list(ROOT.glob("*.py"))) <= 10
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in ROOT.rglob("*.py")}
+    assert {name: n for name, n in lines.items() if n > 400} == {}
 
 
 @pytest.mark.parametrize("heavy", ["torch", "transformers", "psutil", "threading", "ctypes"])
@@ -192,11 +189,11 @@ def test_threads_are_made_in_three_places() -> None:
 
 def test_torch_stays_out_until_it_is_needed() -> None:
     """In a process of its own: the pure parts, the job files, and the command line up to its --help."""
-    pure = [name for name in TREES if part(name) in (*PURE, "job", "run")]
+    pure = [name for name in TREES if part(name) in (*PURE, "job", "run", "commands")]
     code = "import sys, importlib\n"
     code += f"for name in {pure!r}: importlib.import_module('flexengine.' + name)\n"
     code += "from flexengine import Policy, SamplingParams, Result\n"
-    code += "from flexengine.run import parser; parser().format_help()\n"
+    code += "from flexengine.commands.run import parser; parser().format_help()\n"
     code += "print([m for m in ('torch', 'transformers', 'safetensors') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, cwd=ROOT.parent)
     assert out.returncode == 0, out.stderr

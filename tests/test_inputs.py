@@ -23,8 +23,9 @@ from transformers import PreTrainedTokenizerFast
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job import inputs, tables
-from flexengine.job.inputs import Row, Rows, row_of, survey
+from flexengine.job.inputs import Rows, survey
 from flexengine.job.prompts import Request, encode
+from flexengine.job.rows import Row, row_of
 
 DEFAULTS = SamplingParams(max_tokens=4)
 

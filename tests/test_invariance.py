@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams
-from flexengine.job.inputs import Row
+from flexengine.job.rows import Row
 
 pytestmark = pytest.mark.usefixtures("two_threads")
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, logprobs=2)
@@ -32,12 +32,12 @@ def answers(engine: Engine, rows: list[Row], params: SamplingParams = PARAMS) ->
 def test_logprobs_do_not_depend_on_the_company(families: Any, tmp_path: Any, family: str, dtype: torch.dtype) -> None:
     known = families(family, dtype)
     rows = [Row(i, 0, row) for i, row in enumerate(known.rows)]
-    with Engine(known.directory, Policy(gpu_batch_size=8, num_gpu_batches=1), device="cpu") as engine:
+    with Engine(known.directory, policy=Policy(gpu_batch_size=8, num_gpu_batches=1), device="cpu") as engine:
         whole = answers(engine, rows)
         for some in ([rows[0]], [rows[2]], rows[3:5], rows[::2]):
             assert answers(engine, some) == {row.index: whole[row.index] for row in some}
     for shape in SHAPES:
-        with Engine(known.directory, Policy(**shape), device="cpu", offload_dir=tmp_path) as engine:
+        with Engine(known.directory, policy=Policy(**shape), device="cpu", offload_dir=tmp_path) as engine:
             assert answers(engine, rows) == whole
 
 
@@ -50,7 +50,7 @@ def test_many_rows_at_once_change_nothing(families: Any, dtype: torch.dtype) -> 
     ids = [torch.randint(3, 601, (n,), generator=generator).tolist() for n in lengths]
     rows = [Row(i, 0, {"prompt_token_ids": p}) for i, p in enumerate(ids)]
     params = SamplingParams(max_tokens=5, ignore_eos=True, logprobs=0, temperature=0.9, n=2)
-    with Engine(known.directory, Policy(gpu_batch_size=64, num_gpu_batches=1), device="cpu") as engine:
+    with Engine(known.directory, policy=Policy(gpu_batch_size=64, num_gpu_batches=1), device="cpu") as engine:
         whole = answers(engine, rows, params)
         for some in (rows[:1], rows[4:6], rows[7:20]):
             assert answers(engine, some, params) == {row.index: whole[row.index] for row in some}

@@ -11,7 +11,7 @@ from test_cost import machine_of, opt
 from test_layout import policy_of, work_of
 
 from flexengine.config import SamplingParams
-from flexengine.engine import Engine
+from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import lay_out

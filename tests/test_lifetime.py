@@ -72,7 +72,7 @@ def fail(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
 
 def booked(engine: Engine) -> dict[str, int]:
     """Ledger entries of RAM by purpose, of both memory tiers."""
-    ledgers = {id(tier.ledger): tier.ledger for tier in (engine.machine.device, engine.machine.host)}
+    ledgers = {id(tier.ledger): tier.ledger for tier in (engine.core.machine.device, engine.core.machine.host)}
     entries = [item for ledger in ledgers.values() for item in ledger.entries.items()]
     return {what: sum(n for name, n in entries if name == what) for what, _ in entries}
 
@@ -134,7 +134,7 @@ def test_a_job_leaves_nothing_but_weights(
 ) -> None:
     """Every byte of RAM that is still mapped after a job, however it ended, is a byte of a weight in the ledger."""
     family = families("llama")
-    with Engine(family.directory, POLICIES[policy], device=kind, offload_dir=tmp_path) as engine:
+    with Engine(family.directory, policy=POLICIES[policy], device=kind, offload_dir=tmp_path) as engine:
 
         def check() -> None:
             entries = booked(engine)
@@ -176,7 +176,7 @@ def test_the_failed_pool_is_gone_before_the_smaller_one_is_made(
 def test_a_job_leaves_no_garbage_of_its_own(families: Any, tmp_path: Path, kind: str) -> None:
     """No object of flexengine is part of a reference cycle once a job has ended."""
     family = families("llama")
-    with Engine(family.directory, POLICIES["spread"], device=kind, offload_dir=tmp_path) as engine:
+    with Engine(family.directory, policy=POLICIES["spread"], device=kind, offload_dir=tmp_path) as engine:
         engine.generate(family.rows, GREEDY)
         gc.collect()
         gc.disable()

@@ -29,12 +29,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def answers(directory: Path, rows: Any, lossy: Lossy, policy: Policy = WHOLE, device: str = "sim") -> list[list[int]]:
-    with Engine(directory, policy, device=device, lossy=lossy) as engine:
+    with Engine(directory, policy=policy, device=device, lossy=lossy) as engine:
         results = engine.generate(rows, GREEDY)
         assert [r.error for r in results] == [None] * len(results)
         for tier in ("device", "host", "disk"):
             booked = engine.layout.account[tier] if engine.layout else {}
-            assert engine.machine.tier(tier).ledger.peak == sum(booked.values())
+            assert engine.core.machine.tier(tier).ledger.peak == sum(booked.values())
         return [r.token_ids for r in results]
 
 
@@ -106,7 +106,7 @@ def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path
     known = families("llama-tied")
     sizes = []
     for lossy in (Lossy(), Lossy(compute="bf16")):
-        with Engine(known.directory, WHOLE, device="sim", lossy=lossy) as engine:
+        with Engine(known.directory, policy=WHOLE, device="sim", lossy=lossy) as engine:
             sizes.append(sum(t.held_bytes for layer in engine.facts.layers for t in layer if t.matrix))
     assert sizes[1] * 2 == sizes[0]
     for lossy in (Lossy(compute="bf16"), Lossy(cache="bf16")):
@@ -129,7 +129,7 @@ def test_transposed_matrices_are_not_multiplied_in_bf16_as_they_are(families: An
 def scores(known: Any, lossy: Lossy) -> float:
     """Mean log probability of random continuations."""
     rows = [(row["prompt_token_ids"], [5, 9, 17, 31]) for row in known.rows]
-    with Engine(known.directory, WHOLE, device="sim", lossy=lossy) as engine:
+    with Engine(known.directory, policy=WHOLE, device="sim", lossy=lossy) as engine:
         found = [entry["logprob"] for r in engine.score(rows) for entry in r.logprobs or []]
     assert len(found) == 4 * len(rows)
     return sum(found) / len(found)
@@ -156,8 +156,8 @@ def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
 
 def test_a_cache_in_bf16_takes_half(families: Any) -> None:
     known = families("llama")
-    with Engine(known.directory, WHOLE, device="sim") as exact, \
-            Engine(known.directory, WHOLE, device="sim", lossy=Lossy(cache="bf16")) as half:
+    with Engine(known.directory, policy=WHOLE, device="sim") as exact, \
+            Engine(known.directory, policy=WHOLE, device="sim", lossy=Lossy(cache="bf16")) as half:
         for engine in (exact, half):
             engine.generate(known.rows, GREEDY)
         sizes = [engine.layout.account["device"]["KV cache"] for engine in (exact, half) if engine.layout]
@@ -173,7 +173,7 @@ def test_scores_are_those_of_transformers(families: Any) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([prompt + rest])).logits[0, len(prompt) - 1 : -1].double()
     expected = logits.log_softmax(-1)[range(len(rest)), rest].tolist()
-    with Engine(known.directory, WHOLE, device="cpu") as engine:
+    with Engine(known.directory, policy=WHOLE, device="cpu") as engine:
         (found,) = engine.score([(prompt, rest)])
         assert found.token_ids == rest
         assert [e["logprob"] for e in found.logprobs or []] == pytest.approx(expected, abs=1e-4)
@@ -190,10 +190,10 @@ class TestEncoding:
     def test_sizes(self, families: Any) -> None:
         """A quarter and a bit: 4 bits, and two numbers of 16 bits for 64 of them."""
         known = families("opt", torch.float16)
-        with Engine(known.directory, WHOLE, lossy=Lossy(weights="int4")) as engine:
+        with Engine(known.directory, policy=WHOLE, lossy=Lossy(weights="int4")) as engine:
             for t in engine.facts.layers[0]:
                 if t.matrix:
-                    rows, columns = engine.skeleton.layers[0][t.name].shape
+                    rows, columns = engine.core.skeleton.layers[0][t.name].shape
                     assert t.held_bytes == t.stored_bytes == -(-rows // 16) * 16 * -(-columns // 64) * (32 + 4)
 
     def test_what_was_finished_is_not_done_again(
@@ -209,17 +209,18 @@ class TestEncoding:
             return real(name, *args)
 
         monkeypatch.setattr(encoding, "_encoded", failing)
-        with Engine(known.directory, WHOLE, lossy=Lossy(weights="int4")) as engine, pytest.raises(KeyboardInterrupt):
+        lossy = Lossy(weights="int4")
+        with Engine(known.directory, policy=WHOLE, lossy=lossy) as engine, pytest.raises(KeyboardInterrupt):
             engine.prepare()
         first = list(made)
         made.clear()
         monkeypatch.setattr(encoding, "_encoded", lambda name, *args: (made.append(name), real(name, *args))[1])
-        with Engine(known.directory, WHOLE, lossy=Lossy(weights="int4")) as engine:
+        with Engine(known.directory, policy=WHOLE, lossy=Lossy(weights="int4")) as engine:
             engine.prepare()
-            assert set(first) | set(made) == set(engine._opened.forms)
+            assert set(first) | set(made) == set(engine.core.opened.forms)
         assert not set(first) & set(made)
         made.clear()
-        with Engine(known.directory, WHOLE, lossy=Lossy(weights="int4")) as engine:
+        with Engine(known.directory, policy=WHOLE, lossy=Lossy(weights="int4")) as engine:
             engine.prepare()
         assert not made
 
@@ -229,7 +230,7 @@ class TestEncoding:
             model.model.decoder.layers[1].fc1.weight[3, 4] = float("nan")
         model.save_pretrained(tmp_path / "model")
         lossy, wrong = Lossy(weights="int4"), pytest.raises(BadCheckpoint, match=r"layers\.1\.fc1\.weight")
-        with Engine(tmp_path / "model", WHOLE, lossy=lossy) as engine, wrong:
+        with Engine(tmp_path / "model", policy=WHOLE, lossy=lossy) as engine, wrong:
             engine.prepare()
 
 
@@ -273,8 +274,8 @@ class TestPlanner:
             assert engine.lossy == Lossy()
 
     def test_what_it_chose_is_kept_by_the_job(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.command import DONE, REFUSED
-        from flexengine.run import main
+        from flexengine.commands.exit_codes import DONE, REFUSED
+        from flexengine.commands.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -297,8 +298,8 @@ class TestSwitches:
             Lossy(**fields)
 
     def test_a_job_goes_on_with_its_own_switches_only(self, families: Any, tmp_path: Path, capsys: Any) -> None:
-        from flexengine.command import DONE, REFUSED
-        from flexengine.run import main
+        from flexengine.commands.exit_codes import DONE, REFUSED
+        from flexengine.commands.run import main
 
         known = families("opt")
         source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -315,8 +316,8 @@ class TestSwitches:
     def test_a_job_does_not_go_on_in_other_groups(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.command import DONE, REFUSED
-        from flexengine.run import main
+        from flexengine.commands.exit_codes import DONE, REFUSED
+        from flexengine.commands.run import main
 
         base = job_of_two(families("opt"), tmp_path, "--cache", "int4")
         assert main([*base, "--limit", "1"]) == DONE
@@ -330,9 +331,9 @@ class TestSwitches:
     def test_groups_matter_in_the_form_that_the_planner_chose_alone(
         self, families: Any, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from flexengine.command import DONE, REFUSED
-        from flexengine.planning import Planner
-        from flexengine.run import main
+        from flexengine.commands.exit_codes import DONE, REFUSED
+        from flexengine.commands.run import main
+        from flexengine.engine.planner import Planner
 
         def least(planner: Planner, *_: Any) -> Lossy:
             return Lossy(cache="int4")

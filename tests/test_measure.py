@@ -220,15 +220,15 @@ def held_by(skeleton: Skeleton) -> list[tuple[int, bool]]:
 def test_model(families: Any, tmp_path: Path, family: str) -> None:
     """All its layers and its head; and afterwards the engine gives the right tokens, with fresh weights."""
     known = families(family)
-    with Engine(known.directory, Policy(), device="cpu", offload_dir=tmp_path) as engine:
-        before, booked = held_by(engine.skeleton), books(engine.machine)
-        buffers = [id(b) for b in engine.skeleton.model.buffers()]
-        held, facts = engine._opened.held, engine.facts
-        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.machine, 64)
-        assert held_by(engine.skeleton) == before
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        before, booked = held_by(engine.core.skeleton), books(engine.core.machine)
+        buffers = [id(b) for b in engine.core.skeleton.model.buffers()]
+        held, facts = engine.core.opened.held, engine.facts
+        layers, heads = model.measure_model(engine.core.skeleton, facts, held, engine.core.machine, 64)
+        assert held_by(engine.core.skeleton) == before
         assert all(meta for _, meta in before)
-        assert [id(b) for b in engine.skeleton.model.buffers()] == buffers
-        assert books(engine.machine) == booked
+        assert [id(b) for b in engine.core.skeleton.model.buffers()] == buffers
+        assert books(engine.core.machine) == booked
         assert set(layers) == {facts.signature(j) for j in range(4)}
         assert len(layers) == (2 if family == "qwen3-moe" else 1)
         for table in layers.values():
@@ -245,9 +245,9 @@ def test_model(families: Any, tmp_path: Path, family: str) -> None:
 def test_random_weights(families: Any, tmp_path: Path) -> None:
     """Every parameter has the checkpoint's shape and varied values, and no two layers share memory that is cached."""
     known = families("llama")
-    with Engine(known.directory, Policy(), device="cpu", offload_dir=tmp_path) as engine, torch.no_grad():
-        skeleton, names = engine.skeleton, [engine.facts.signature(j) for j in range(4)]
-        with model.random_weights(skeleton, names, engine._opened.held, engine.machine) as bound:
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine, torch.no_grad():
+        skeleton, names = engine.core.skeleton, [engine.facts.signature(j) for j in range(4)]
+        with model.random_weights(skeleton, names, engine.core.opened.held, engine.core.machine) as bound:
             assert bound == 4
             places = set()
             for group in (*skeleton.layers, skeleton.others):
@@ -258,8 +258,8 @@ def test_random_weights(families: Any, tmp_path: Path) -> None:
                     assert tensor.unique().numel() > 1
                     places.add(tensor.data_ptr())
             assert len(places) == sum(map(len, (*skeleton.layers, skeleton.others)))
-            assert [layer for layer, _ in model.Trial(skeleton, engine.machine, 5).walk(3)] == [-1, 0, 1, 2]
-            assert [layer for layer, _ in model.Trial(skeleton, engine.machine, 5).walk(9)] == [-1, 0, 1, 2, 3]
+            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(3)] == [-1, 0, 1, 2]
+            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(9)] == [-1, 0, 1, 2, 3]
 
 
 def test_medians_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,12 +308,12 @@ def test_a_single_cold_pass_is_better_than_none(monkeypatch: pytest.MonkeyPatch)
 def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
     """Then nothing is known of the layers, and a part stands for the whole head."""
     known = families("llama")
-    with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
-        facts, held = engine.facts, engine._opened.held
-        layers, heads = model.measure_model(engine.skeleton, facts, held, engine.machine)
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        facts, held = engine.facts, engine.core.opened.held
+        layers, heads = model.measure_model(engine.core.skeleton, facts, held, engine.core.machine)
         assert layers == {}
         assert len(heads[facts.head_signature]) == len(model.ROWS)
-        assert engine.machine.device.ledger.peak == 0
+        assert engine.core.machine.device.ledger.peak == 0
 
 
 # Streaming beside computing.
@@ -323,12 +323,12 @@ def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
 def test_streaming(families: Any, tmp_path: Path, kind: str) -> None:
     """Figures in their limits; and afterwards the engine gives the right tokens, with its ledgers as they were."""
     known = families("llama")
-    with Engine(known.directory, Policy(), device=kind, device_mem="50M", offload_dir=tmp_path) as engine:
-        booked = books(engine.machine)
-        found = streaming.measure_streaming(engine._opened, engine.machine, ((1.0, 1e-4), (64.0, 1e-3)))
+    with Engine(known.directory, policy=Policy(), device=kind, device_mem="50M", offload_dir=tmp_path) as engine:
+        booked = books(engine.core.machine)
+        found = streaming.measure_streaming(engine.core.opened, engine.core.machine, ((1.0, 1e-4), (64.0, 1e-3)))
         assert set(found) == {"device", "disk_read", "wake"}
         assert all(0 <= x <= 2 for x in found.values())
-        assert books(engine.machine) == booked
+        assert books(engine.core.machine) == booked
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
 
@@ -337,8 +337,8 @@ def test_streaming(families: Any, tmp_path: Path, kind: str) -> None:
 def test_delegation(families: Any, tmp_path: Path, family: str) -> None:
     """Every half of every layer is computed; and afterwards the engine gives the right tokens."""
     known = families(family)
-    with Engine(known.directory, Policy(), device="sim", device_mem="50M", offload_dir=tmp_path) as engine:
-        booked, done = books(engine.machine), Counter[Op]()
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem="50M", offload_dir=tmp_path) as engine:
+        booked, done = books(engine.core.machine), Counter[Op]()
         perform = delegation._Cell.perform
 
         def counted(cell: Any, task: Any) -> None:
@@ -347,31 +347,31 @@ def test_delegation(families: Any, tmp_path: Path, family: str) -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(delegation._Cell, "perform", counted)
-            found = delegation.measure_delegation(engine._opened, engine.machine)
+            found = delegation.measure_delegation(engine.core.opened, engine.core.machine)
         assert found is not None
         assert 0 <= found < 1
         halves = {done[op] for op in (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)}
         assert len(halves) == 1
         assert halves.pop() >= 2 * len(engine.facts.layers)
-        assert books(engine.machine) == booked
+        assert books(engine.core.machine) == booked
         results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
         assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
 
 
 def test_no_delegation_in_one_memory_or_without_room(families: Any, tmp_path: Path) -> None:
     known = families("llama")
-    with Engine(known.directory, Policy(), device="cpu", offload_dir=tmp_path) as engine:
-        assert delegation.measure_delegation(engine._opened, engine.machine) is None
-    with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
-        assert delegation.measure_delegation(engine._opened, engine.machine) is None
-        assert engine.machine.device.ledger.used == 0
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        assert delegation.measure_delegation(engine.core.opened, engine.core.machine) is None
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        assert delegation.measure_delegation(engine.core.opened, engine.core.machine) is None
+        assert engine.core.machine.device.ledger.used == 0
 
 
 def test_no_streaming_without_room_for_two_layers(families: Any, tmp_path: Path) -> None:
     known = families("llama")
-    with Engine(known.directory, Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
-        assert streaming.measure_streaming(engine._opened, engine.machine, ((1.0, 1.0),)) == {}
-        assert engine.machine.device.ledger.used == 0
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        assert streaming.measure_streaming(engine.core.opened, engine.core.machine, ((1.0, 1.0),)) == {}
+        assert engine.core.machine.device.ledger.used == 0
 
 
 def test_what_overlaps_is_compared_with_what_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,7 +537,7 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
 
 
 def test_corrected(families: Any, tmp_path: Path) -> None:
-    with Engine(families("llama").directory, Policy(), device="cpu", offload_dir=tmp_path) as engine:
+    with Engine(families("llama").directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
         facts = engine.facts
     own, head = facts.signature(0), facts.head_signature
     one = hardware(layers={own: ((1.0, 0.5),), "other": ((1.0, 0.5),)}, heads={head: ((1.0, 0.25),)})
@@ -583,8 +583,8 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:
         known = families(family)
-        with Engine(known.directory, Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
-            return store.obtain(engine.machine, tmp_path, engine._opened, measure, measured.append)
+        with Engine(known.directory, policy=Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
+            return store.obtain(engine.core.machine, tmp_path, engine.core.opened, measure, measured.append)
 
     assert ask("llama", False, 50 * MB) is None
     first = ask("llama", True, 50 * MB)
@@ -606,12 +606,12 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
     """A tanh for every score takes time, so that rates of the same shape without one do not hold."""
-    with Engine(families("gemma2").directory, Policy(), device="cpu") as engine:
-        cap = engine.skeleton.config.attn_logit_softcapping
+    with Engine(families("gemma2").directory, policy=Policy(), device="cpu") as engine:
+        cap = engine.core.skeleton.config.attn_logit_softcapping
         assert engine.facts.softcap == cap == 50.0
         key = engine.facts.attention_signature(None)
         assert key == replace(engine.facts, softcap=None).attention_signature(None) + ", soft cap"
-        assert attention.Trial(engine.facts, engine.machine, engine.dtype)._event(1, None).softcap == cap
+        assert attention.Trial(engine.facts, engine.core.machine, engine.core.dtype)._event(1, None).softcap == cap
 
 
 @pytest.mark.slow
@@ -621,10 +621,10 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
 def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: int | None, tables: set[str]) -> None:
     """What has no room is left out, and nothing is measured again for it; the ledgers stay as they were."""
     known = families("llama")
-    with Engine(known.directory, Policy(), device="sim", device_mem=device_mem, offload_dir=tmp_path) as engine:
-        before = books(engine.machine)
-        found = attention.measure_attention(engine._opened, engine.machine)
-        assert books(engine.machine) == before
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=device_mem, offload_dir=tmp_path) as engine:
+        before = books(engine.core.machine)
+        found = attention.measure_attention(engine.core.opened, engine.core.machine)
+        assert books(engine.core.machine) == before
         assert set(found) == {engine.facts.attention_signature(None)}
         assert set(found[engine.facts.attention_signature(None)]) == tables
         for table in found[engine.facts.attention_signature(None)].values():

@@ -60,7 +60,7 @@ def test_narrow_checkpoints_are_computed_in_fp32(tmp_path: Path, dtype: torch.dt
     policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=weights)
     rows = [{"prompt_token_ids": p} for p in prompts]
     for device in ("cpu", "sim"):
-        with Engine(narrow, policy, device=device) as engine:
+        with Engine(narrow, policy=policy, device=device) as engine:
             assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
 
 
@@ -219,7 +219,7 @@ def test_a_head_of_its_own_wins_over_tying(tmp_path: Path) -> None:
             save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         expected = reference(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), prompts)
         with Engine(tmp_path, device="cpu") as engine:
-            assert engine.skeleton.tied == equal
+            assert engine.core.skeleton.tied == equal
             assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
         found.append(expected)
     assert found[0] != found[1]

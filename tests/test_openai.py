@@ -13,9 +13,9 @@ import pytest
 
 from flexengine.config import Completion, Result, SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Row
 from flexengine.job.openai import CHAT, COMPLETIONS, batch_line, custom_id_of, duplicate_ids, is_batch_line, request_of
 from flexengine.job.prompts import encode
+from flexengine.job.rows import Row
 
 
 def line(url: str = COMPLETIONS, **body) -> dict:
@@ -310,7 +310,7 @@ def test_refused_and_failed_lines():
 def test_ids_are_different_for_each_line_and_the_same_in_every_process():
     out = [batch_line(Row(i, i + 1, line(), custom_id=c), Result(i, "x"), "m", 1) for i in range(3) for c in "ab"]
     assert len({o["id"] for o in out}) == len({o["response"]["request_id"] for o in out}) == 6
-    code = "import json; from flexengine.job.openai import batch_line; from flexengine.job.inputs import Row\n"
+    code = "import json; from flexengine.job.openai import batch_line; from flexengine.job.rows import Row\n"
     code += "from flexengine.config import Result\n"
     code += f"print(json.dumps(batch_line(Row(0, 1, {line()!r}, custom_id='a'), Result(0, 'x'), 'm', 1)))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

@@ -13,10 +13,10 @@ from test_gguf import tiny_gguf
 from test_run import Job
 
 from flexengine.config import cache_root
+from flexengine.engine.options import MachineOptions
 from flexengine.errors import InvalidInput
 from flexengine.kernels import build
 from flexengine.measure import store
-from flexengine.planning import Place
 
 ON_DISK = {"gpu_batch_size": 8, "num_gpu_batches": 1, "cache": [0, 0, 1]}
 
@@ -125,7 +125,8 @@ def test_a_machine_is_measured_without_an_offload_directory(
 ) -> None:
     """Rates of the disk are assumed then, and kept apart from those of a machine that has one."""
     (tmp_path / "file").touch()
-    good, bad = (Place("cpu", "50M", None, tmp_path / name).machine() for name in ("off", "file"))
+    options = (MachineOptions(device="cpu", device_mem="50M", offload_dir=tmp_path / name) for name in ("off", "file"))
+    good, bad = (each.machine() for each in options)
     assert not good.no_offload
     assert bad.no_offload
     assert store.fingerprint(good, tmp_path) != store.fingerprint(bad, tmp_path)

@@ -10,8 +10,11 @@ import pytest
 from conftest import NEW
 from test_cost import machine_of
 
-from flexengine import Engine, Policy, SamplingParams, planning
-from flexengine.command import DONE, REFUSED
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.commands.exit_codes import DONE, REFUSED
+from flexengine.commands.run import main
+from flexengine.engine import planner as planning
+from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
@@ -19,8 +22,6 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out, read_buffers
 from flexengine.plan.least import smallest
 from flexengine.plan.workload import Workload
-from flexengine.run import main
-from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -37,7 +38,7 @@ def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: An
             rng.randint(1, 8), rng.randint(1, 3), *(rng.choice(SPLITS) for _ in range(3)), rng.randint(1, 3),
             rng.choice(schedules), rng.choice([16, 64, 2048]),
         )  # fmt: skip
-        with Engine(known.directory, policy, "sim", offload_dir=tmp_path) as engine:
+        with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
             prediction = engine.planner.cost(work).predict(engine.plan(work))
             assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected, policy
             predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
@@ -52,10 +53,10 @@ def test_jobs_that_overlap_nothing_are_planned_so(
     monkeypatch.setattr(planning, "search", lambda *given: asked.append(given[3]) or searching(*given))
     policy, hardware = Policy(4, 2, weights=(0, 1, 0)), machine_of(random.Random(7), "sim")
     options = {"overlap": overlap, "offload_dir": tmp_path, "hardware": hardware}
-    with Engine(families("llama").directory, policy, "sim", **options) as engine:
+    with Engine(families("llama").directory, policy=policy, device="sim", **options) as engine:
         work = Workload({(20, 5): 8})
         told = engine.planner.cost(work).predict(engine.plan(work))
-        engine.planner.choose(work, None)
+        engine.planner.choose(work)
     lanes = sum(told.busy.values())
     assert told.seconds == pytest.approx(max(told.busy.values()) if overlap else lanes)
     assert {options.overlap for options in asked} == {overlap}
@@ -75,12 +76,12 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
         options = {"device_mem": int(share * whole) + reading * (kind == "cpu"), "offload_dir": tmp_path}
         with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
             try:
-                engine.fitting(work)
+                engine.planner.plan(work)
             except OutOfMemory:
                 refused.append(share)
                 for policy in smallest(128, shared=kind == "cpu"):  # not even what takes least
                     with pytest.raises(OutOfMemory):
-                        lay_out(engine.facts, policy, work, engine.machine.capacity)
+                        lay_out(engine.facts, policy, work, engine.core.machine.capacity)
                 continue
             results = engine.generate(known.rows, GREEDY)
             done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
@@ -137,14 +138,14 @@ def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypa
     monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, machine_of(random.Random(8), "cpu")))
     directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
     with Engine(directory, device="cpu") as engine:
-        layouts = [lay_out(engine.facts, policy, Workload(sizes[0]), engine.machine.capacity)
+        layouts = [lay_out(engine.facts, policy, Workload(sizes[0]), engine.core.machine.capacity)
                    for policy in smallest(128, shared=True)]  # fmt: skip
         least = min(layout.total("device") + layout.total("host") for layout in layouts)
     for share in (0.5, 0.9, 4.0):
         for each in sizes:
             with Engine(directory, device="cpu", device_mem=int(share * least)) as engine:
                 told = list[str]()
-                for ask in (engine.check, engine.fitting):
+                for ask in (engine.planner.check, engine.planner.plan):
                     try:
                         ask(Workload(each))
                     except OutOfMemory as error:
@@ -154,7 +155,7 @@ def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypa
     searched = list[Any]()
     monkeypatch.setattr(planning, "search", lambda *given: searched.append(given))
     with Engine(directory, device="cpu") as engine:
-        engine.check(Workload(sizes[0]))
+        engine.planner.check(Workload(sizes[0]))
     assert searched == []
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from flexengine.commands import plan as command
 from flexengine.errors import OutOfMemory
-from flexengine.plan import __main__ as command
 from flexengine.plan.cost import Cost
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
-from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import OVERRIDES, Request, encode
+from flexengine.job.rows import Row, row_of
 
 WORDS = ["<unk>", "<bos>", "hello", "world", "user", "assistant", "system", ":", "a", "b"]
 CHAT = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"

@@ -15,11 +15,12 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from flexengine import Engine, Policy, quality, texts
+from flexengine import Engine, Policy, texts
+from flexengine.commands import quality
+from flexengine.commands.quality import Cost, Scored, Text, agreement, asked, cost, increase, mean_nll, stretches
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
-from flexengine.quality import Cost, Scored, Text, agreement, asked, cost, increase, mean_nll, stretches
 from flexengine.worker.weights import Weights
 
 EXACT_ROWS, OTHER_ROWS = ((-1.0, -2.0), (-3.0, -2.0)), ((-1.5, -2.5), (-3.25, -2.25))
@@ -333,7 +334,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def scored_by(speaker: Any, lossy: Lossy) -> Scored:
-    with Engine(speaker.directory, POLICY, device="cpu", lossy=lossy) as engine:
+    with Engine(speaker.directory, policy=POLICY, device="cpu", lossy=lossy) as engine:
         return quality.score(engine, speaker.rows, PROMPT)
 
 
@@ -361,10 +362,10 @@ def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytes
         settle(weights, unit)
 
     monkeypatch.setattr(Weights, "settle", slowly)
-    with Engine(speaker.directory, POLICY, device="cpu") as engine:
+    with Engine(speaker.directory, policy=POLICY, device="cpu") as engine:
         found = quality.score(engine, speaker.rows, PROMPT)
         apart = engine.summary
-    with Engine(speaker.directory, POLICY, device="cpu") as engine:
+    with Engine(speaker.directory, policy=POLICY, device="cpu") as engine:
         engine.score([(row[:PROMPT], row[PROMPT:]) for row in speaker.rows])
         within = engine.summary
     units = 2  # layers; the rest comes with the first, or is a third

@@ -15,7 +15,7 @@ import pytest
 from conftest import NEW
 
 from flexengine import Engine, SamplingParams
-from flexengine.job.inputs import Row
+from flexengine.job.rows import Row
 
 pa = pytest.importorskip("pyarrow", reason="columns are made by pyarrow")
 ray = pytest.importorskip("ray", reason='needs pip install "ray[data]"')

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.plan.__main__ import main as plan
+from flexengine.commands.plan import main as plan
+from flexengine.commands.run import parser
 from flexengine.policy import Policy
-from flexengine.run import parser
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -14,10 +14,10 @@ import torch
 from conftest import NEW
 
 from flexengine import Engine, Policy, SamplingParams, command, run
+from flexengine.engine.recovery import REPLANS, halved
 from flexengine.errors import OutOfMemory, RanOut
 from flexengine.model.forward import Layer
 from flexengine.plan.workload import Workload
-from flexengine.recovery import REPLANS, halved
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.worker import Worker
@@ -107,10 +107,10 @@ def test_any_task(families: Any, faults: Faults) -> None:
         counts = [made.summary[name] for name in ("rows", "failed", "prompt_tokens", "generated_tokens")]
         tasks = faults.count
         assert {"h2d", "disk_read"} <= moved
-        capacity = made.machine.capacity
+        capacity = made.core.machine.capacity
         for number in range(1, tasks, -(-tasks // 12)):
             faults.at(number)
-            made.machine.capacity = capacity
+            made.core.machine.capacity = capacity
             assert made.generate(rows, params) == expected
             assert len(made.summary["replanned"]) == faults.raised == 1
             assert [made.summary[name] for name in ("rows", "failed", "prompt_tokens", "generated_tokens")] == counts
@@ -201,7 +201,7 @@ def test_what_was_computed_is_let_go(
 
     with engine(family, overlap=overlap) as made:
         made.planner.say = alive
-        made._weights, faults.when = None, last_layer
+        made.core._weights, faults.when = None, last_layer
         if not short:
             monkeypatch.setitem(ERRORS, "ledger", lambda: ArithmeticError("something else"))
             with contextlib.suppress(ArithmeticError):
@@ -276,13 +276,13 @@ def test_only_the_tier_that_is_short_shrinks(families: Any, tier: str, tmp_path:
     """The error's tier decides what is planned smaller; the other keeps its capacity."""
     with engine(families("llama"), device_mem="1500K", host_mem="7M", offload_dir=tmp_path) as made:
         work = Workload.of([(20, 8)] * 40)
-        layout, before = made.plan(work), made.machine.capacity
+        layout, before = made.plan(work), made.core.machine.capacity
         assert layout.total(tier)
         error = {"device": torch.OutOfMemoryError(*GPU.args), "host": MemoryError()}[tier]
         found = shortage(error, gpu=True)
         assert found is not None
         smaller = made.planner.smaller(work, layout, found.tier, found.needed, None)
-        after, other = made.machine.capacity, {"device": "host", "host": "device"}[tier]
+        after, other = made.core.machine.capacity, {"device": "host", "host": "device"}[tier]
         assert getattr(after, tier) < layout.total(tier)
         assert getattr(after, other) == getattr(before, other)
         assert smaller.total(tier) <= getattr(after, tier)

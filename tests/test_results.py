@@ -9,9 +9,9 @@ import pytest
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Row
 from flexengine.job.openai import batch_line
 from flexengine.job.results import ResultWriter, check_output, journal_path, line_encoder, part_path, write_output
+from flexengine.job.rows import Row
 
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 

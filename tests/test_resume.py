@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 from test_run import Job
 
-from flexengine import run
+from flexengine.commands import run
 from flexengine.config import SamplingParams
-from flexengine.engine import Engine
+from flexengine.engine.engine import Engine
+from flexengine.engine.planner import Planner
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = ("--temperature", "1.2", "--n", "2", "--top-k", "50")
@@ -276,13 +277,13 @@ def test_bad_rows_and_batch_lines_stay_in_their_places(job: Job, watch: Watch, m
 
 def test_prompts_are_cut_where_the_first_run_cut_them(job: Job, watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int | None] = []
-    real = Engine.plan
+    real = Planner.plan
 
-    def plan(engine: Engine, *given: Any) -> Any:
-        seen.append(engine.fixed_prefill)
-        return real(engine, *given)
+    def plan(planner: Planner, *given: Any) -> Any:
+        seen.append(planner.prefill_tokens)
+        return real(planner, *given)
 
-    monkeypatch.setattr(Engine, "plan", plan)
+    monkeypatch.setattr(Planner, "plan", plan)
     watch.fail_at = 3
     assert job() == 3
     assert set(seen) == {None}
@@ -338,7 +339,7 @@ def test_a_changed_input_or_model_is_refused_by_name(job: Job, families: Any) ->
 def test_a_job_that_cannot_fit_is_refused_before_its_model_is_hashed(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Engine, "model_files", lambda *_: pytest.fail("the model was hashed"))
+    monkeypatch.setattr("flexengine.engine.manifest.model_files", lambda *_: pytest.fail("the model was hashed"))
     assert job("--device", "cpu", "--device-mem", "4K") == 2
     refused = job.err
     monkeypatch.undo()
@@ -437,7 +438,7 @@ def test_a_refused_restart_keeps_what_there_is(job: Job) -> None:
 def test_duplicate_ids_are_refused_before_a_model_is_read(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"custom_id": "same", "method": "POST", "url": "/v1/completions", "body": {"prompt": [3]}}
     job.write([line, *job.family.rows, line])
-    monkeypatch.setattr(run, "_engine_class", pytest.fail)
+    monkeypatch.setattr("flexengine.commands.open_engine.engine_class", pytest.fail)
     assert job() == 2
     assert "'same' (lines 1 and 10)" in job.err
     assert list(job.folder.iterdir()) == [job.input]
@@ -520,7 +521,7 @@ def work(self, task, lane):
     if journal.read_bytes().count(b'"index"') > 1:  # a sweep that takes minutes, once rows are done
         time.sleep(1000)
 Executor._work = work
-from flexengine import run
+from flexengine.commands import run
 sys.exit(run.main(sys.argv[2:]))
 """
 

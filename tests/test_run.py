@@ -11,7 +11,7 @@ import pytest
 from conftest import NEW
 from test_inputs import mutate
 
-from flexengine import command, run
+from flexengine.commands import exit_codes, run
 
 Rows = list[dict[str, Any]]
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
@@ -50,7 +50,7 @@ def job(families: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Jo
 
 
 def test_done(job: Job) -> None:
-    assert job("--device", "cpu") == command.DONE == 0
+    assert job("--device", "cpu") == exit_codes.DONE == 0
     assert [r["token_ids"] for r in job.rows] == job.family.expected
     assert [r["index"] for r in job.rows] == list(range(8))
     assert all(r["error"] is None and r["finish_reason"] == "length" for r in job.rows)
@@ -85,7 +85,7 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
                       {"prompt_token_ids": [3] * 253}, "[1, 2]"]  # fmt: skip
     mixed = [row for pair in zip(good, bad, strict=True) for row in pair]
     job.write(mixed)
-    assert job() == command.SOME_FAILED == 1
+    assert job() == exit_codes.SOME_FAILED == 1
     assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected
     assert [r["error"] for r in job.rows[::2]] == [None] * 8
     errors = [r["error"] for r in job.rows[1::2]]
@@ -233,7 +233,7 @@ def test_trace(job: Job) -> None:
     ],
 )
 def test_refusals(job: Job, arguments: list[str], messages: list[str]) -> None:
-    assert job(*arguments) == command.REFUSED == 2
+    assert job(*arguments) == exit_codes.REFUSED == 2
     last = job.err.strip().splitlines()[-1]
     assert last.startswith("flexengine: ")
     for message in messages:
@@ -341,7 +341,7 @@ def test_a_failure_on_the_way_is_not_mistaken_for_done(job: Job, monkeypatch: py
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(DiskTier, "_read", broken)
-    assert job() == command.FAILED == 3
+    assert job() == exit_codes.FAILED == 3
     assert "Input/output error" in job.err
     assert not job.output.exists()
 
@@ -374,7 +374,7 @@ def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
 
 
 def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
-    assert job("--output", "/dev/full") == command.FAILED
+    assert job("--output", "/dev/full") == exit_codes.FAILED
     assert job.err.splitlines()[-1] == "flexengine: [Errno 28] No space left on device"
 
 
@@ -386,7 +386,7 @@ def test_whoever_reads_the_results_may_go(job: Job) -> None:
     child.stdout.close()
     assert child.stderr
     said = child.stderr.read()
-    assert child.wait() == command.FAILED
+    assert child.wait() == exit_codes.FAILED
     assert "whoever reads the results has gone" in said
     assert "Traceback" not in said
 

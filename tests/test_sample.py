@@ -319,7 +319,7 @@ def test_a_row_gets_the_same_tokens_in_any_company(families: Any, tmp_path: Path
     cut = SamplingParams(9, 0.8, 3, True, top_k=100, top_p=0.95, repetition_penalty=1.2, frequency_penalty=0.5)
 
     def run(policy: Policy, params: SamplingParams) -> list[list[int]]:
-        with Engine(known.directory, policy, device="sim", offload_dir=tmp_path) as engine:
+        with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
             return [r.token_ids for r in engine.generate(known.rows, params)]
 
     small = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=(0, 0, 1), schedule="diagonal")

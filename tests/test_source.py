@@ -18,9 +18,10 @@ from flexengine.errors import BadCheckpoint, ModelNotFound
 from flexengine.model import source
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
+from flexengine.model.files import read_json, regular_file
 from flexengine.model.pickled import bin_shards
 from flexengine.model.prepare import prepared_bin
-from flexengine.model.source import read_json, regular_file, resolve
+from flexengine.model.source import resolve
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 
 CONFIG = LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8, intermediate_size=8)

@@ -67,13 +67,13 @@ def run(
     directory: Path, rows: Any, policy: Policy, lossy: Lossy, device: str = "sim", kernels: Kernels | None = None,
     new: int = NEW,
 ) -> tuple[list[list[int]], dict[str, Any]]:  # fmt: skip
-    with Engine(directory, policy, device=device, lossy=lossy) as engine:
-        engine.kernels = kernels or engine.kernels
+    with Engine(directory, policy=policy, device=device, lossy=lossy) as engine:
+        engine.core.kernels = kernels or engine.core.kernels
         results = engine.generate(rows, SamplingParams(max_tokens=new, ignore_eos=True))
         assert [r.error for r in results] == [None] * len(rows)
         for tier in ("device", "host", "disk") if device == "sim" else ():
             booked = engine.layout.account[tier] if engine.layout else {}
-            assert engine.machine.tier(tier).ledger.peak == sum(booked.values())
+            assert engine.core.machine.tier(tier).ledger.peak == sum(booked.values())
         return [r.token_ids for r in results], engine.summary["bytes"]
 
 
@@ -151,7 +151,7 @@ def test_other_kernels(long: Path, cache: str | None, kernels: Kernels) -> None:
 def test_bytes(long: Path, cache: str | None, home: str) -> None:
     """Keys, the values of the page being filled, and rows of chosen values: of every layer and decode step."""
     lossy, policy = Lossy(cache=cache, topk=0.1), Policy(4, 1, cache=HOMES[home], prefill_tokens=4096)
-    with Engine(long, policy, device="sim", lossy=lossy) as engine:
+    with Engine(long, policy=policy, device="sim", lossy=lossy) as engine:
         found = [r.token_ids for r in engine.generate(rows_of(LONG), GREEDY)]
         bytes_, layout, model = engine.summary["bytes"], engine.layout, engine.facts
     assert layout
@@ -172,7 +172,7 @@ def test_exact_and_delegated_caches_move_as_ever(families: Any) -> None:
     known, policy = families("llama"), Policy(4, 2, cache=HOMES["host"])
     found, bytes_ = run(known.directory, known.rows, policy, Lossy())
     assert found == known.expected
-    with Engine(known.directory, replace(policy, delegate=True), device="sim", lossy=Lossy(topk=0.3)) as engine:
+    with Engine(known.directory, policy=replace(policy, delegate=True), device="sim", lossy=Lossy(topk=0.3)) as engine:
         delegated = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
         model, layers = engine.facts, len(engine.facts.layers)
         assert engine.summary["bytes"]["h2d"] == layers * len(known.rows) * (NEW - 1) * model.fetched

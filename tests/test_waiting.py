@@ -118,7 +118,7 @@ def test_no_task_of_the_device_waits(
 ) -> None:  # fmt: skip
     known = families(family)
     options = dict(device="sim", overlap=False, offload_dir=tmp_path)
-    with Engine(known.directory, POLICIES[policy], **options) as engine:
+    with Engine(known.directory, policy=POLICIES[policy], **options) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
 
 
@@ -135,7 +135,7 @@ def test_nor_does_it_for_fewer_bits(
         pytest.skip("which values are chosen is known on the device alone: bringing them waits, see worker.values")
     known = families(family)
     options = dict(device="sim", overlap=False, offload_dir=tmp_path, lossy=lossy)
-    with Engine(known.directory, POLICIES[policy], **options) as engine:
+    with Engine(known.directory, policy=POLICIES[policy], **options) as engine:
         assert [r.error for r in engine.generate(known.rows, GREEDY)] == [None] * len(known.rows)
 
 
@@ -154,7 +154,7 @@ def test_the_watch_sees_what_waits(
 
     monkeypatch.setattr(CudaKernels, "append", waiting)
     options = dict(device="sim", overlap=False, offload_dir=tmp_path)
-    with Engine(known.directory, POLICIES["resident"], **options) as engine, pytest.raises(Waits):
+    with Engine(known.directory, policy=POLICIES["resident"], **options) as engine, pytest.raises(Waits):
         engine.generate(known.rows[:1], GREEDY)
 
 
@@ -175,7 +175,7 @@ def test_torch_sees_no_wait_either(
 
     known = families(family)
     options = dict(device="cuda", device_mem="2G", host_mem="2G", overlap=False, offload_dir=tmp_path)
-    with Engine(known.directory, POLICIES[policy], dtype="float32", **options) as engine:
+    with Engine(known.directory, policy=POLICIES[policy], dtype="float32", **options) as engine:
         expected = [r.token_ids for r in engine.generate(known.rows, GREEDY)]  # kernels are compiled
         around(monkeypatch, nullcontext, watching)
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == expected

@@ -68,7 +68,7 @@ def rates(asked: Asked) -> Record:
             engine.planner.say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
             hardware = engine.planner.hardware()
         else:
-            hardware = assumed(engine.machine.kind, engine.machine.capacity)
+            hardware = assumed(engine.core.machine.kind, engine.core.machine.capacity)
         seconds = time.perf_counter() - began
     return {"hardware": {**hardware.to_json(), "measured": False}, "seconds": seconds, "versions": versions()}
 

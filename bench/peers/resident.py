@@ -19,8 +19,6 @@ def import_all(model: str) -> None:
     import torch
     import tqdm  # noqa: F401
 
-    import flexengine.engine
-    import flexengine.run  # noqa: F401
     from flexengine.model.skeleton import build
 
     build(Path(model), torch.float32)
@@ -68,7 +66,7 @@ def main() -> None:
     shortages = Shortages(setting["short"])
     options = {"device": setting["device"], "device_mem": setting["device_mem"], "host_mem": setting["host_mem"]}
     policy = Policy(**setting["policy"]) if setting["policy"] else None
-    with Engine(setting["model"], policy, **options, lossy=Lossy(**setting["lossy"])) as engine:
+    with Engine(setting["model"], policy=policy, **options, lossy=Lossy(**setting["lossy"])) as engine:
         report_loaded()
         for number, (prompts, tokens) in enumerate(setting["jobs"]):
             restart_peak()

@@ -1,10 +1,25 @@
-"""A batch of columns into rows, and rows' results into columns: the seam to Ray Data and other column stores.
+"""A batch of columns into rows, and rows' results into columns: for Ray Data and other column stores.
 
-A batch is a dict of equally long columns (numpy arrays, lists) or a pyarrow Table. It comes back with all its columns
-and those of its results, which have the same Arrow types in every batch, whatever came of its rows.
+A batch is a dict of equally long columns (numpy arrays, lists) or a pyarrow Table. It is returned with all its columns
+and those of its results, which have the same Arrow types in every batch. `Engine.__call__` does this, so that the class
+can be given to Ray Data: `ds.map_batches(Engine, batch_format="pyarrow", fn_constructor_kwargs={...},
+fn_kwargs={"params": SamplingParams(...)}, ...)` makes one engine per actor; see examples/ray_data.py. pyarrow is better
+than numpy there: for numpy, Ray turns nulls among numbers into NaN before the engine sees them, and Ray 2.40 (not 2.60)
+infers the types of nested values in every batch anew.
 
-What is read: the prompt columns (prompt, messages, prompt_token_ids; messages may be JSON text), `index`, and columns
-named like sampling fields. Anything else is carried along. Null, None and NaN mean that a row has no such field.
+Columns read: the prompt columns (prompt, messages, prompt_token_ids; messages may be JSON text), `index`, and columns
+named like sampling fields. All others are passed through. Null, None and NaN mean that a row has no such field.
+
+Columns added: generated_text, token_ids, finish_reason, prompt_tokens, completion_tokens and error. A row that cannot
+be run, or is too long for the memory, has `error` and costs no other row. logprobs and samples are added as JSON text
+if the sampling parameters, or columns logprobs and n, may request them.
+
+Sampling noise (temperature above 0) depends on seed, row index, sample and token. The row index is that of column
+`index` (whole numbers), else the row's place in its batch. Without a column `index`, equal rows at the same place of
+different batches get equal noise, and a row's text depends on how Ray cuts batches. A column `seed` with a number per
+row prevents the first; an `index` that numbers the rows of the whole job prevents both, and the results are then those
+of one `generate` of all rows in that order. Rows of one batch that share an index are generated one after the other, so
+give each row its own.
 """
 
 import json
@@ -14,10 +29,10 @@ from typing import Any
 import numpy as np
 
 from flexengine.config import Result, SamplingParams, json_fault
-from flexengine.errors import InvalidInput
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.job import tables
-from flexengine.job.inputs import PROMPT_KINDS, Row
 from flexengine.job.prompts import OVERRIDES
+from flexengine.job.rows import PROMPT_KINDS, Row
 
 INDEX = "index"
 READ = (*PROMPT_KINDS, *OVERRIDES, INDEX)
@@ -80,9 +95,20 @@ def results_of(rows: list[Row], generate: Generate) -> list[Result]:
     found = {
         places[result.index]: result
         for places in rounds
-        for result in generate([rows[place] for place in places.values()])
+        for result in _generated([rows[place] for place in places.values()], generate)
     }
     return [found[place] for place in range(len(rows))]
+
+
+def _generated(rows: list[Row], generate: Generate) -> list[Result]:
+    """Return the results of rows. If every row is too long for the memory, all of them have an error: rows of another
+    batch may be shorter."""
+    try:
+        return generate(rows)
+    except OutOfMemory as error:
+        if not error.what.startswith(ONE_SEQUENCE):
+            raise
+        return [Result(r.index, error=r.error or r.refused(f"cannot be held: {error}").error) for r in rows]
 
 
 def json_columns(names: list[str], params: SamplingParams) -> list[str]:

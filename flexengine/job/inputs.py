@@ -7,8 +7,8 @@ import shutil
 import sys
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, NamedTuple
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.lines import BOM, json_object, read_lines, too_long, utf8_fault
+from flexengine.job.rows import PROMPT_KINDS, Row
 
 MAX_LINE_BYTES = 64 * 2**20
-PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _ACCEPTED = (
     ".jsonl, .ndjson and .json (one JSON object per line), .txt (one prompt per line), .csv and .tsv (with a header),"
@@ -29,55 +29,6 @@ _ACCEPTED = (
 )
 STDIN = "/dev/stdin"
 _STEP = 2**20
-
-
-@dataclass(frozen=True)
-class Row:
-    """One input row.
-
-    index: 0-based among the rows (blank lines do not count).
-    line: 1-based line of the file on which the row starts (of a Parquet or Arrow file: the row's number); 0 if the
-        row did not come from a file.
-    fields: what the caller sent, kept for the output; empty if the line could not be read.
-    error: why this row cannot be run, naming its line; None if nothing is known against it.
-    request: what to run, named as in a plain JSONL row (prompt, messages or prompt_token_ids, and sampling fields);
-        `fields` themselves unless given.
-    custom_id: the id of an OpenAI batch line, "" if that line has none that can be used; None for plain rows.
-    """
-
-    index: int
-    line: int
-    fields: dict[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    request: dict[str, Any] = field(default_factory=dict)
-    custom_id: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.request:
-            object.__setattr__(self, "request", self.fields)
-
-    @property
-    def is_batch(self) -> bool:
-        """Whether the answer is to be written as an OpenAI batch line."""
-        return self.custom_id is not None
-
-    @property
-    def place(self) -> str:
-        """Where the row stands; every error of a row begins with it."""
-        return f"line {self.line}" if self.line else f"prompt {self.index}"
-
-    def refused(self, reason: str) -> "Row":
-        """This row with an error."""
-        return replace(self, error=f"{self.place}: {reason}")
-
-
-def row_of(prompt: object, index: int) -> Row:
-    """The row of a prompt given in Python: a string, or a mapping with the fields of a JSONL row."""
-    if isinstance(prompt, str):
-        return Row(index, 0, {"prompt": prompt})
-    if isinstance(prompt, Mapping):
-        return Row(index, 0, dict(prompt))
-    return Row(index, 0).refused(f"is {type(prompt).__name__}; it must be a string or a row (dict)")
 
 
 class Rows:

@@ -11,13 +11,11 @@ import math
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flexengine.config import Completion, Result, shown
 from flexengine.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from flexengine.job.inputs import Row
+from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
 LINE_KEYS = ("custom_id", "method", "url", "body")
@@ -132,7 +130,7 @@ def _part(part: Any) -> str:
     raise InvalidInput(f"a message has a part of type {shown(kind)}; only text parts are supported")
 
 
-def duplicate_ids(rows: Iterable["Row"], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
+def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
     """Up to `most` repeated custom_ids of batch lines, each with the line it is first found on and one that repeats it.
 
     hashes: hash(custom_id) of every row that has one; they are put in order. Only where two are equal are the rows
@@ -149,7 +147,7 @@ def duplicate_ids(rows: Iterable["Row"], hashes: "array[int]", most: int = 10) -
     return []
 
 
-def _confirmed(rows: Iterable["Row"], suspects: set[int], most: int) -> list[tuple[str, int, int]]:
+def _confirmed(rows: Iterable[Row], suspects: set[int], most: int) -> list[tuple[str, int, int]]:
     first: dict[str, int] = {}
     found: list[tuple[str, int, int]] = []
     for row in rows:
@@ -162,7 +160,7 @@ def _confirmed(rows: Iterable["Row"], suspects: set[int], most: int) -> list[tup
     return found
 
 
-def batch_line(row: "Row", result: Result, model_name: str, created: int) -> dict[str, Any]:
+def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[str, Any]:
     """The answer to a batch line.
 
     A line that was refused (an error that names its place) is answered as OpenAI answers a bad request: status_code
@@ -186,7 +184,7 @@ def _bad_request(message: str) -> dict[str, Any]:
     return {"message": message, "type": "invalid_request_error", "param": None, "code": None}
 
 
-def _body(row: "Row", result: Result, digest: str) -> dict[str, Any]:
+def _body(row: Row, result: Result, digest: str) -> dict[str, Any]:
     chat = row.fields.get("url") == CHAT
     samples: Sequence[Completion | Result] = result.samples or [result]
     return {

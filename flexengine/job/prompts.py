@@ -7,7 +7,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import PROMPT_KINDS, Row
+from flexengine.job.rows import PROMPT_KINDS, Row
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 

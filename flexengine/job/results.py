@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Row
 from flexengine.job.openai import batch_line
+from flexengine.job.rows import Row
 
 Encode = Callable[[Row, Result], bytes]
 _ONLY_IF_ASKED_FOR = ("logprobs", "samples")

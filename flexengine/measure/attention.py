@@ -178,10 +178,10 @@ def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Ma
     found, spent = list[float](), 0.0
     for number in range(MOST_CALLS):
         other()
-        machine.settle()
+        machine.synchronize()
         began = time.perf_counter()
         call(number)
-        machine.settle()
+        machine.synchronize()
         found.append(time.perf_counter() - began)
         spent += found[-1]
         if spent >= budget and number:

@@ -206,9 +206,9 @@ def _slowdowns(machine: Machine, lane: str, files: Mapping[Path, int]) -> tuple[
     with products(machine, dtype, held) as product, _transfers(machine, lane, files) as transfer:
         call = product(BESIDE).call
         for _ in range(TURNS):
-            rates["product"].append(_rate(call, machine.settle, WINDOW))
+            rates["product"].append(_rate(call, machine.synchronize, WINDOW))
             rates["transfer"].append(beside(transfer, lane, lambda: time.sleep(WINDOW))[0])
-            slowed, together = beside(transfer, lane, lambda: _rate(call, machine.settle, WINDOW))
+            slowed, together = beside(transfer, lane, lambda: _rate(call, machine.synchronize, WINDOW))
             rates["transfer beside"].append(slowed)
             rates["product beside"].append(together)
     middle = {name: median(found) for name, found in rates.items()}

@@ -98,7 +98,7 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
     while not count or time.perf_counter() - began < budget:
         call(first + count)
         count += 1
-    machine.settle()
+    machine.synchronize()
     return time.perf_counter() - began, count
 
 

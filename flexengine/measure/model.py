@@ -124,7 +124,7 @@ class Trial:
         """Starts a pass, up to its first layer; when the model itself began."""
         self.end()
         inputs, rows = self._inputs()
-        self.machine.settle()
+        self.machine.synchronize()
         began = time.perf_counter()
         self.forward = Forward(self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute))
         event = self.forward.resume()
@@ -163,7 +163,7 @@ class Trial:
 
     def _on(self, forward: Forward, value: Any) -> Pause:
         event = forward.resume(value)
-        self.machine.settle()
+        self.machine.synchronize()
         return event
 
     def _inputs(self) -> tuple[Inputs, Tensor]:

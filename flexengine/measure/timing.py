@@ -35,7 +35,7 @@ def seconds_per_call(
     the calls queue on its GPU is waited for.
     """
     queued = machine is not None and machine.kind == "cuda"
-    settle = machine.settle if machine is not None else _nothing
+    settle = machine.synchronize if machine is not None else _nothing
     number, found = 0, list[float]()
     began = time.perf_counter()
     while len(found) < MOST:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from flexengine.errors import BadCheckpoint
-from flexengine.model.source import indexed_files, regular_file
+from flexengine.model.files import indexed_files, regular_file
 from flexengine.reading import opened
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,

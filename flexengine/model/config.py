@@ -11,7 +11,7 @@ from typing import Any
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import read_checkpoint
-from flexengine.model.source import read_json
+from flexengine.model.files import read_json
 
 _MOST_BYTES = 16 * 2**20
 # The first pattern that a key's name fits says how large its number may be; generous beside all known models.

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint
+from flexengine.model.files import indexed_files, regular_file
 from flexengine.model.shards import ShardWriter, check_room
-from flexengine.model.source import indexed_files, regular_file
 
 if TYPE_CHECKING:
     import torch

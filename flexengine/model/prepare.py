@@ -21,8 +21,8 @@ from pathlib import Path
 
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.model.files import regular_file
 from flexengine.model.pickled import bin_shards, convert_bin
-from flexengine.model.source import regular_file
 from flexengine.model.verify import Verifier, write_sums
 from flexengine.reading import opened
 

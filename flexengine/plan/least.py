@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from flexengine.errors import OutOfMemory, TooLittle
+from flexengine.errors import ONE_SEQUENCE, OutOfMemory, TooLittle
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import ONE_SEQUENCE, Layout, booked_parts, lay_out
+from flexengine.plan.layout import Layout, booked_parts, lay_out
 from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy, Split

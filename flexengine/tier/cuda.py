@@ -156,6 +156,6 @@ def give_back() -> None:
     torch.cuda.empty_cache()
 
 
-def settle() -> None:
+def synchronize() -> None:
     """Waits until what this thread queued on the GPU is done."""
     torch.cuda.current_stream().synchronize()

@@ -72,10 +72,10 @@ class Machine:
         return {"disk_read": self.disk.bytes_read, "disk_write": self.disk.bytes_written,
                 "h2d": self.host.bytes_read, "d2h": self.host.bytes_written}  # fmt: skip
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Waits until what this thread queued on the device is done, so that lanes may use it."""
         if self.kind == "cuda":
-            cuda.settle()
+            cuda.synchronize()
 
     def keep_freed(self, room: bool) -> None:
         """Let malloc keep much freed memory for reuse if there is room for it, else little."""

@@ -49,6 +49,7 @@ class Opened:
     say: Callable[[str], None] = _silent
     importances: Callable[[], Importances | None] = _alike
     verifier: Verifier | None = None
+    lossy: Lossy = EXACT  # the present switches
 
     @property
     def forms(self) -> dict[str, Form]:
@@ -72,7 +73,7 @@ class Opened:
         Raises InvalidInput for what does not go with the device or the dtype."""
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
-        skeleton = self.skeleton
+        self.lossy, skeleton = lossy, self.skeleton
         use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
         held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)

@@ -119,4 +119,4 @@ class Values:
         else:
             machine.tier(home).pick(pool, rows, width, stage)
         machine.host.load(part, near)
-        machine.settle()  # the stage is written to again
+        machine.synchronize()  # the stage is written to again

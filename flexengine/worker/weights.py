@@ -93,7 +93,7 @@ class Weights:
         for source, target in batches[0]:
             if self._passes(target):
                 self._pass(source, target)
-        self.machine.settle()
+        self.machine.synchronize()
         self.settled += sum(source.nbytes for source, _ in batches.popleft())
 
     def _passes(self, target: Tensor) -> bool:
@@ -110,7 +110,7 @@ class Weights:
             passing = machine.host.view(replace(self._passing.part(0, part.nbytes), dtype=source.dtype))
             machine.disk.load(part, passing)
             target[at : at + step].copy_(passing, non_blocking=True)
-            machine.settle()  # before it is written to again
+            machine.synchronize()  # before it is written to again
 
     def settle_all(self) -> None:
         """What `settle` does, of all units."""

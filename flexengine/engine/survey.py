@@ -6,8 +6,8 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Row, row_of
 from flexengine.job.prompts import Request, encode
+from flexengine.job.rows import Row, row_of
 from flexengine.model.stop import check_stops
 from flexengine.plan.words import count
 from flexengine.plan.workload import Workload

@@ -1,29 +1,32 @@
 """Plans for a model on a machine: measures it where that pays, and searches the policy."""
 
-import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flexengine.config import SamplingParams, cache_root, parse_size
+from flexengine.config import SamplingParams
+from flexengine.engine.options import MachineOptions
+from flexengine.engine.survey import Reader, Refused
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory
-from flexengine.lossy import Lossy
+from flexengine.lossy import Lossy, choices
 from flexengine.measure import store
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost, Prediction
 from flexengine.plan.feedback import Watch
+from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
-from flexengine.plan.least import planned
+from flexengine.plan.least import lay_out_given, planned
 from flexengine.plan.search import Search, search
+from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.survey import Reader, Refused
-from flexengine.tier.machine import Links, Machine, make_machine
+from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 
 Say = Callable[[str], None]
@@ -33,19 +36,61 @@ SPARED, MOST_SPARED = 1 / 16, 1 / 4  # of what proved too large, that is left fr
 WORTH = 60.0  # seconds a job must be thought to take for the machine to be measured before it
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a job begins with.
+
+    Attributes:
+        layout: where everything lies; None if the job has no row that can be run.
+        workload: the sizes of the rows that fit.
+        largest: most tokens, prompt and generated, of one row that fits.
+        refusal: why no longer row fits; None if all rows fit.
+    """
+
+    layout: Layout | None
+    workload: Workload
+    largest: int
+    refusal: OutOfMemory | None
+
+
 class Planner:
     """Plans the jobs of one model on one machine.
 
-    given: rates to plan with instead of this machine's own; capacities are the machine's always. say: told of what
-    takes time. overlap: whether lanes work at the same time where a policy has slots for it.
+    Attributes:
+        policy: the policy that the user gave; None lets the planner choose.
+        prefill_tokens: of every policy that the planner chooses; None lets it choose them, too.
+        choices: lossy switches that the planner may choose from for the first job; () leaves them as they are.
+        unsuited: why the first switch that the user allowed cannot be used here; None if all can.
+        say: called with a message before anything that takes long.
     """
 
     def __init__(
-        self, machine: Machine, opened: Opened, offload_dir: Path, given: Hardware | None = None, overlap: bool = True
+        self,
+        machine: Machine,
+        opened: Opened,
+        offload_dir: Path,
+        hardware: Hardware | None = None,
+        overlap: bool = True,
+        policy: Policy | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
+        """Plan with the rates of `hardware`, if given, instead of this machine's. Capacities are the machine's.
+
+        Args:
+            overlap: whether lanes work at the same time under a policy with two slots or more.
+            allow: see EngineOptions.
+
+        Raises:
+            InvalidInput: `hardware` is of another kind of machine, or a name in `allow` is unknown.
+        """
         self.machine, self.opened, self.offload_dir, self.overlap = machine, opened, offload_dir, overlap
-        self._hardware = fitted(given, machine) if given is not None else None
-        self._given = given is not None
+        self.policy = policy
+        self.prefill_tokens: int | None = None
+        self._hardware = fitted(hardware, machine) if hardware is not None else None
+        self._given = hardware is not None
+        allowed = choices(allow) if allow else ()
+        self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
+        self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
 
     @property
     def say(self) -> Say:
@@ -61,16 +106,67 @@ class Planner:
         if not self._given:
             self._hardware = None
 
-    def least_lossy(self, workload: Workload, prefill_tokens: int | None, among: Sequence[Lossy]) -> Lossy:
-        """The switches with which a job is predicted to end first; more of them only where that saves SAVING. Raises
-        OutOfMemory if it fits with none."""
+    def keep_prefill(self, tokens: int | None) -> bool:
+        """Cut all prompts as an earlier run of the job cut them, as the last bits of its results depend on that. Return
+        whether a given policy was changed.
+
+        Args:
+            tokens: most tokens of a prefill chunk; None lets the planner choose.
+        """
+        self.prefill_tokens = tokens
+        if self.policy is None or not tokens or self.policy.prefill_tokens == tokens:
+            return False
+        self.policy = replace(self.policy, prefill_tokens=tokens)
+        return True
+
+    def choose_lossy(self, workload: Workload) -> None:
+        """Choose the lossy switches for a job of this workload, if the planner may and has not. Weights must not be
+        loaded. Raise OutOfMemory if the job fits with none."""
+        if not self.choices or not workload.count:
+            return
+        chosen = self.least_lossy(workload, self.choices)
+        self.choices = ()
+        if self.unsuited:
+            self.say(f"not considered: {self.unsuited}")
+        self.say(f"chosen: {chosen}; python -m flexengine.quality shows what that costs")
+
+    def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
+        """Use, and return, the switches with which a job is predicted to end first; see `least_lossy` below."""
 
         def seconds(lossy: Lossy) -> float:
             self.use(lossy)
-            return self.choose(workload, prefill_tokens).total_seconds
+            return self.choose(workload).total_seconds
 
         self.use(best := least_lossy(among, seconds))
         return best
+
+    def plan(self, workload: Workload, resident: Policy | None = None) -> Plan:
+        """Return the plan of a job. Raise OutOfMemory if not even its shortest rows fit.
+
+        Args:
+            workload: sizes of all rows that can be run.
+            resident: the policy under which weights are in memory; None if none are.
+        """
+        if not workload.count:
+            return Plan(None, workload, 0, None)
+        layout, largest, refusal = fitting(workload, lambda part: self.layout(part, resident))
+        return Plan(layout, workload.up_to(largest), largest, refusal)
+
+    def check(self, workload: Workload) -> None:
+        """Raise OutOfMemory if `plan` would, without a search for a policy."""
+        least = partial(check_least, self.opened.facts, capacity=self.machine.capacity,
+                        prefill_tokens=self.prefill_tokens)  # fmt: skip
+        fitting(workload, least if self.policy is None else self.layout)
+
+    def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
+        """Return the layout under the given policy, or under the best one. Raise OutOfMemory if it does not fit."""
+        if self.policy is not None:
+            return self.layout_under(self.policy, workload)
+        return self.choose(workload, resident).layout
+
+    def layout_under(self, policy: Policy, workload: Workload) -> Layout:
+        """Return the layout under a policy. Raise OutOfMemory if it does not fit."""
+        return lay_out_given(self.opened.facts, policy, workload, self.machine.capacity)
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
         """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured
@@ -84,15 +180,25 @@ class Planner:
         return search(facts, self.hardware(), workload, options)
 
     def choose(
-        self, workload: Workload, prefill_tokens: int | None, placed: Policy | None = None, block: int | None = None
+        self,
+        workload: Workload,
+        resident: Policy | None = None,
+        block: int | None = None,
+        prefill_tokens: int | None = None,
     ) -> Prediction:
-        """What is best for a workload. placed: the policy under which the weights are in memory; they stay where they
-        are if the job fits beside them, unless it is long and loading them anew pays. block: most sequences alive."""
-        anew = Options(prefill_tokens, block=block)
-        if placed is None:
+        """Return the best policy for a workload, and its prediction. Raise OutOfMemory if no policy fits.
+
+        Args:
+            resident: the policy under which weights are in memory. They stay if the job fits beside them, unless the
+                job is long and reading them again pays.
+            block: most sequences alive.
+            prefill_tokens: of the policy; None takes those of the planner.
+        """
+        anew = Options(prefill_tokens or self.prefill_tokens, block=block)
+        if resident is None:
             return self.search(workload, anew).best
         try:
-            kept = self.search(workload, replace(anew, placed=placed), measure=False).best
+            kept = self.search(workload, replace(anew, placed=resident), measure=False).best
         except OutOfMemory:
             return self.search(workload, anew, measure=False).best
         if kept.seconds < WORTH:
@@ -100,7 +206,7 @@ class Planner:
         other = self.search(workload, anew, measure=False).best
         return other if other.total_seconds < kept.seconds else kept
 
-    def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, placed: Policy | None) -> Layout:
+    def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, resident: Policy | None) -> Layout:
         """A layout of at most half the block, in what a layout that proved too large took of a tier, less what was
         missing (bytes; 0: nobody knows) or SPARED. Prompts are cut as before, so that results stay the same. For all
         that is planned from now on the tier is that small. Raises OutOfMemory where there is no such layout."""
@@ -117,11 +223,15 @@ class Planner:
             self._hardware = store.with_capacity(self._hardware, self.machine)
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)
-        return self.choose(workload, policy.prefill_tokens, placed, half).layout
+        return self.choose(workload, resident, half, policy.prefill_tokens).layout
 
     def cost(self, workload: Workload) -> Cost:
         """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
         return Cost(self.opened.facts, self.known(), workload, self.overlap)
+
+    def watch(self, workload: Workload, layout: Layout) -> Watch:
+        """Return what compares a job's sweeps with their prediction under a layout."""
+        return Watch(self.cost(workload), layout)
 
     def learn(self, watch: Watch) -> None:
         """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
@@ -182,44 +292,21 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     return store.with_capacity(hardware, machine)
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a job is to run; fields as the options of the command line."""
-
-    device: str = "auto"
-    device_mem: str | int | None = None
-    host_mem: str | int | None = None
-    offload_dir: str | Path | None = None
-
-    @property
-    def directory(self) -> Path:
-        """Return the offload directory. If the home directory is unknown, return a path that cannot be created; only
-        plans that spill then fail."""
-        if self.offload_dir:
-            return Path(self.offload_dir)
-        try:
-            return cache_root() / "offload"
-        except InvalidInput:
-            return Path(os.devnull) / "offload"
-
-    def machine(self, links: Links | None = None) -> Machine:
-        """The machine. Raises InvalidInput for what it does not have."""
-        device = parse_size(self.device_mem, "--device-mem") if self.device_mem is not None else None
-        host = parse_size(self.host_mem, "--host-mem") if self.host_mem is not None else None
-        return make_machine(self.device, device, host, self.directory, links)
-
-
 def this_machine(
-    place: Place, opened: Opened | None, again: bool = False, say: Say | None = None, dtype: str | None = None
+    options: MachineOptions,
+    opened: Opened | None,
+    again: bool = False,
+    say: Say | None = None,
+    dtype: str | None = None,
 ) -> Hardware:
     """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`).
     dtype: of activations, where there is no model; None: this kind of machine's own."""
     computing = named_dtype(dtype)
-    machine = place.machine()
+    machine = options.machine()
     if machine.no_offload and say:
         say(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
-        found = store.obtain(machine, place.directory, opened, True, say, again, computing)
+        found = store.obtain(machine, options.directory, opened, True, say, again, computing)
         assert found is not None
         return found
     finally:

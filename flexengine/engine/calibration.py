@@ -2,18 +2,20 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flexengine import texts
 from flexengine.config import Result
+from flexengine.engine.core import Core
+from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
 from flexengine.model.importance import Importances, Recorder, load
@@ -66,6 +68,60 @@ class Calibration:
         if bad := next((r for r in results if r.error is not None), None):
             raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
         return recorder.means()
+
+
+class Calibrator:
+    """Importances of the weights of an engine's model, measured once by an engine that runs the exact model.
+
+    Attributes:
+        say: called with a message before the exact model reads the text.
+    """
+
+    def __init__(self, core: Core, exact_engine: Callable[[], "ExactEngine"], say: Callable[[str], None]) -> None:
+        """Check that the text can be read. Raise InvalidInput if it cannot.
+
+        Args:
+            exact_engine: return an engine for the same model with the checkpoint's own weights.
+        """
+        self.core, self.exact_engine, self.say = core, exact_engine, say
+        if core.lossy.calibrate:
+            check(core.lossy.calibrate, core.tokenizer)
+
+    @cached_property
+    def text(self) -> Calibration | None:
+        """The text to calibrate with; None if nothing is calibrated. Raise InvalidInput if there is too little text."""
+        name = self.core.lossy.calibrate
+        return calibration(name, self.core.tokenizer, self.core.skeleton.context_length) if name else None
+
+    @cached_property
+    def importances(self) -> Importances | None:
+        """Importances by which weights are encoded; None if nothing is calibrated. Measured unless they have been."""
+        if self.text is None:
+            return None
+        core = self.core
+        source = core.source.directory
+        return self.text.importances(source, core.opened.given, core.dtype, self._measure, core.verifier)
+
+    def _measure(self) -> dict[str, Tensor]:
+        assert self.text is not None
+        tokens = sum(map(len, self.text.rows))
+        self.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
+        with self.exact_engine() as engine:
+            engine.planner.prefill_tokens = PIECE
+            return self.text.measure(engine.core.skeleton, engine.score)
+
+
+class ExactEngine(Protocol):
+    """The part of `Engine` that a Calibrator uses."""
+
+    core: Core
+    planner: Planner
+
+    def __enter__(self) -> "ExactEngine": ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
+
+    def score(self, rows: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Result]: ...
 
 
 def check(name: str, tokenizer: Any) -> None:

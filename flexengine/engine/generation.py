@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from flexengine.config import Completion, Result
-from flexengine.job.inputs import Row
+from flexengine.engine.state import Progress
 from flexengine.job.prompts import Request
+from flexengine.job.rows import Row
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
 from flexengine.plan.feedback import Watch
@@ -27,31 +28,23 @@ from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.worker.worker import Text, Worker
 
 
-@dataclass
-class Progress:
-    """Where a job stands, told after every sweep. tokens: generated so far; most: generated if nothing stops early.
-    prefill_seconds: of sweeps that computed a prompt, decode_seconds: of the others; see `Engine.summary`."""
+@dataclass(frozen=True)
+class JobResources:
+    """What `Core.prepare` makes for a job under one layout.
 
-    sweeps: int = 0
-    rows: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    tokens: int = 0
-    most: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-
-@dataclass
-class Means:
-    """What a job works with."""
+    Attributes:
+        sweeps: admission, and the gpu_batches of each sweep.
+        worker: performs tasks on tensors.
+        program: the tasks of a sweep.
+        executor: runs tasks on lanes.
+        watch: compares sweeps with their prediction.
+    """
 
     layout: Layout
     sweeps: Sweeps
     worker: Worker
     program: Program
     executor: Executor
-    settle: Callable[[], None]
     watch: Watch
 
 
@@ -69,9 +62,9 @@ class Generation:
     """Takes `feed`, requests and rows with an error, to results. tokenizer: None if the checkpoint has none."""
 
     def __init__(
-        self, means: Means, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
+        self, resources: JobResources, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
     ) -> None:
-        self.means, self.tokenizer, self.eos, self.progress = means, tokenizer, eos, progress
+        self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, progress
         self.feed = feed
         self._more = True
         self._bad: deque[Result] = deque()
@@ -83,7 +76,7 @@ class Generation:
         """Results in the order in which rows finish; those of bad rows as they are come by.
 
         Raises Shortage if a sweep gets no memory: `unfinished` and what is left of `feed` are then to be run anew."""
-        sweeps, progress = self.means.sweeps, self.progress
+        sweeps, progress = self.resources.sweeps, self.progress
         while True:
             self._take()
             while self._bad:
@@ -95,7 +88,7 @@ class Generation:
             began = time.perf_counter()
             batches, gone, prefill = self._swept()
             seconds = time.perf_counter() - began
-            self.means.watch.note(batches, seconds, self.means.executor.busy)
+            self.resources.watch.note(batches, seconds, self.resources.executor.busy)
             progress.sweeps += 1
             if prefill:
                 progress.prefill_seconds += seconds
@@ -109,7 +102,7 @@ class Generation:
 
     def _take(self) -> None:
         """Lets a block's worth of sequences wait, and one more, by which the schedule sees that there are others."""
-        sweeps = self.means.sweeps
+        sweeps = self.resources.sweeps
         while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
             item = next(self.feed, None)
             if item is None:
@@ -126,7 +119,7 @@ class Generation:
         for number in range(sampling.n):
             stops = Stops(self.tokenizer, sampling, self.eos)
             self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops, request.forced)
-            self.means.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
+            self.resources.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
             self._next += 1
 
     def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:
@@ -137,7 +130,7 @@ class Generation:
             with torch.no_grad():
                 return self._sweep()
         except BaseException as error:
-            found = shortage(error, self.means.worker.weights.machine.kind == "cuda")
+            found = shortage(error, self.resources.worker.weights.machine.kind == "cuda")
             if found is None:
                 self._let_go()
                 forget_variables(error)
@@ -146,7 +139,7 @@ class Generation:
         raise found
 
     def _let_go(self) -> None:
-        self.means.executor.abandon("device", self.means.worker.drop)
+        self.resources.executor.abandon("device", self.resources.worker.drop)
 
     def unfinished(self) -> list[Request]:
         """The rows under way, in their order; what had been generated of them no longer counts."""
@@ -158,15 +151,15 @@ class Generation:
 
     def _sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
         """One token further for everyone alive; returns the gpu_batches, who left, whether prompts were computed."""
-        means = self.means
-        sweeps, worker = means.sweeps, means.worker
+        resources = self.resources
+        sweeps, worker = resources.sweeps, resources.worker
         batches = sweeps.begin(worker.cache.claim)
         if not batches:
-            raise RuntimeError("nobody can enter and nobody is alive: the KV pools are too small for the next sequence")
+            raise RuntimeError("the next sequence needs more KV pages than the pools have: a fault of the plan")
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
         worker.begin(batches, sweeps.live, self._texts)
-        means.settle()
-        means.executor.run(means.program.sweep(sweeps.sweep, batches, sweeps.another))
+        worker.weights.machine.synchronize()
+        resources.executor.run(resources.program.sweep(sweeps.sweep, batches, sweeps.another))
         ended = {sequence for sequence, sampled in worker.sampled.items() if self._append(sequence, sampled)}
         self.progress.tokens += len(worker.sampled)
         gone = sweeps.advance(batches, ended)

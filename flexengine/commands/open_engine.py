@@ -1,0 +1,45 @@
+"""The engine of a command, opened from the options of its command line."""
+
+import argparse
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flexengine.commands.exit_codes import say
+from flexengine.commands.progress import verified
+
+if TYPE_CHECKING:
+    from flexengine.engine.engine import Engine
+    from flexengine.engine.state import Progress
+
+
+def engine_class() -> "type[Engine]":
+    """Import and return Engine, without garbage collection: the collector walks all that torch and transformers define,
+    none of which is garbage, and would take a quarter of the time of the import."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        from flexengine.engine.engine import Engine
+    finally:
+        if collecting:
+            gc.enable()
+    gc.freeze()
+    return Engine
+
+
+def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":
+    """Open the engine of `flexengine.run`, and print what a user should know about it.
+
+    Args:
+        args: parsed options; policy, lossy and allow are values already.
+    """
+    names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
+             "lossy", "allow", "verify")  # fmt: skip
+    options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    engine = engine_class()(args.model, on_sweep=on_sweep, **options)
+    engine.planner.say = say
+    if engine.core.machine.no_offload:
+        say(f"nothing is offloaded to disk: {engine.core.machine.no_offload}")
+    if engine.core.verifier:
+        say(f"verified {verified(vars(engine.core.verifier))}")
+    return engine

@@ -1,0 +1,364 @@
+"""python -m flexengine.plan MODEL: says which policy a job gets and what it will take, without loading weights.
+
+python -m flexengine.plan measure: measures this machine.
+"""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.commands.exit_codes import DONE, ended, say
+from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
+from flexengine.config import SamplingParams, parse_size
+from flexengine.errors import FlexError, InvalidInput
+from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.plan import explain, lp
+from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.fitting import aside, fitting
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.least import lay_out_given
+from flexengine.plan.picture import check, plot
+from flexengine.plan.search import Search, frontier, question, search
+from flexengine.plan.search import check as check_least
+from flexengine.plan.shapes import Options
+from flexengine.plan.whatif import BUDGET, Help, helps, instead
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+
+if TYPE_CHECKING:
+    from flexengine.engine.options import MachineOptions
+    from flexengine.worker.opened import Opened
+
+PROMPT_TOKENS, ROWS = 512, 1000
+_MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
+_MAX_TOKENS = next(f.default for f in fields(SamplingParams) if f.name == "max_tokens")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of planners."""
+    p = argparse.ArgumentParser(
+        prog="python -m flexengine.plan", description="Choose and explain a policy without loading weights.",
+        epilog="python -m flexengine.plan measure --help: how to measure this machine.",
+    )  # fmt: skip
+    p.add_argument("model", metavar="MODEL", help="as for run; a directory with a config.json and no weights will do")
+    job = p.add_argument_group("job")
+    job.add_argument("--input", metavar="FILE", help="prompts, as for run")
+    job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
+    job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
+    job.add_argument("--prompt-tokens", type=int, metavar="N",
+                     help=f"without FILE: of each row ({PROMPT_TOKENS}, or less in a short context)")  # fmt: skip
+    job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: how many there are ({ROWS})")
+    job.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
+    job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
+                     help="tokens generated per row (default: %(default)s)")  # fmt: skip
+    machine = p.add_argument_group("machine")
+    add_machine(machine)
+    machine.add_argument("--hardware", metavar="FILE", help="a machine's numbers; without it this machine is measured")
+    add_lossy(p.add_argument_group("lossy", "as for run"))
+    asked = p.add_argument_group("what to tell")
+    asked.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
+    asked.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
+    asked.add_argument("--frontier", action="store_true", help="latency against throughput")
+    asked.add_argument("--latency", type=float, metavar="SECONDS", help="most that a row may take, in the mean")
+    asked.add_argument("--plot", metavar="FILE.png", help="draw it, too (needs matplotlib)")
+    asked.add_argument("--json", action="store_true", help="numbers for programs, on stdout")
+    asked.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
+    asked.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
+    asked.add_argument("--verbose", action="store_true", help="all bytes, and all the time for what would help")
+    return p
+
+
+def measure_parser() -> argparse.ArgumentParser:
+    """The command line of measuring."""
+    p = argparse.ArgumentParser(prog="python -m flexengine.plan measure", description="Measure this machine.")
+    p.add_argument("--model", metavar="M", help="measure this model's layers, too")
+    add_machine(p.add_argument_group("machine"))
+    p.add_argument("--again", action="store_true", help="even if it has been measured before")
+    p.add_argument("--json", action="store_true", help="as a hardware file, on stdout")
+    p.add_argument("--save", metavar="FILE.json", help="write a hardware file, for --hardware")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line. Returns the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+
+    def command() -> int:
+        if words[:1] == ["measure"]:
+            measure(measure_parser().parse_args(words[1:]))
+        else:
+            plan(parser().parse_args(words))
+        return DONE
+
+    return ended(command)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measures, prints and saves. Raises FlexError."""
+    _check_written(args, ("save",), [])
+    if args.model is None and args.trust_remote_code:
+        raise InvalidInput("--trust-remote-code says nothing without --model; leave it out")
+    from flexengine.engine import planner as planners
+
+    opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
+    hardware = planners.this_machine(_machine_options(args), opened, args.again, say, args.dtype)
+    text = json.dumps(hardware.to_json(), indent=1)
+    if args.save:
+        _write(args.save, text)
+    print(text if args.json else explain.hardware_text(hardware))
+
+
+def plan(args: argparse.Namespace) -> None:
+    """Plans, explains, and writes what is asked for. Raises FlexError."""
+    args.policy = None if args.policy == AUTO else args.policy
+    _check(args)
+    given = Policy.load(args.policy) if args.policy else None
+    lossy = lossy_of(args)
+    names = allowed(args, lossy, given)
+    if lossy.calibrate:
+        say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
+    compared = [(path, Policy.load(path)) for path in args.compare or ()]
+    other = _other_machine(args) if args.hardware else None
+    opened = _opened(args, other.kind if other else _kind(args), lossy)
+    asked = _workload(args, opened)
+    among = _choices(opened, names)
+    if among:
+        lossy = _choose(args, opened, asked, other, among)
+        say(f"chosen: {lossy}; python -m flexengine.quality shows what that costs")
+    hardware = other or _measured(args, opened, asked)
+    options = Options(latency_limit=args.latency)
+
+    def tried(work: Workload) -> Search | Prediction:
+        machine = opened.facts, hardware, work
+        return _priced(*machine, given) if given is not None else search(*machine, options)
+
+    answer, largest, why = fitting(asked, tried)
+    if left := aside(asked, largest, why):
+        say(left)
+    name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
+    case = (opened.facts, hardware, asked.up_to(largest))
+    found = answer if isinstance(answer, Search) else None
+    prediction = answer.best if isinstance(answer, Search) else answer
+    head = {"model": opened.source.name, "lossy": lossy.given, "hardware": hardware.name}
+    print(_told(args, name, head, case, found, prediction, compared))
+    if args.plot:
+        curve = frontier(found) if found and args.frontier else ()
+        plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
+    if args.save:
+        _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
+    if args.save_lp:
+        with _writing(args.save_lp):
+            lp.save(question(*case, prediction.policy, options), args.save_lp)
+
+
+def _told(
+    args: argparse.Namespace, name: str, head: dict[str, Any], case: tuple[ModelFacts, Hardware, Workload],
+    found: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
+) -> str:  # fmt: skip
+    """What is printed: a comparison, a frontier, or the report. head: what JSON output begins with."""
+    model, hardware, workload = case
+    title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
+    if compared:
+        entries = [(args.policy or "auto", prediction), *((path, _tried(*case, policy)) for path, policy in compared)]
+        if args.json:
+            return _json(head | {"policies": [{"name": n} | _entry(p, hardware) for n, p in entries]})
+        return title + explain.compare(entries, hardware)
+    if args.frontier and found:
+        curve = frontier(found)
+        if args.json:
+            return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
+        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.ROWS)
+    better = _helps(args, case, found, prediction)
+    if args.json:
+        return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
+    return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
+
+
+def _helps(
+    args: argparse.Namespace, case: tuple[ModelFacts, Hardware, Workload], found: Search | None, prediction: Prediction
+) -> list[Help]:
+    """What would help; a given policy is compared with the one that would be chosen."""
+    if found is not None:
+        options = Options(latency_limit=args.latency)
+        return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
+    return instead(*case, prediction)
+
+
+def _priced(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
+    return Cost(model, hardware, workload).predict(lay_out_given(model, policy, workload, hardware.capacity))
+
+
+def _tried(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction | FlexError:
+    try:
+        return _priced(model, hardware, workload, policy)
+    except FlexError as error:
+        return error
+
+
+def _entry(found: Prediction | FlexError, hardware: Hardware) -> dict[str, Any]:
+    return {"error": str(found)} if isinstance(found, FlexError) else explain.as_json(found, hardware)
+
+
+def _json(values: dict[str, Any]) -> str:
+    return json.dumps(values, allow_nan=False)
+
+
+# What is given.
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InvalidInput for what does not go together, is no size or cannot be written, before anything is done."""
+    for name, most in _MOST.items():
+        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        if value is not None and args.input:
+            raise InvalidInput(f"{option} and --input are both given; the rows of {args.input} say it, leave one out")
+        if value is not None and not 1 <= value <= most:
+            raise InvalidInput(f"{option} is {value}; it must be at least 1 and at most {most:,}")
+    if args.limit is not None and args.limit < 1:
+        raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
+    if args.latency is not None and not 0 < args.latency < math.inf:
+        raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
+    for option, needed in (("limit", "input"), ("prompt_column", "input")):
+        if getattr(args, option) is not None and not getattr(args, needed):
+            raise InvalidInput(f"--{option.replace('_', '-')} is about the rows of a file; give --{needed}, too")
+    for option, other in (("frontier", "compare"), ("verbose", "compare"), ("offload_dir", "hardware")):
+        if getattr(args, option) and getattr(args, other):
+            option = option.replace("_", "-")
+            raise InvalidInput(f"--{option} says nothing where --{other} is given; leave one out")
+    for option in ("frontier", "latency"):
+        if args.policy and getattr(args, option):
+            raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
+    if args.plot:
+        check(args.plot)
+    _check_written(args, ("plot", "save", "save_lp"), [args.input, args.hardware, args.policy, *(args.compare or ())])
+
+
+def _check_written(args: argparse.Namespace, options: Sequence[str], read: Sequence[str | None]) -> None:
+    """Raises InvalidInput for files of these options that cannot be written, or are one with another or one read."""
+    taken = {Path(name).resolve() for name in read if name}
+    for name in filter(None, (getattr(args, option) for option in options)):
+        if Path(name).resolve() in taken:
+            raise InvalidInput(f"{name} is to be written, but something else is read from it or written to it;"
+                               " name another file")  # fmt: skip
+        taken.add(Path(name).resolve())
+        if Path(name).is_dir():
+            raise InvalidInput(f"{name} cannot be written: it is a directory; name a file in it")
+        if not (parent := Path(name).absolute().parent).is_dir():
+            raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
+
+
+def _machine_options(args: argparse.Namespace) -> "MachineOptions":
+    from flexengine.engine.options import MachineOptions  # late: it imports torch, which --help must not
+
+    names = ("device", "device_mem", "host_mem", "offload_dir")
+    return MachineOptions(**{name: getattr(args, name) for name in names})
+
+
+def _kind(args: argparse.Namespace) -> str:
+    """Of this machine."""
+    with closing(_machine_options(args).machine()) as machine:
+        return machine.kind
+
+
+def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
+    from flexengine.worker.opened import open_model
+
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+
+
+def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
+    """Return the switches that the planner may choose from, exact first; none if it may not choose."""
+    made = choices(names) if names else ()
+    if unsuited := next(filter(None, map(opened.refusal, made)), None):
+        say(f"not considered: {unsuited}")
+    return [lossy for lossy in made if opened.refusal(lossy) is None]
+
+
+def _choose(
+    args: argparse.Namespace, opened: "Opened", workload: Workload, other: Hardware | None, among: Sequence[Lossy]
+) -> Lossy:
+    """Return the switches with which the job is predicted to end first, as run chooses them, and open the model so."""
+    from flexengine.engine import planner as planners
+
+    if other is None:
+        with closing((options := _machine_options(args)).machine()) as machine:
+            planner = planners.Planner(machine, opened, options.directory)
+            planner.say = say
+            return planner.least_lossy(workload, among)
+
+    def seconds(lossy: Lossy) -> float:
+        opened.use(lossy)
+        return search(opened.facts, other, workload).best.total_seconds
+
+    opened.use(best := planners.least_lossy(among, seconds))
+    return best
+
+
+def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
+    """This machine, after it is sure that it can hold some of the rows."""
+    from flexengine.engine import planner as planners
+
+    options = _machine_options(args)
+    with closing(options.machine()) as machine:
+        fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
+        planner = planners.Planner(machine, opened, options.directory)
+        planner.say = say
+        return planner.hardware()
+
+
+def _other_machine(args: argparse.Namespace) -> Hardware:
+    """The machine of a hardware file. Sizes that are given replace the file's."""
+    hardware = Hardware.load(args.hardware)
+    if args.device not in ("auto", hardware.kind):
+        raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
+    if args.host_mem and hardware.shared:
+        raise InvalidInput(f"--host-mem is for machines with a GPU, {args.hardware} has none; use --device-mem")
+    device = parse_size(args.device_mem, "--device-mem") if args.device_mem else hardware.device_bytes
+    host = parse_size(args.host_mem, "--host-mem") if args.host_mem else hardware.host_bytes
+    return replace(hardware, device_bytes=device, host_bytes=host)
+
+
+def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
+    """The job's sizes. Raises InvalidInput if there is no row to run."""
+    params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
+    if not args.input:
+        most = opened.skeleton.context_length
+        room = most - params.max_tokens if most else PROMPT_TOKENS
+        if room < 1:
+            raise InvalidInput(f"--max-tokens {params.max_tokens} leaves no room for a prompt in the {most} tokens of"
+                               f" {opened.source.name}'s context; lower it")  # fmt: skip
+        prompt = args.prompt_tokens or min(PROMPT_TOKENS, room)
+        if most and prompt + params.max_tokens > most:
+            raise InvalidInput(f"--prompt-tokens {prompt} and --max-tokens {params.max_tokens} make more than the"
+                               f" {most} tokens of {opened.source.name}'s context; lower one")  # fmt: skip
+        return Workload({(prompt, params.max_tokens): (args.rows or ROWS) * params.n})
+    from flexengine.engine import planner as planners
+    from flexengine.engine.survey import Refused
+    from flexengine.job.inputs import Rows
+
+    refused = Refused()
+    with Rows(args.input, args.prompt_column, args.limit) as rows:
+        found = planners.workload(opened, rows, params, args.trust_remote_code, refused)
+    refused.report(found, args.input, say)
+    return found
+
+
+def _write(path: str, text: str) -> None:
+    with _writing(path):
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _writing(path: str) -> Iterator[None]:
+    """Tells in words that a file cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be written: {error}") from error

@@ -1,0 +1,119 @@
+"""A job of `flexengine.run`: an engine, a journal, and the manifest that a resumed job is compared with."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine import __version__
+from flexengine.commands.exit_codes import say
+from flexengine.commands.open_engine import open_engine
+from flexengine.commands.progress import JobBar, last_line
+from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.lossy import Lossy
+
+if TYPE_CHECKING:
+    from flexengine.engine.engine import Engine
+    from flexengine.engine.state import Progress
+    from flexengine.job.inputs import Rows
+    from flexengine.job.interrupt import Interrupts
+    from flexengine.job.resume import Job
+
+
+def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
+    """Run the rows that remain, put the output in place, and return the summary."""
+    _print_note(job)
+    bar = JobBar(job)
+
+    def sweep_ended(progress: "Progress") -> None:
+        interrupts.check()
+        if engine.layout is not None:
+            importances = engine.calibrator.importances
+            fitted = {"importances": importances.digest} if importances is not None else {}
+            chosen = {"lossy": engine.lossy.given, "cache": engine.core.cache_form}
+            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
+        job.save(at_once=False)
+        bar.show(progress)
+
+    with open_engine(args, sweep_ended) as engine:
+        rows = job.begin(lambda known: _manifest(args, job, params, engine, known), engine.core.source.name)
+        _print_note(job)
+        if job.resumed:
+            say(f"{job.resumed} of {job.total} rows were done before")
+        # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
+        _keep_to(engine, job.settings.get("prefill_tokens"))
+        if args.allow and (chosen := job.settings.get("lossy")) is not None:
+            engine.use(Lossy(**chosen))
+            _check_cache(engine, job.settings.get("cache", ""))
+        if rows:
+            _check_importances(engine, job.settings.get("importances"))
+            with bar:
+                for result in engine.stream(rows, params):
+                    job.take(result)
+                    bar.note(result)
+        summary = dict(engine.summary)
+    if not job.finished:
+        job.end()
+    print(last_line(job, args.output, summary), file=sys.stderr)
+    counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
+    return {**summary, "job": counts}
+
+
+def _print_note(job: "Job") -> None:
+    if job.note:
+        say(job.note)
+    job.note = ""
+
+
+def _keep_to(engine: "Engine", began: int | None) -> None:
+    """Cut prompts as the run that began the job cut them: the last bits of its results depend on it."""
+    if engine.planner.keep_prefill(began):
+        say(f"prefill_tokens stays {began}, with which the job began")
+
+
+def _check_cache(engine: "Engine", began: str) -> None:
+    """Raise InvalidInput if the form of the cache that the planner chose has changed since the job began. A form that
+    the user gave is compared with the manifest."""
+    if began and began != engine.core.cache_form:
+        raise InvalidInput(f"this job chose a cache of {began}, which is {engine.core.cache_form} now; --restart to run"
+                           " it again")  # fmt: skip
+
+
+def _check_importances(engine: "Engine", began: str | None) -> None:
+    """Raise InvalidInput if the calibration was lost and gives other importances than those the job began with."""
+    if began is not None and (found := engine.calibrator.importances) is not None and found.digest != began:
+        raise InvalidInput(f"this job began with weights calibrated to {began}, but that is gone from the cache, and"
+                           f" calibrating again, with other memory or libraries, gave {found.digest};"
+                           " --restart to run it again")  # fmt: skip
+
+
+def _manifest(
+    args: argparse.Namespace, job: "Job", params: SamplingParams, engine: "Engine", known: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the job's manifest.
+
+    Args:
+        known: manifest of the run that began the job; empty if there was none.
+    """
+    from flexengine.job.manifest import INPUT_DIGEST, MODEL_FILES, make_manifest
+
+    if not known and not args.allow:
+        _check_memory(engine, job.rows, params)
+    given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "prompt_column": args.prompt_column,
+             "output_format": "jsonl"}  # fmt: skip
+    made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
+    lossy = {"allow": sorted(args.allow)} if args.allow else engine.switches
+    return make_manifest(params, given, made, lossy)
+
+
+def _check_memory(engine: "Engine", rows: "Rows", params: SamplingParams) -> None:
+    """Raise OutOfMemory if not even a row of one token and one to generate fits, before all files of the model are
+    hashed for the manifest."""
+    from flexengine.plan.least import SHORTEST
+
+    try:
+        engine.planner.check(SHORTEST)
+    except OutOfMemory:
+        if (workload := engine.reader.survey(rows, params)).count:
+            engine.planner.check(workload)  # its message says what these rows need

@@ -1,0 +1,159 @@
+"""A model opened on a machine: what the jobs of an engine share, and the weights that stay in memory between jobs."""
+
+import contextlib
+
+import torch
+
+from flexengine import kernels
+from flexengine.engine.generation import JobResources
+from flexengine.engine.options import EngineOptions
+from flexengine.errors import InvalidInput
+from flexengine.lossy import Lossy
+from flexengine.model.tokenizer import eos_tokens, load_tokenizer
+from flexengine.model.verify import Verifier
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.feedback import Watch
+from flexengine.plan.layout import Layout
+from flexengine.plan.least import has_room
+from flexengine.policy import TIERS, Policy
+from flexengine.runtime.execute import Executor
+from flexengine.runtime.trace import Trace
+from flexengine.schedule.program import Program
+from flexengine.schedule.sweeps import Sweeps
+from flexengine.worker.cache import Cache
+from flexengine.worker.delegation import Delegation
+from flexengine.worker.hidden import Hidden
+from flexengine.worker.opened import open_model
+from flexengine.worker.weights import Weights
+from flexengine.worker.worker import Worker
+
+
+class Core:
+    """A model opened on a machine.
+
+    Attributes:
+        machine: the device and the tiers around it.
+        opened: the model's modules on the meta device, and where its bytes lie.
+        tokenizer: None if the checkpoint has none.
+        eos: token ids that end a sequence.
+        verifier: counts files compared with their checksums; None if none are compared.
+        trace: collects task spans; None if none are collected.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Open the model and the machine; read no weights. Raise as `Engine` does."""
+        kernels.choice()  # a wrong FLEXENGINE_KERNELS is refused before anything is converted
+        self.options, self.machine = options, options.machine()
+        self._check_disk(options.policy)
+        self.trace = Trace(options.trace) if options.trace else None
+        self.verifier = Verifier() if options.verify else None
+        name = str(options.model) if options.model is not None else None
+        self.opened = open_model(
+            name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
+            verifier=self.verifier,
+        )  # fmt: skip
+        self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
+        self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
+        self.eos = eos_tokens(self.source.directory, self.skeleton.config)
+        kernels.load()  # tiers convert with the CPU's kernels beside a GPU, too: they are built before lanes begin
+        self.kernels = kernels.load_for(self.machine.compute)
+        self._weights: Weights | None = None
+        self._resident_read = 0  # bytes read for resident weights that have been dropped since
+
+    def _check_disk(self, policy: Policy | None) -> None:
+        if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):
+            self.machine.close()
+            raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
+
+    @property
+    def facts(self) -> ModelFacts:
+        """The model in numbers, with the present lossy switches."""
+        return self.opened.facts
+
+    @property
+    def lossy(self) -> Lossy:
+        """The present lossy switches."""
+        return self.opened.lossy
+
+    @property
+    def cache_form(self) -> str:
+        """Return how keys and values are encoded; "" if they are not encoded."""
+        return str(self.opened.cache_form(bits)) if (bits := self.lossy.cache_bits) else ""
+
+    @property
+    def resident(self) -> Policy | None:
+        """Return the policy under which weights are in memory; None if none are."""
+        return self._weights.layout.policy if self._weights is not None else None
+
+    @torch.no_grad()
+    def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
+        """Allocate all large memory of a job, and return what its sweeps need.
+
+        Weights of an earlier job stay if the layout places them alike. Weights that stay in memory are read in the
+        first sweep, or here with `load_first`.
+
+        Raises:
+            OutOfMemory: a tier has less memory than the layout books.
+        """
+        layout, machine = watch.layout, self.machine
+        self._drop_misplaced(layout)
+        for tier in TIERS:
+            machine.tier(tier).ledger.restart_peak()
+        machine.keep_freed(has_room(layout, machine.capacity))
+        worker = self._worker(layout, load_first)
+        weights = worker.weights
+        if weights.arriving:
+            watch.expect_loading(weights.missing)
+        program = Program(
+            weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving
+        )
+        moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer
+        # Without overlap one lane does for all, except that an inline lane would wait for a GPU.
+        lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
+        executor = Executor(worker.perform, lanes, self.trace)
+        machine.synchronize()
+        return JobResources(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, watch)
+
+    def _worker(self, layout: Layout, load_first: bool) -> Worker:
+        with contextlib.ExitStack() as undo:  # the spill files first, as they may fail
+            cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
+            undo.callback(cache.close)
+            hidden = Hidden(self.facts, layout, self.machine, self.dtype)
+            undo.callback(hidden.close)
+            delegation = None
+            if layout.delegation:
+                delegation = Delegation(self.facts, layout, self.machine, cache, self.dtype)
+                undo.callback(delegation.close)
+            if self._weights is None:
+                self._weights = Weights(self.opened, layout, self.machine)
+            if load_first:
+                self._weights.settle_all()
+            worker = Worker(self.skeleton, self._weights, cache, hidden, delegation)
+            undo.pop_all()
+        return worker
+
+    def traffic(self) -> dict[str, int]:
+        """Return bytes moved by link since the engine began, without reads of resident weights."""
+        moved = self.machine.traffic()
+        resident = self._resident_read + (self._weights.settled if self._weights else 0)
+        return moved | {"disk_read": moved["disk_read"] - resident}
+
+    def _drop_misplaced(self, layout: Layout) -> None:
+        """Drop the weights of an earlier job unless this layout places them alike."""
+        if self._weights is None:
+            return
+        old, same = self._weights.layout, ("homes", "slot", "stage", "head_rows")
+        if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
+            self.drop_weights()
+
+    def drop_weights(self) -> None:
+        """Free the memory of all weights."""
+        if self._weights is not None:
+            self._resident_read += self._weights.settled
+            self._weights.close()
+            self._weights = None
+
+    def close(self) -> None:
+        """Free all memory and files."""
+        self.drop_weights()
+        self.machine.close()

@@ -1,0 +1,172 @@
+"""One call of `Engine.stream`, as a line of five steps: survey -> plan -> prepare -> run -> results.
+
+    survey    engine/survey.py      sizes of all rows                      -> Workload
+    plan      engine/planner.py     lossy switches, policy, layout         -> Plan
+    prepare   engine/core.py        allocate what the layout books         -> JobResources
+    run       engine/generation.py  sweeps; results leave as rows finish   -> Result
+    results   engine/state.py       counts, seconds, bytes                 -> summary
+
+Only `prepare` and `run` are repeated, with a smaller layout, if memory runs out on the way.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any
+
+from flexengine.config import Result, SamplingParams
+from flexengine.engine.calibration import Calibrator
+from flexengine.engine.core import Core
+from flexengine.engine.generation import Generation, JobResources
+from flexengine.engine.planner import Plan, Planner
+from flexengine.engine.recovery import REPLANS, exhausted, given_too_large, replanned
+from flexengine.engine.state import JobState, Progress
+from flexengine.engine.survey import Reader
+from flexengine.errors import OutOfMemory
+from flexengine.job.prompts import Request
+from flexengine.job.rows import Row
+from flexengine.plan.feedback import Watch
+from flexengine.plan.layout import Layout
+from flexengine.plan.workload import Workload
+from flexengine.runtime.frames import forget_variables
+from flexengine.runtime.shortage import Shortage, shortage
+
+
+class Job:
+    """The rows of one call of `Engine.stream`, from prompts to results.
+
+    Attributes:
+        layout: the present layout; None before the plan is made, and if no row can be run.
+        summary: what `Engine.summary` returns; empty before the first sweep ends.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        planner: Planner,
+        calibrator: Calibrator,
+        reader: Reader,
+        on_sweep: Callable[[Progress], None] | None = None,
+        load_first: bool = False,
+    ) -> None:
+        self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
+        self.on_sweep, self.load_first = on_sweep, load_first
+        self.layout: Layout | None = None
+        self.summary: dict[str, Any] = {}
+
+    def results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
+        """Yield results as rows finish. Raise as `Engine.stream`."""
+        if iter(prompts) is prompts:  # it can be walked only once
+            prompts = list(prompts)
+        workload = self.reader.survey(prompts, params)
+        self.planner.choose_lossy(workload)
+        plan = self.planner.plan(workload, self.core.resident)
+        tokens = sum(n * times for (_, n), times in plan.workload.sizes.items())
+        state = JobState(self._requests(prompts, params, plan), Progress(most=tokens))
+        if plan.layout is not None:
+            yield from self._run(plan.workload, plan.layout, state)
+            return
+        for row in state.feed:
+            assert isinstance(row, Row)
+            state.progress.failed += 1
+            yield Result(row.index, error=row.error)
+        self.summary = self._summarise(state, None)
+
+    def _requests(self, prompts: Iterable[Any], params: SamplingParams, plan: Plan) -> Iterator[Request | Row]:
+        """Yield the requests that fit. Rows that are too long, or cannot be run, come with an error."""
+        for item in self.reader.requests(prompts, params):
+            if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > plan.largest:
+                size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
+                yield Row(item.index, item.line).refused(f"{size} cannot be held: {plan.refusal}")
+            else:
+                yield item
+
+    def _run(self, workload: Workload, layout: Layout, state: JobState) -> Iterator[Result]:
+        """Yield the results of all rows. If memory runs out, continue with at most half the block, at most REPLANS
+        times; finished rows stay finished. Raise RanOut if that does not help, or if the policy was given."""
+        replans = 0
+        while (lack := (yield from self._attempt(self.planner.watch(workload, layout), state))) is not None:
+            if self.planner.policy is not None:
+                raise given_too_large(lack, layout, lambda policy: self.planner.layout_under(policy, workload))
+            if replans == REPLANS:
+                raise exhausted(lack, layout, replans)
+            try:
+                smaller = self.planner.smaller(workload, layout, lack.tier, lack.needed, self.core.resident)
+            except OutOfMemory as error:
+                raise exhausted(lack, layout, replans, error) from error
+            replans += 1
+            message = replanned(lack, layout, smaller, state.rows, replans)
+            state.replanned.append(message)
+            self.planner.say(message)
+            layout = smaller
+
+    def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | None]:
+        """Yield results until all rows are done, or until memory runs out. Return what was short then; `state` holds
+        the rows that remain."""
+        resources = self._prepare(watch, state)
+        if isinstance(resources, Shortage):
+            return resources
+        self.layout = watch.layout
+        core = self.core
+        generation = Generation(resources, state.feed, core.tokenizer, core.eos, state.progress)
+        lack: Shortage | None = None
+        try:
+            with resources.executor:
+                yield from generation.run(self.on_sweep)
+        except Shortage as error:
+            lack = error.with_traceback(None)
+            state.restart(generation.unfinished(), generation.feed)
+        finally:
+            resources.worker.close()
+            core.machine.give_back()
+            state.add_busy(resources.executor.busy)
+            self.summary = self._summarise(state, resources)
+            self._write_trace()
+        if lack is None:
+            self.planner.learn(watch)
+        return lack
+
+    def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage:
+        """Return what the sweeps need, or what was short when it was allocated."""
+        core, began = self.core, time.perf_counter()
+        if self.calibrator.text is not None:
+            _ = core.opened.origins  # calibrates with an engine of its own, so before this one takes any memory
+        core.machine.give_back()  # what planning freed
+        try:
+            resources = core.prepare(watch, self.load_first)
+        except Exception as error:
+            if (lack := shortage(error, core.machine.kind == "cuda")) is None:
+                forget_variables(error)
+                raise
+            core.machine.give_back()
+            return lack
+        state.load_seconds += time.perf_counter() - began
+        state.bytes_before = state.bytes_before or core.traffic()
+        return resources
+
+    def _write_trace(self) -> None:
+        """Write the trace, if any. A trace that cannot be written must not cost the results."""
+        try:
+            if self.core.trace:
+                self.core.trace.write()
+        except OSError as error:
+            warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
+
+    def _summarise(self, state: JobState, resources: JobResources | None) -> dict[str, Any]:
+        """Return `Engine.summary`: model and device, `JobState.summary`, peak bytes by tier, and the plan.
+
+        verified: files, bytes and seconds of what was compared with its checksums since the engine was made.
+        """
+        core = self.core
+        tiers = ("device", "disk") if core.machine.capacity.shared else ("device", "host", "disk")
+        return {
+            "model": core.source.name,
+            "device": core.machine.kind,
+            "dtype": str(core.dtype).removeprefix("torch."),
+            **state.summary(core.traffic()),
+            "peak_bytes": {t: core.machine.tier(t).ledger.peak for t in tiers},
+            "lossy": core.lossy.given,
+            "verified": dict(vars(core.verifier)) if core.verifier else None,
+            "policy": resources.layout.policy.to_json() if resources else None,
+            "plan": resources.watch.report() if resources else None,
+        }

@@ -1,0 +1,100 @@
+"""The state of one job across replans: the rows that remain, and totals so far."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexengine.job.prompts import Request
+from flexengine.job.rows import Row
+
+
+@dataclass
+class Progress:
+    """Counts of a job so far, passed to `on_sweep` after every sweep.
+
+    Attributes:
+        tokens: tokens generated so far.
+        most: tokens that are generated if no sequence stops early.
+        prefill_seconds: seconds of the sweeps that computed a prompt.
+        decode_seconds: seconds of the other sweeps. See `JobState.summary` for both.
+    """
+
+    sweeps: int = 0
+    rows: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    most: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+
+@dataclass
+class JobState:
+    """State of one job across replans.
+
+    Attributes:
+        feed: rows not started. After a replan the unfinished rows come first.
+        progress: counts and seconds so far.
+        load_seconds: seconds before the first sweep, summed over plans.
+        rows: rows in flight when the last plan ran out of memory.
+        bytes_before: bytes moved by link when the job began.
+        busy: seconds of work by lane.
+        replanned: one message per replan.
+    """
+
+    feed: Iterator[Request | Row]
+    progress: Progress
+    load_seconds: float = 0.0
+    rows: int = 0
+    bytes_before: dict[str, int] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+    replanned: list[str] = field(default_factory=list)
+
+    def restart(self, unfinished: Sequence[Request], feed: Iterator[Request | Row]) -> None:
+        """Put unfinished rows before the rows that have not started."""
+        self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
+
+    def add_busy(self, busy: Mapping[str, float]) -> None:
+        """Add seconds of work by lane."""
+        for lane, seconds in busy.items():
+            self.busy[lane] = self.busy.get(lane, 0.0) + seconds
+
+    def summary(self, moved: Mapping[str, int]) -> dict[str, Any]:
+        """Return counts, seconds and bytes of the job.
+
+        Keys with seconds by the clock, one period after the other:
+
+        load_seconds: before the first sweep. Weights are calibrated, encoded and verified in this period, if necessary,
+            and memory is allocated. Weights are read in this period only with `load_first`.
+        prefill_seconds: of the sweeps that computed any prompt. In an engine's first job, and in the first job of a
+            layout, the first such sweep also reads the weights that stay in memory, beside computing.
+        decode_seconds: of all other sweeps.
+        total_seconds: of all sweeps, without load_seconds.
+
+        busy: share of total_seconds by lane. busy["loading"] is the time in which weights that stay are read, from
+            its beginning to its end in the lane that reads the disk, whether computing hides it or not. It is not part
+            of busy["disk_read"], and its bytes are not part of `bytes`.
+        replanned: one message per replan. The engine's policy, plan and peak_bytes are those of the last plan.
+
+        Args:
+            moved: bytes by link since the engine began.
+        """
+        p = self.progress
+        seconds = p.prefill_seconds + p.decode_seconds
+        return {
+            "rows": p.rows,
+            "failed": p.failed,
+            "prompt_tokens": p.prompt_tokens,
+            "generated_tokens": p.tokens,
+            "sweeps": p.sweeps,
+            "load_seconds": self.load_seconds,
+            "prefill_seconds": p.prefill_seconds,
+            "decode_seconds": p.decode_seconds,
+            "total_seconds": seconds,
+            "generated_tok_s": p.tokens / seconds if seconds else 0.0,
+            "bytes": {link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
+            "busy": {lane: s / seconds for lane, s in self.busy.items()} if seconds else {},
+            "replanned": list(self.replanned),
+        }

@@ -1,0 +1,57 @@
+"""A row of the input: what all readers of files make, and what an engine runs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One input row.
+
+    Attributes:
+        index: number of the row, from 0; blank lines do not count.
+        line: line of the file on which the row starts, from 1 (in a Parquet or Arrow file: the row's number); 0 if the
+            row is not from a file.
+        fields: all fields of the row, kept for the output; empty if the line could not be read.
+        error: why this row cannot be run, beginning with its line; None if it can, as far as is known.
+        request: what to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling fields.
+            Default: `fields`.
+        custom_id: id of an OpenAI batch line, "" if the line has no usable one; None for other rows.
+    """
+
+    index: int
+    line: int
+    fields: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    request: dict[str, Any] = field(default_factory=dict)
+    custom_id: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.request:
+            object.__setattr__(self, "request", self.fields)
+
+    @property
+    def is_batch(self) -> bool:
+        """Return whether the result is written as an OpenAI batch line."""
+        return self.custom_id is not None
+
+    @property
+    def place(self) -> str:
+        """The row's line, or its number: every error of a row begins with it."""
+        return f"line {self.line}" if self.line else f"prompt {self.index}"
+
+    def refused(self, reason: str) -> "Row":
+        """Return this row with an error."""
+        return replace(self, error=f"{self.place}: {reason}")
+
+
+def row_of(prompt: object, index: int) -> Row:
+    """Return the row of a prompt given in Python: a string, or a mapping with the fields of a JSONL row."""
+    if isinstance(prompt, str):
+        return Row(index, 0, {"prompt": prompt})
+    if isinstance(prompt, Mapping):
+        return Row(index, 0, dict(prompt))
+    return Row(index, 0).refused(f"is {type(prompt).__name__}; it must be a string or a row (dict)")

