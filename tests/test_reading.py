@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bench.failing import Failing, Fault
+from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, loading, prepare, verify
 from flexengine.model import identity as identity_of

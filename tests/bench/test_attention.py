@@ -1,10 +1,10 @@
-"""bench.attention: sizes, arithmetic of the results, and a whole run of a small case."""
+"""bench.kernels.attention: sizes, arithmetic of the results, and a whole run of a small case."""
 
 import pytest
 import torch
 
-from bench import attention
-from bench.attention import (
+from bench.kernels import attention
+from bench.kernels.attention import (
     CASES,
     PROMPTS,
     Case,
@@ -17,7 +17,7 @@ from bench.attention import (
     table,
     timed,
 )  # fmt: skip
-from bench.peak import Peak
+from bench.kernels.peak import Peak
 
 SMALL = Case("small", kv_heads=2, sequences=3, tokens=40, heads=4, dim=64, page_tokens=16)
 
@@ -70,7 +70,7 @@ def test_results_are_of_the_least_times() -> None:
 
 
 def test_a_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.attention.BEYOND", 1 << 20)
+    monkeypatch.setattr("bench.kernels.attention.BEYOND", 1 << 20)
     record = attention.run_case(SMALL, 2)
     assert list(record["kinds"]) == [*SMALL.kinds, "sdpa"]
     assert all(x["seconds"] > 0 for x in record["kinds"].values())

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 
-from bench import compare, harness, report
+from bench import harness
 from bench.cases import COMPARISONS, SMOKE
+from bench.compare import __main__ as compare
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
 from bench.peers import PEERS
+from bench.report.lines import command, lines_of
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ class Pretended:
     def module(self, module: str, stdin: str, *rest: Any, python: str = sys.executable) -> Record:
         if module == "bench.harness":
             return {"airllm": f"2.11 of {python}"}
-        assert module == "bench.bound"
+        assert module == "bench.compare.bound"
         return {"model_bytes": 1000, "read_rate": {"buffered": 100.0}, "rates": {"link": None},
                 "memory_seconds": [0.1, 0.1], "compute_seconds": [3.0, 0.5]}  # fmt: skip
 
@@ -75,8 +77,8 @@ def test_sides_take_turns_with_the_best_batch_of_each_peer(tiny: Path, monkeypat
     assert line["bound"]["share"]["median"] == 4.0
     assert line["bound"]["runs"][0]["slowest"] == "compute"
     assert str(tiny) not in json.dumps(line)
-    (row,) = report.lines_of(json.loads(json.dumps(line)))
-    assert report.command([row]) == "python -m bench.compare smoke --runs 2 --peers transformers"
+    (row,) = lines_of(json.loads(json.dumps(line)))
+    assert command([row]) == "python -m bench.compare smoke --runs 2 --peers transformers"
 
 
 def test_each_choice_of_switches_is_a_record(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +89,8 @@ def test_each_choice_of_switches_is_a_record(tiny: Path, monkeypatch: pytest.Mon
         "flexengine_side", "flexengine_side", "transformers_generate", "flexengine_side", "flexengine_side"
     ]  # fmt: skip
     assert [line["lossy"] for line in lines] == ["exact", "weights=int4"]
-    rows = [row for line in lines for row in report.lines_of(line)]
-    assert report.command(rows) == (
+    rows = [row for line in lines for row in lines_of(line)]
+    assert command(rows) == (
         "python -m bench.compare smoke --runs 2 --peers transformers --peer-runs 1 --lossy exact weights=int4"
     )
 

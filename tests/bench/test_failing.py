@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.failing import Failing, Fault
+from bench.faults.failing import Failing, Fault
 
 
 def work(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bench import gguf_files
+from bench.compare import gguf_files
 from bench.models import SHAPES, make
 from flexengine import Engine, SamplingParams
 from tests.helpers.families import prompts_of, reference

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_kernels, harness, limit
-from bench.bound import Question, bounds, cache_bytes, question, read_rates, weight_bytes
+from bench import harness, limit
 from bench.cases import GPU, MIXED, OFFLOAD_LONG, OFFLOAD_SHORT, RESIDENT, SMOKE
-from bench.compare import limit_bytes, ratios
+from bench.compare.__main__ import limit_bytes, ratios
+from bench.compare.bound import Question, bounds, cache_bytes, question, read_rates, weight_bytes
+from bench.gpu import kernels as gpu_kernels
 from bench.harness import Job, Limits
 from bench.models import SHAPES, OptShape, make, shard_files
 
@@ -128,7 +129,7 @@ def test_read_rates_are_positive_and_read_everything(tiny: Path) -> None:
 
 
 def test_bound_is_measured_on_the_model(tiny: Path) -> None:
-    found = harness.run_module("bench.bound", question(str(tiny), [(8, 3)] * 4).to_json())
+    found = harness.run_module("bench.compare.bound", question(str(tiny), [(8, 3)] * 4).to_json())
     assert "error" not in found, found
     assert len(found["compute_seconds"]) == len(found["memory_seconds"]) == 3
     assert found["rates"]["memory"] > 0

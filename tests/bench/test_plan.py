@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from bench import harness, limit, plan
+from bench import harness, limit
 from bench.cases import Case, fixed
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
-from bench.peers.planned_side import ASSUME, RUN, Asked, perform
-from bench.plan import Bench, error_of, judged, run_auto, run_errors
-from bench.plan_cases import (
+from bench.plan import __main__ as plan
+from bench.plan.__main__ import Bench, error_of, judged, run_auto, run_errors
+from bench.plan.cases import (
     AUTO,
     AUTO_QUICK,
     DEMO,
@@ -31,6 +31,7 @@ from bench.plan_cases import (
     MachineCase,
     Shape,
 )
+from bench.plan.side import ASSUME, RUN, Asked, perform
 from flexengine import Policy
 
 FOUR = Case("four", 4, fixed(3), fixed(2))

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import plots, report
-from bench.plots import Bars, Curve, Gantt
+from bench.report import __main__ as report
+from bench.report import blocks, lines, plots
+from bench.report.plots import Bars, Curve, Gantt
 
 OLD = {
     "bench": "offload", "time": "2026-01-01", "lossy": "exact", "limit_bytes": 2 * 10**9, "peer_dtype": "float16",
@@ -36,16 +37,16 @@ def test_a_stale_table_and_a_missing_marker_are_told(tmp_path: Path) -> None:
 
 
 def test_the_latest_of_a_case_switches_and_peer_counts_even_if_it_is_worse() -> None:
-    (line,) = report.lines_of(OLD)
+    (line,) = lines.lines_of(OLD)
     newer = replace(line, time="2026-01-02", ours={"median": 1.0, "min": 1.0, "max": 1.0})
     other = replace(line, switches="weights=int4")
-    assert report.latest([newer, line, other]) == [newer, other]
-    assert report.latest([line, newer]) == [newer]
+    assert lines.latest([newer, line, other]) == [newer, other]
+    assert lines.latest([line, newer]) == [newer]
 
 
 def test_a_row_of_the_table(tmp_path: Path) -> None:
     (tmp_path / "offload.jsonl").write_text(json.dumps(OLD) + "\n")
-    row = report.compare_block(tmp_path).splitlines()[2]
+    row = blocks.compare_block(tmp_path).splitlines()[2]
     assert row == (
         "| (c1) OPT-1.3B shape, fp16, memory limit 2.0 GB, 16 x (128 in, 8 out) | none | 5.6 (5.5-5.6) "
         "| `accelerate-disk`, float16, batch 16 | 1 | 5.6 (5.5-5.6) | 15 of 16 | 83 % (80-86) | 2026-01-01 |"
@@ -54,7 +55,7 @@ def test_a_row_of_the_table(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("value", "said"), [(1234.0, "1230"), (0.0123, "0.0123"), (99.96, "100"), (5.0, "5")])
 def test_three_digits(value: float, said: str) -> None:
-    assert report.short(value) == said
+    assert lines.short(value) == said
 
 
 def test_every_kind_of_plot_as_text_and_as_svg(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +86,7 @@ def test_attention_shows_decode_and_prompts(tmp_path: Path) -> None:
         "lengths": {"5": {"gflop_s": 50.0, "share": 0.25}, "9": {"gflop_s": 100.0, "share": 0.5}},
     }  # fmt: skip
     (tmp_path / "attention.jsonl").write_text("\n".join(map(json.dumps, (decode, prompt))))
-    block = report.attention_block(tmp_path)
+    block = blocks.attention_block(tmp_path)
     assert "| 8 heads, 2 of KV | 4-bit | 10 | 25 % | 50 % | 3 |" in block
     assert "| 8 heads, 2 of KV | 50 (25 %) | 100 (50 %) |" in block
     assert "200 GFLOP/s" in block

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from bench import resident
-from bench.resident import CASES, MB, Setting, measure
+from bench.resident import __main__ as resident
+from bench.resident.__main__ import CASES, MB, Setting, measure
 
 
 def test_cases_cover_what_was_promised() -> None:

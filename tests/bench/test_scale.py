@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench import scale
+from bench.scale import __main__ as scale
 
 
 def test_line_and_its_error_are_those_of_least_squares() -> None:

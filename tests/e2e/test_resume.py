@@ -612,14 +612,14 @@ def test_results_are_saved_first_and_a_lost_signal_is_raised_again() -> None:
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-# kill -9. More of the same: python -m bench.kills MODEL --kills 100
+# kill -9. More of the same: python -m bench.faults.kills MODEL --kills 100
 
 
 @pytest.mark.slow
 def test_kills(families: Any) -> None:
     arguments = [str(families("llama").directory), "--kills", "10", "--rows", "24", "--seed", "1"]
     cases = ["--cases", "greedy", "sampled", "two samples", "offloaded"]
-    command = [sys.executable, "-m", "bench.kills", *arguments, *cases]
+    command = [sys.executable, "-m", "bench.faults.kills", *arguments, *cases]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     tally = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.failing import Failing, Fault
+from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint, InvalidInput, OutOfMemory
 from flexengine.reading import PAUSES
 from flexengine.tier import cuda, disk, limits, machine

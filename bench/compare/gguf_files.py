@@ -38,7 +38,7 @@ def _made(path: Path, source: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
         half = Path(folder) / path.name
-        subprocess.run([sys.executable, "-m", "bench.gguf_files", str(source), str(half)], check=True)
+        subprocess.run([sys.executable, "-m", "bench.compare.gguf_files", str(source), str(half)], check=True)
         half.replace(path)
     note.write_text(content)
     return path

@@ -5,7 +5,8 @@ python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--
 
 Every side is a process of its own, in a cgroup of its own where the case has a limit, with the checkpoint dropped from
 the page cache first. Peers that take batches try the case's batch sizes once and keep the fastest. After each of our
-runs the bound is measured (bench/bound.py). A peer that cannot run is skipped, and its reason printed and recorded.
+runs the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped, and its reason printed and
+recorded.
 One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose tokens are equal.
 """
 
@@ -18,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from bench import gguf_files, harness, limit
-from bench.bound import bounds, evict, question
+from bench import harness, limit
 from bench.cases import COMPARISONS, Case, Comparison
+from bench.compare import gguf_files
+from bench.compare.bound import bounds, evict, question
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, LlamaShape, demo_model, make, shard_files
 from bench.peers import PEERS
@@ -83,7 +85,7 @@ class Ours:
 def measure_bound(job: Job, case: Case, ours: Record) -> Record:
     """The bound in seconds of one of our runs, measured now, and our share of it."""
     asked = replace(question(job.model, case.lengths()), lossy=job.lossy, device=job.device)
-    measured = harness.run_module("bench.bound", asked.to_json())
+    measured = harness.run_module("bench.compare.bound", asked.to_json())
     if "error" in measured:
         return measured
     summary, sweeps = ours["summary"], len(measured["compute_seconds"])

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.failing import Fault
-from bench.gguf_files import convert
+from bench.compare.gguf_files import convert
+from bench.faults.failing import Fault
+from bench.faults.trials import Tally, forked, own_cache, real_command
 from bench.harness import peak_rss
-from bench.trials import Tally, forked, own_cache, real_command
 
 FILES = ("safetensors", "index", "config", "gguf")
 BATCH = 25  # files per process

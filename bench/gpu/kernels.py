@@ -1,5 +1,5 @@
 """Rates of the kernels for a GPU: decode attention, and products with 4-bit weights beside cuBLAS's with bf16. Run by
-bench.gpu, or alone: python -m bench.gpu_kernels [--out FILE] [--smoke]
+bench.gpu, or alone: python -m bench.gpu.kernels [--out FILE] [--smoke]
 
 attention: GB/s of KV read, in bf16 and in 4 bits, by the fused kernel and by plain torch. products: TFLOP/s of
 x @ w.T by the number of rows. What a call reads is other memory than the calls before it read, more than a cache holds.

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.failing import Fault
-from bench.trials import Tally, forked, real_command
+from bench.faults.failing import Fault
+from bench.faults.trials import Tally, forked, real_command
 
 SUMS = "SHA256SUMS"
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.failing import Fault
+from bench.faults.failing import Fault
+from bench.faults.trials import Tally, forked
 from bench.harness import peak_rss, rss
 from bench.limit import NotPermitted, run_limited
 from bench.models import OptShape, make, shard_files
-from bench.trials import Tally, forked
 
 MB = 10**6
 OVER = 1.1
@@ -132,5 +132,5 @@ class Budgets:
 
 
 def _environment() -> dict[str, str]:
-    path: Sequence[str] = (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", ""))
+    path: Sequence[str] = (str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))}

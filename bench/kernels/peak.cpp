@@ -1,6 +1,6 @@
 // What a machine can do at most: independent products in registers, and memory read once.
-#include "../flexengine/kernels/quads.h"
-#include "../flexengine/kernels/tile.h"
+#include "../../flexengine/kernels/quads.h"
+#include "../../flexengine/kernels/tile.h"
 
 namespace {
 constexpr int CHAINS = 12;  // sums that wait for none of the others: more than a core works on at once

@@ -1,31 +1,20 @@
-"""Everything that can go wrong with a job, tried: how often did it survive, what was lost, what done twice?
+"""The kinds of faults that bench.faults tries, each a generator of tallies."""
 
-python -m bench.faults MODEL [--quick] [--only KIND ...] [--out bench/results/faults.jsonl]
-
-MODEL: a directory, best a tiny one without a tokenizer. Prints a line per kind, and JSON lines to --out; exit code 1 if
-anything was lost, repeated or not survived. --quick: a few of each kind, under a minute. What is not allowed here
-(mounting) is skipped with the reason.
-"""
-
-import argparse
 import json
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench import bits, budgets, damage, gguf_files, kills
-from bench.failing import CRASHES, PROTOCOL, Fault
-from bench.harness import emit, machine, now, versions
-from bench.trials import Tally, Trials, own_cache, real_command, rows_of, stub_command
+from bench.compare import gguf_files
+from bench.faults import bits, budgets, damage, kills
+from bench.faults.failing import CRASHES, PROTOCOL, Fault
+from bench.faults.trials import Tally, Trials, own_cache, real_command, rows_of, stub_command
 
 _SPLIT = [0.4, 0.3, 0.3]
 AWAY = json.dumps(dict(gpu_batch_size=2, num_gpu_batches=2, weights=_SPLIT, cache=_SPLIT, activations=_SPLIT))
@@ -162,7 +151,7 @@ class _Preparing(Trials):
 
 
 def random_kills(c: Campaign) -> Iterator[Tally]:
-    """SIGKILL, SIGTERM and SIGINT at random moments: bench.kills."""
+    """SIGKILL, SIGTERM and SIGINT at random moments: bench.faults.kills."""
     for number, full in ((signal.SIGKILL, 200), (signal.SIGTERM, 50), (signal.SIGINT, 50)):
         tally = Tally(f"{number.name} at random")
         yield tally
@@ -335,81 +324,3 @@ KINDS: dict[str, Kind] = {
     "prepared": prepared_errors, "kills": random_kills, "disks": real_disks, "shared": shared_directory,
     "memory": little_memory, "input": bad_input, "files": bad_files, "bits": flipped_bits,
 }  # fmt: skip
-
-
-@contextmanager
-def _workplace(given: str | None) -> Iterator[Path]:
-    work = Path(given or tempfile.mkdtemp(prefix="flexengine-faults-"))
-    work.mkdir(exist_ok=True)
-    try:
-        yield work
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-
-
-def _import(engine: bool) -> None:
-    """What runs need, so that no fork has to import it, or to build it while a clock ticks. engine: not only the
-    protocol."""
-    import numpy.ma  # noqa: F401
-    import tqdm  # noqa: F401
-
-    import flexengine.job.manifest
-    import flexengine.job.resume
-    import flexengine.run
-
-    if not engine:
-        return
-    import highspy  # noqa: F401
-    import transformers.models.llama.modeling_llama
-    import transformers.models.opt.modeling_opt  # noqa: F401
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    import flexengine.engine
-    import flexengine.kernels
-    import flexengine.model.gguf
-
-    get_checkpoint_conversion_mapping("llama")  # a thousand expressions, compiled once
-    flexengine.kernels.load()
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
-    p = argparse.ArgumentParser(prog="python -m bench.faults", description="Try faults of every kind.")
-    p.add_argument("model", type=Path)
-    p.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
-    p.add_argument("--quick", action="store_true", help="a few of each kind")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--work", help="a directory to work in (default: a temporary one); emptied at the end")
-    p.add_argument("--out", help="JSON lines are added to this file")
-    args = p.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model gains nothing from more
-    _import(engine=bool(set(args.only) - {"protocol", "crashes", "journal"}))
-    bad = 0
-    for name in args.only:
-        with _workplace(args.work) as work:
-            began = time.monotonic()
-            for tally in _each(KINDS[name](Campaign(args.model.resolve(), work, args.quick, args.seed))):
-                print(tally.line(), flush=True)
-                for fault in tally.faults:
-                    print(f"    {fault}", file=sys.stderr, flush=True)
-                bad += tally.tried - tally.survived + tally.lost + tally.repeated
-                seconds, began = time.monotonic() - began, time.monotonic()
-                about = {"bench": "faults", "part": name, "quick": args.quick, "seed": args.seed, "time": now(),
-                         "machine": machine(), "versions": versions()}  # fmt: skip
-                emit({**about, **tally.record(), "seconds": seconds}, args.out)
-    return 1 if bad else 0
-
-
-def _each(tallies: Iterator[Tally]) -> Iterator[Tally]:
-    """Tallies once they are filled: each is yielded before."""
-    last: Tally | None = None
-    for tally in tallies:
-        if last is not None:
-            yield last
-        last = tally
-    if last is not None:
-        yield last
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from bench.failing import Failing, Fault
+from bench.faults.failing import Failing, Fault
 from bench.harness import Record
 
 PATIENCE = 60  # seconds until a run counts as hanging

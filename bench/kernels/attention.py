@@ -1,10 +1,10 @@
 """Attention of new tokens over paged KV of every kind, and of prompts, with 1, 4 and 8 query heads per KV head.
 
-python -m bench.attention [--cases mha gqa gqa8 ...] [--rounds 12] [--out attention.jsonl]
+python -m bench.kernels.attention [--cases mha gqa gqa8 ...] [--rounds 12] [--out attention.jsonl]
 
 Decode attention is compared with torch's fp32 SDPA, with a plain read of the same bytes, and with the bound: the time
-of that read or, if it is longer, of the products at the peak that bench.peak measures in the same run. Attention of
-prompts is compared with that peak; products with keys after the query are not counted.
+of that read or, if it is longer, of the products at the peak that bench.kernels.peak measures in the same run.
+Attention of prompts is compared with that peak; products with keys after the query are not counted.
 
 All sides alternate in one process, on threads that share cores with whatever else runs, so the least time of all rounds
 counts. Every side of a decode case goes through more memory than the CPU caches, in huge pages as in the engine's
@@ -20,9 +20,10 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench import harness, peak
+from bench import harness
 from bench.harness import Record
-from bench.peak import Peak
+from bench.kernels import peak
+from bench.kernels.peak import Peak
 from flexengine import kernels
 from flexengine.codec.cache import CacheForm
 from flexengine.kernels.base import Kernels

@@ -23,8 +23,9 @@ from functools import partial
 from itertools import cycle
 from typing import Any
 
-from bench import harness, peak
+from bench import harness
 from bench.harness import Record
+from bench.kernels import peak
 
 Call = Callable[[], Any]
 PARTS = ("products", "prompts", "passes", "model")

@@ -1,6 +1,8 @@
 """When attention on the host pays: decode sweeps with and without delegation over cached lengths, with slow links.
 
-python -m bench.delegation DIR [--runs 3] [--case small] [--up RATE] [--out FILE]  (DIR: where the checkpoint is made)
+python -m bench.kernels.delegation DIR [--runs 3] [--case small] [--up RATE] [--out FILE]
+
+DIR: where the checkpoint is made.
 
 Everything is in memory, each lane has one core; the KV cache lives on the host, behind links of the case's rates. Times
 are those of the quickest decode sweep, as other programs only add to them. Two records:

@@ -267,7 +267,7 @@ def answer(asked: Question) -> dict[str, Any]:
     """Rates, and the seconds of memory and of compute of every sweep."""
     import torch
 
-    from bench import peak
+    from bench.kernels import peak
 
     model, lossy = Path(asked.model), asked.lossy or {}
     config = json.loads((model / "config.json").read_text())

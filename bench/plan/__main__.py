@@ -23,12 +23,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from bench import harness, limit
-from bench.bound import evict
 from bench.cases import Case
+from bench.compare.bound import evict
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, demo_model, make, shard_files
-from bench.peers.planned_side import ASSUME, MEASURE, Asked
-from bench.plan_cases import (
+from bench.plan.cases import (
     AUTO,
     AUTO_QUICK,
     DEMO,
@@ -43,8 +42,9 @@ from bench.plan_cases import (
     MachineCase,
     Shape,
 )
+from bench.plan.side import ASSUME, MEASURE, Asked
 
-SIDE = "bench.peers.planned_side"
+SIDE = "bench.plan.side"
 CASES = {"error": (ERROR, ERROR_QUICK), "held-out": (HELD_OUT, HELD_OUT_QUICK)}  # of a part, and its --quick
 TIMEOUT = 300.0  # seconds of a process
 Ask = Callable[[Asked, Limits], Record]

@@ -1,6 +1,6 @@
 """Jobs killed with SIGKILL at random moments and started again: is the output that of a job left in peace?
 
-python -m bench.kills MODEL --kills 100      (MODEL: a directory, best a tiny one without a tokenizer)
+python -m bench.faults.kills MODEL --kills 100      (MODEL: a directory, best a tiny one without a tokenizer)
 
 Every run is a fork of this process, which has imported everything and computed nothing (OpenMP does not survive a
 fork), so that a kill costs a fraction of a second. After some kills the end of the journal is torn by hand: a kill
@@ -229,7 +229,7 @@ def campaign(model: str, work: Path, plan: Plan) -> Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    p = argparse.ArgumentParser(prog="python -m bench.kills", description="Kill jobs and compare their outputs.")
+    p = argparse.ArgumentParser(prog="python -m bench.faults.kills", description="Kill jobs and compare their outputs.")
     p.add_argument("model")
     p.add_argument("--kills", type=int, default=100)
     p.add_argument("--rows", type=int, default=40, help="rows of the input (default: %(default)s)")

@@ -12,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from bench import report
 from bench.harness import REPO
+from bench.report.blocks import scales
+from bench.report.lines import compared, rate, short
 
 FOLDER = REPO / "docs" / "plots"
 WIDTH = 50  # characters of the longest bar of a text plot
@@ -52,31 +53,31 @@ Shown = Bars | Curve | Gantt
 def throughput() -> Bars:
     """Tokens/s of ours and of peers, by case."""
     bars: dict[tuple[str, str], float] = {}
-    for line in report.compared():
+    for line in compared():
         name = "flexengine" if line.switches == "exact" else f"flexengine {line.switches}"
-        bars[f"({line.case.name})", name] = report.rate(line.ours)
+        bars[f"({line.case.name})", name] = rate(line.ours)
         if line.theirs:
-            bars[f"({line.case.name})", line.peer] = report.rate(line.theirs)
+            bars[f"({line.case.name})", line.peer] = rate(line.theirs)
     ordered = sorted(bars.items(), key=lambda x: (x[0][0], x[1]))
     return Bars("Useful tokens per second", "tok/s", tuple((case, name, value) for (case, name), value in ordered))
 
 
 def bound() -> Bars:
     """Our share of the bound, by case and switches."""
-    shares = {(f"({x.case.name})", x.switches): 100 * report.rate(x.share) for x in report.compared() if x.share}
+    shares = {(f"({x.case.name})", x.switches): 100 * rate(x.share) for x in compared() if x.share}
     return Bars("Share of the bound measured in the same run", "%", tuple((a, b, v) for (a, b), v in shares.items()))
 
 
 def frontier() -> Curve:
     """Measured: what more gpu_batches in a sweep cost in latency and bring in throughput."""
-    line = report.scales().get("batches", {"points": []})
+    line = scales().get("batches", {"points": []})
     found = [(1e3 * p["sweep_seconds"], p["tok_s"], f"{4 * p['x']} rows") for p in line["points"]]
     return Curve("Latency and throughput, tiny model", "ms per token", "tok/s", tuple(found))
 
 
 def sweep() -> Gantt:
     """One decode sweep of a tiny model whose weights and cache are streamed over slow links."""
-    line = report.scales().get("sweep", {"spans": []})
+    line = scales().get("sweep", {"spans": []})
     spans = tuple((lane, what, began, end) for lane, what, began, end in line["spans"])
     return Gantt("One decode sweep: weights and cache streamed over links of 20 MB/s", spans)
 
@@ -114,10 +115,10 @@ def text(name: str) -> str:
     shown = PLOTS[name]()
     if isinstance(shown, Bars):
         most = max((value for _, _, value in shown.bars), default=1.0)
-        lines = [f"{label} {series:<44} {'#' * round(WIDTH * value / most):<{WIDTH}} {report.short(value)} {shown.unit}"
+        lines = [f"{label} {series:<44} {'#' * round(WIDTH * value / most):<{WIDTH}} {short(value)} {shown.unit}"
                  for label, series, value in shown.bars]  # fmt: skip
     elif isinstance(shown, Curve):
-        lines = [f"{label}: {report.short(x)} {shown.x}, {report.short(y)} {shown.y}" for x, y, label in shown.points]
+        lines = [f"{label}: {short(x)} {shown.x}, {short(y)} {shown.y}" for x, y, label in shown.points]
     else:
         lines = gantt_text(shown)
     return "\n".join([shown.title, *lines])
@@ -133,7 +134,7 @@ def gantt_text(shown: Gantt) -> list[str]:
             for i in range(int(99 * began / most), int(99 * end / most) + 1):
                 cells[i] = "#"
         lines.append(f"{lane:>12} {''.join(cells)}")
-    return [*lines, f"{'':>12} 0 to {report.short(most)} ms"]
+    return [*lines, f"{'':>12} 0 to {short(most)} ms"]
 
 
 # ---- as SVG
@@ -168,7 +169,7 @@ def bars(axes: Any, shown: Bars) -> None:
     axes.barh(range(len(shown.bars)), [value for *_, value in shown.bars],
               color=[f"C{series.index(name) % 10}" for _, name, _ in shown.bars])  # fmt: skip
     for i, (_, _, value) in enumerate(shown.bars):
-        axes.text(value, i, f" {report.short(value)}", va="center", fontsize=7)
+        axes.text(value, i, f" {short(value)}", va="center", fontsize=7)
     axes.set_yticks(range(len(shown.bars)), [f"{label} {name}" for label, name, _ in shown.bars], fontsize=7)
     axes.invert_yaxis()
     axes.set_xlabel(shown.unit)

@@ -2,7 +2,7 @@
 
 python -m bench.gpu DIR [--out FILE] [--seconds 260]   (DIR: where the checkpoint is made or reused; 26 GB)
 
-First the kernels by themselves (bench.gpu_kernels), one JSON line per figure. Then one line per case, each run in its
+First the kernels by themselves (bench.gpu.kernels), one JSON line per figure. Then one line per case, each run in its
 own process, as many as fit in --seconds; then a table. `share_of_bound` is the time the streamed bytes need at the
 measured pinned host-to-device rate, over the whole time of the run.
 """
@@ -15,8 +15,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench import gpu_kernels, harness
+from bench import harness
 from bench.cases import GPU, GpuCase, fixed
+from bench.gpu import kernels as gpu_kernels
 from bench.harness import Job, Limits, Record
 from bench.models import SHAPES, make
 

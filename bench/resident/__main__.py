@@ -77,9 +77,9 @@ def measure(setting: Setting, limited: bool = False) -> Record:
     """
     limit = None
     if limited:
-        idle = run_module("bench.peers.resident", json.dumps(asdict(replace(setting, jobs=()))), Limits(None, SECONDS))
+        idle = run_module("bench.resident.side", json.dumps(asdict(replace(setting, jobs=()))), Limits(None, SECONDS))
         limit = int(idle["private"] + OVER * setting.budget)
-    found = run_module("bench.peers.resident", json.dumps(asdict(setting)), Limits(limit, SECONDS))
+    found = run_module("bench.resident.side", json.dumps(asdict(setting)), Limits(limit, SECONDS))
     if "error" in found:
         return {**found, "limit": limit, "over": None, "wrong": [found["error"]]}
     jobs, wrong = found["jobs"], []
