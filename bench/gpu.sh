@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The GPU checks in one command, under 8 minutes on one large GPU, without a network:
 #   bench/gpu.sh [DIR]      DIR: where the OPT-13B-shaped checkpoint is made or reused (26 GB; default: a temporary folder)
-# First `pytest -m cuda tests` (the checkpoint is made meanwhile), then bench/gpu.py. JSON lines go to
+# First `pytest -m cuda tests` (the checkpoint is made meanwhile), then bench/gpu/__main__.py. JSON lines go to
 # bench/results/gpu.jsonl, or to $OUT (a file, or a folder to put gpu.jsonl in); a table comes last.
 # PYTHON: the interpreter (default python3). Exit code: 0 only if the tests and every run passed.
 set -u
@@ -29,7 +29,7 @@ fi
 "$python" -m bench.gpu "$dir" --make-only &
 maker=$!
 # Only files that have such tests are collected; they are dealt out one by one, as few files have most of them.
-timeout 270 "$python" -m pytest -m cuda -n 4 --dist load $(grep -lE "cuda" tests/test_*.py)
+timeout 270 "$python" -m pytest -m cuda -n 4 --dist load $(grep -rlE "cuda" tests --include="test_*.py")
 tests=$?
 wait "$maker" || exit 4
 "$python" -m bench.gpu "$dir" --out "$out" --seconds $((460 - (SECONDS - started)))

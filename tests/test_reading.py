@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_gguf import tiny_gguf
 
-from bench.failing import Failing, Fault
+from bench.faults.failing import Failing, Fault
 from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, loading, prepare, verify
 from flexengine.model import identity as identity_of
 from flexengine.reading import PAUSES, opened
+from tests.model.test_gguf import tiny_gguf
 
 CONTENT = bytes(range(256)) * 100
 

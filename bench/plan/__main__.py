@@ -1,0 +1,349 @@
+"""How well the planner predicts, and how good the policies are that it chooses.
+
+python -m bench.plan error --model-dir DIR [--out plan.jsonl]
+python -m bench.plan held-out --model-dir DIR [--out plan.jsonl]
+python -m bench.plan auto --model-dir DIR [--cases resident host disk] [--pairs 2] [--out plan.jsonl]
+
+DIR is where the models are made (or reused). `error`: given policies on cpu and sim, predicted and measured seconds.
+`held-out`: the same for 16 cases that the cost model was not developed on: formats and shapes of attention, windows,
+experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory. `auto`: the
+planner's own choice against a grid of 24 policies, and against the best of them run again beside it.
+Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
+machine a process measures both, and all those runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as
+they are, with what earlier jobs corrected; with an empty directory there, they are measured.
+--quick: a model of three small layers and rates that are assumed, to see that all is in order.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from bench import harness, limit
+from bench.cases import Case
+from bench.compare.bound import evict
+from bench.harness import Job, Limits, Record
+from bench.models import SHAPES, demo_model, make, shard_files
+from bench.plan.cases import (
+    AUTO,
+    AUTO_QUICK,
+    DEMO,
+    ERROR,
+    ERROR_QUICK,
+    HELD_OUT,
+    HELD_OUT_QUICK,
+    OPT,
+    AutoCase,
+    ErrorCase,
+    Lossy,
+    MachineCase,
+    Shape,
+)
+from bench.plan.side import ASSUME, MEASURE, Asked
+
+SIDE = "bench.plan.side"
+CASES = {"error": (ERROR, ERROR_QUICK), "held-out": (HELD_OUT, HELD_OUT_QUICK)}  # of a part, and its --quick
+TIMEOUT = 300.0  # seconds of a process
+Ask = Callable[[Asked, Limits], Record]
+
+
+def ask_process(asked: Asked, limits: Limits) -> Record:
+    """Asks the side, in a process of its own."""
+    return harness.run_module(SIDE, asked.to_json(), limits)
+
+
+def say(text: str) -> None:
+    """Progress."""
+    print(text, file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What all runs share. model_dir: where checkpoints are made; scratch: an empty directory on the same disk.
+
+    models: directories, and rates: hardware with the seconds that measuring it took, as far as they were needed yet.
+    """
+
+    model_dir: Path
+    scratch: str
+    quick: bool = False
+    ask: Ask = ask_process
+    models: dict[str, Path] = field(default_factory=dict)
+    rates: dict[str, Record] = field(default_factory=dict)
+
+    def model(self, name: str) -> Path:
+        """The directory of a model, made if need be."""
+        if name not in self.models:
+            home = self.model_dir if name == OPT else self.model_dir / name
+            self.models[name] = demo_model().resolve() if name == DEMO else make(SHAPES[name], home, workers=2)
+        return self.models[name]
+
+    def asked(self, model: str, machine: MachineCase, case: Case, lossy: Lossy = None) -> Asked:
+        """The job of a case, with no policy."""
+        directory = self.model(model)
+        requests = tuple(case.requests(harness.vocab_size(directory)))
+        job = Job(str(directory), requests, device=machine.device, device_mem=machine.device_mem, scratch=self.scratch,
+                  lossy=lossy)  # fmt: skip
+        return Asked(job, links=machine.links)
+
+    def measured(self, model: str, machine: MachineCase, case: Case, lossy: Lossy = None) -> Record:
+        """{"hardware", "seconds"} of machine and model. Raises SystemExit where they cannot be measured."""
+        key = f"{model} on {machine.rates}" + (f" {sorted(lossy.items())}" if lossy else "")
+        if key not in self.rates:
+            say(f"rates of {key}")
+            asked = replace(self.asked(model, machine, case, lossy), task=ASSUME if self.quick else MEASURE)
+            line = self.ask(asked, Limits(machine.memory, TIMEOUT))
+            if "error" in line:
+                raise SystemExit(f"no rates of {key}: {line}")
+            self.rates[key] = {"of": key, "seconds": line["seconds"], "hardware": line["hardware"]}
+        return self.rates[key]
+
+    def run(
+        self, model: str, machine: MachineCase, case: Case, shape: Shape | None, lossy: Lossy = None
+    ) -> Record:
+        """One run of a policy (None: the planner's), with rates and errors; see `judged`."""
+        hardware = self.measured(model, machine, case, lossy)["hardware"]
+        evict(shard_files(self.model(model)))
+        asked = self.asked(model, machine, case, lossy)
+        asked = replace(asked, job=replace(asked.job, policy=shape.policy if shape else None), hardware=hardware)
+        line = judged(self.ask(asked, Limits(machine.memory, TIMEOUT)), case)
+        shown = line.get("error") or line.get("refused") or (
+            f"{line['tok_s']:.2f} tok/s, {line['total_seconds']:.1f} s,"
+            f" predicted {line['predicted']['seconds'] + line['predicted']['load_seconds']:.1f} s"
+        )  # fmt: skip
+        say(f"  {'auto' if shape is None else briefly(shape)}: {shown}")
+        if "stderr" in line:
+            say(line["stderr"])
+        return line
+
+
+def briefly(shape: Shape) -> str:
+    """A policy in a line: what differs from everything on the device."""
+    said = {name: value for name, value in asdict(shape).items() if value != getattr(Shape(1), name)}
+    return " ".join(f"{name}={value}" for name, value in said.items())
+
+
+def judged(line: Record, case: Case) -> Record:
+    """A run with tok_s (seconds of loading and of all sweeps), sweeps_tok_s (sweeps alone) and error of the seconds of
+    all sweeps, predicted / measured - 1."""
+    if "error" in line or "refused" in line:
+        return line
+    if line["generated_tokens"] != case.output_tokens:
+        return {**line, "error": f"{line['generated_tokens']} tokens generated, not {case.output_tokens}"}
+    summary = line["summary"]
+    seconds, predicted = summary["total_seconds"], line["predicted"]  # weights that stay are read in the first sweep
+    return {
+        **line,
+        "total_seconds": seconds,
+        "tok_s": line["generated_tokens"] / (seconds + summary["load_seconds"]),
+        "sweeps_tok_s": line["generated_tokens"] / seconds,
+        "prediction_error": (predicted["seconds"] + predicted["load_seconds"]) / seconds - 1,
+    }
+
+
+def kept(line: Record) -> Record:
+    """What is recorded of a run."""
+    if "summary" not in line:
+        return harness.brief(line)
+    summary, predicted = line["summary"], line["predicted"]
+    told = summary["plan"]["lanes"]
+    lanes = {
+        lane: {"predicted": predicted["lanes"].get(lane, 0.0), "predicted_of_sweeps_made": told[lane]["predicted"],
+               "measured": told[lane]["measured"]}
+        for lane in told
+    }  # fmt: skip
+    rest = {k: v for k, v in harness.brief(line).items() if k not in ("summary", "predicted")}
+    return {
+        **rest,
+        "predicted_seconds": predicted["seconds"],
+        "load_seconds": [predicted["load_seconds"], summary["load_seconds"]],
+        "sweeps": [predicted["sweeps"], summary["sweeps"]],
+        "error_of_sweeps_made": summary["plan"]["error"],
+        "lanes": lanes,
+        "peak_bytes": summary["peak_bytes"],
+        "bytes": summary["bytes"],
+        "policy": summary["policy"],
+    }
+
+
+# ---- error
+
+
+def error_of(runs: Sequence[Record]) -> Record | None:
+    """Median and worst of |prediction_error|, and its mean with its sign; None of nothing."""
+    signed = harness.good(runs, "prediction_error")
+    errors = [abs(e) for e in signed]
+    found = {"runs": len(errors), "mean": statistics.fmean(signed)} if signed else {}
+    return {"median": statistics.median(errors), "worst": max(errors), **found} if errors else None
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a record of `error` or `held-out` is about."""
+
+    name: str
+    runs: int
+
+
+def run_errors(bench: Bench, cases: Sequence[ErrorCase], part: str = "error") -> Record:
+    """All cases; rates are measured before the first run that needs them. The record."""
+    runs, lines = [], []
+    for number, case in enumerate(cases):
+        say(f"run {number + 1} of {len(cases)}: {case.model} on {case.machine.device}, {case.case.name}")
+        lines.append(bench.run(case.model, case.machine, case.case, case.shape, case.lossy))
+        runs.append({**asdict(case), **kept(lines[-1])})
+    return {
+        **harness.header("plan", Part(part, len(cases)), lines),
+        "part": part,
+        "prediction_error": error_of([line for line in lines if "refused" not in line]),
+        "failed": sum("error" in line or "refused" in line for line in lines),
+        "runs": runs,
+        "rates": list(bench.rates.values()),
+    }
+
+
+# ---- auto
+
+
+@dataclass
+class Tried:
+    """Runs of an auto case: of the planner's policy, of the grid's (with those that failed or do not fit), and the
+    pairs (grid's best, planner's) at the end."""
+
+    auto: list[Record] = field(default_factory=list)
+    grid: list[tuple[Shape, Record]] = field(default_factory=list)
+    unfit: list[tuple[Shape, Record]] = field(default_factory=list)
+    pairs: list[tuple[Record, Record]] = field(default_factory=list)
+
+    @property
+    def best(self) -> tuple[Shape, Record]:
+        """The grid's fastest."""
+        return max(self.grid, key=lambda entry: entry[1]["tok_s"])
+
+    @property
+    def ratios(self) -> list[float]:
+        """The planner's rate over that of the grid's best, by pair."""
+        good = [(best, auto) for best, auto in self.pairs if "tok_s" in best and "tok_s" in auto]
+        return [auto["tok_s"] / best["tok_s"] for best, auto in good]
+
+    @property
+    def lines(self) -> list[Record]:
+        """Every run that ended well."""
+        runs = [*self.auto, *(line for _, line in self.grid), *(line for pair in self.pairs for line in pair)]
+        return [line for line in runs if "tok_s" in line]
+
+
+def try_all(bench: Bench, case: AutoCase, pairs: int) -> Tried:
+    """The planner's policy at the beginning, the middle and the end of the grid, and pairs with the grid's best."""
+
+    def run(shape: Shape | None) -> Record:
+        return bench.run(case.model, case.machine, case.case, shape)
+
+    found = Tried()
+    found.auto.append(run(None))
+    for shape in case.grid:
+        if len(found.grid) == case.tried:
+            break
+        if len(found.grid) == case.tried // 2 and len(found.auto) == 1:
+            found.auto.append(run(None))
+        line = run(shape)
+        (found.grid if "tok_s" in line else found.unfit).append((shape, line))
+    found.auto.append(run(None))
+    for number in range(pairs if found.grid else 0):
+        say(f"  pair {number + 1} of {pairs}")
+        found.pairs.append((run(found.best[0]), run(None)))
+    return found
+
+
+def run_auto(bench: Bench, case: AutoCase, pairs: int) -> Record:
+    """The record of a case."""
+    say(f"case {case.name}: {case.case.rows} rows, {case.case.prompt_tokens} in, {case.case.output_tokens} out")
+    reason = limit.why_not() if case.machine.memory is not None else None
+    if reason:
+        say(f"  no memory limit ({reason}); --device-mem {case.machine.without} instead")
+        case = replace(case, machine=replace(case.machine, memory=None, device_mem=case.machine.without))
+    bench.measured(case.model, case.machine, case.case)
+    found = try_all(bench, case, pairs)
+    return {
+        **harness.header("plan", replace(case, grid=()), found.lines),
+        "part": "auto",
+        "limit_bytes": case.machine.memory,
+        **summed(found),
+        "rates": bench.measured(case.model, case.machine, case.case),
+        "auto": [kept(line) for line in found.auto],
+        "grid": [{"given": shape.policy, **kept(line)} for shape, line in (*found.grid, *found.unfit)],
+        "pairs": [[kept(best), kept(auto)] for best, auto in found.pairs],
+    }
+
+
+def summed(found: Tried) -> Record:
+    """What the runs of a case come to. ratio: the planner's rate over that of the grid's best, run beside it; outputs:
+    hashes of all tokens, one where every policy gave the same."""
+    planners = [*found.auto, *(auto for _, auto in found.pairs)]
+    return {
+        "ratio": harness.stats(found.ratios),
+        "ratios": found.ratios,
+        "auto_tok_s": harness.stats(rates_of(planners)),
+        "best_tok_s": harness.stats(rates_of([line for line, _ in found.pairs])),
+        "best_policy": found.best[0].policy if found.grid else None,
+        "grid_tok_s": harness.stats(rates_of([line for _, line in found.grid])),
+        "tried": len(found.grid),
+        "unfit": len(found.unfit),
+        "auto_failed": sum("tok_s" not in line for line in planners),
+        "outputs": sorted({kept(line)["tokens_sha256"] for line in found.lines}),
+        "prediction_error": error_of(found.lines),
+        "planning_seconds": harness.stats([line["planning_seconds"] for line in planners if "tok_s" in line]),
+        "peak_rss": most(found.lines, "peak_rss"),
+        "cgroup_peak": most(found.lines, "cgroup_peak"),
+        "device_peak": most([line["summary"]["peak_bytes"] for line in found.lines], "device"),
+    }
+
+
+def most(lines: Sequence[Record], name: str) -> int | None:
+    """The largest of these numbers; None where nobody has one."""
+    return max((line[name] for line in lines if line.get(name) is not None), default=None)
+
+
+def rates_of(lines: Sequence[Record]) -> list[float]:
+    """tok_s of those that have it."""
+    return [line["tok_s"] for line in lines if "tok_s" in line]
+
+
+def parse() -> argparse.Namespace:
+    """Arguments of the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("part", choices=("error", "held-out", "auto"))
+    parser.add_argument("--model-dir", type=Path, required=True, help="where the models are made or reused")
+    parser.add_argument("--cases", nargs="+", choices=sorted(AUTO), default=list(AUTO), help="of auto (default: all)")
+    parser.add_argument("--pairs", type=int, default=2, help="runs of the grid's best beside auto (default 2)")
+    parser.add_argument("--only", type=int, nargs="+", metavar="N", help="of error, held-out: these runs, from 1")
+    parser.add_argument("--quick", action="store_true", help="a model of three small layers, rates assumed")
+    parser.add_argument("--out", help="append records to this file under bench/results/")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command of the module's docstring; 1 if a run of `error` or one of the planner's policies failed."""
+    args = parse()
+    args.model_dir.mkdir(parents=True, exist_ok=True)
+    directory, failed = args.model_dir.resolve(), False
+    with tempfile.TemporaryDirectory(dir=directory.parent, prefix="bench-") as scratch:
+        bench = Bench(directory, scratch, args.quick)
+        if args.part != "auto":
+            cases = CASES[args.part][args.quick]
+            record = run_errors(bench, [cases[n - 1] for n in args.only] if args.only else cases, args.part)
+            harness.emit(record, args.out)
+            failed = bool(record["failed"])
+        else:
+            for name in args.cases:
+                record = run_auto(bench, (AUTO_QUICK if args.quick else AUTO)[name], args.pairs)
+                harness.emit(record, args.out)
+                failed |= bool(record["auto_failed"])
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

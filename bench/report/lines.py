@@ -1,0 +1,172 @@
+"""Records of comparisons as lines of one kind, and the words of the tables."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.cases import Case, Lengths
+from bench.harness import REPO, Record
+
+RESULTS = REPO / "bench" / "results"
+MODELS = {"demo": "SmolLM2-135M", "opt-1.3b": "OPT-1.3B shape, fp16", "opt-13b": "OPT-13B shape, fp16",
+          "llama-1.1b": "LLaMA-1.1B shape, fp16", "opt-tiny": "three tiny OPT layers"}  # fmt: skip
+EARLIER = {"generate": ("demo", "transformers"), "offload": ("opt-1.3b", "accelerate-disk")}  # bench: (model, peer)
+
+
+def records(*names: str, folder: Path = RESULTS) -> list[Record]:
+    """The records of these files of bench/results, oldest first."""
+    paths = [folder / f"{name}.jsonl" for name in names]
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+
+
+# ---- comparisons: three kinds of records as one
+
+
+@dataclass(frozen=True)
+class Line:
+    """Our side with some switches against one peer in one run of a case. Rates in useful tokens/s, {median, min, max};
+    None where a side has none. share: of the bound. batch, dtype: the peer's."""
+
+    case: Case
+    model: str
+    switches: str
+    limit: int | None
+    time: str
+    ours: Record | None
+    share: Record | None
+    peer: str
+    theirs: Record | None
+    ratio: Record | None
+    equal: list[int] | None
+    batch: int | None
+    dtype: str | None
+    runs: tuple[int, int]  # rounds of ours, of the peer
+    at_least: float | None = None  # the ratio, where the peer was stopped while generating
+    why: str | None = None  # why there is no ratio
+    command: str | None = None  # as it was given, where the record has it
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Lines of one key replace each other."""
+        return self.case.name, self.switches, self.peer
+
+
+def case_of(fields: Record) -> Case:
+    """The case of a record."""
+    lengths = {name: Lengths(**fields[name]) for name in ("prompt", "output")}
+    return Case(**fields | lengths | {"peer_batches": tuple(fields["peer_batches"])})
+
+
+def earlier_lines(record: Record) -> list[Line]:
+    """Of a record of bench.generate or bench.offload, which bench.compare has replaced."""
+    model, peer = EARLIER[record["bench"]]
+    case = case_of(record["case"])
+    dtype = record.get("peer_dtype", "float32")
+    return [
+        Line(
+            case, model, record.get("lossy", "exact"), record.get("limit_bytes"), record["time"], record["ours_tok_s"],
+            record.get("share_of_bound_per_sweep"), peer, record["peer_tok_s"], record["ratio"], record["rows_equal"],
+            record.get("peer_batch", case.rows), dtype, (len(record["ours"]), len(record["peer"])),
+            record.get("ratio_at_least"),
+        )
+    ]  # fmt: skip
+
+
+def lines_of(record: Record) -> list[Line]:
+    """One for each peer of a record; none for records of other benches."""
+    if record["bench"] in EARLIER:
+        return earlier_lines(record)
+    if record["bench"] != "compare":
+        return []
+    case, bound = case_of(record["case"]), record["bound"]
+    return [
+        Line(
+            case, record["model"], record["lossy"], record["limit_bytes"], record["time"], record["ours_tok_s"],
+            bound and bound["share"], peer, found["tok_s"], found["ratio"], found["rows_equal"], found["batch"],
+            found["dtype"], (len(record["ours"]), len(found["runs"])), found["ratio_at_least"], found["error"],
+            record.get("command"),
+        )
+        for peer, found in record["peers"].items()
+    ]  # fmt: skip
+
+
+def latest(found: Iterable[Line]) -> list[Line]:
+    """The newest of each key (of a day, that with most rounds), in the order of case, peer, exact first, ratio."""
+    newest: dict[tuple[str, str, str], Line] = {}
+    for line in sorted(found, key=lambda x: (x.time[:10], x.runs[1], x.time)):
+        newest[line.key] = line
+    return sorted(newest.values(), key=lambda x: (x.case.name, x.peer, x.switches != "exact", rate(x.ours)))
+
+
+def rate(stats: Record | None) -> float:
+    """The median, 0 of nothing."""
+    return float(stats["median"]) if stats else 0.0
+
+
+# ---- words
+
+
+def short(value: float) -> str:
+    """Three digits, no exponent."""
+    text = f"{value:.3g}"
+    return f"{float(text):.0f}" if "e" in text else text
+
+
+def spread(stats: Record | None, unit: str = "", scale: float = 1.0) -> str:
+    """"1.91 (1.81-2.02)"."""
+    if stats is None:
+        return ""
+    middle, low, high = (short(scale * stats[k]) for k in ("median", "min", "max"))
+    return f"{middle}{unit}" if low == high else f"{middle}{unit} ({low}-{high})"
+
+
+def lengths_text(lengths: Lengths) -> str:
+    """"128" or "16-512"."""
+    return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"
+
+
+def case_text(line: Line) -> str:
+    """What is computed, in which memory."""
+    case, limit = line.case, f", memory limit {line.limit / 1e9:.1f} GB" if line.limit else ""
+    return (f"({case.name}) {MODELS.get(line.model, line.model)}{limit}, "
+            f"{case.rows} x ({lengths_text(case.prompt)} in, {lengths_text(case.output)} out)")  # fmt: skip
+
+
+def peer_text(line: Line) -> str:
+    """"transformers, float32, batch 64"."""
+    return ", ".join(filter(None, [f"`{line.peer}`", line.dtype, f"batch {line.batch}" if line.batch else None]))
+
+
+def ratio_text(line: Line) -> str:
+    """The ratio, or why there is none."""
+    if line.ratio:
+        return spread(line.ratio)
+    return f"at least {short(line.at_least)}" if line.at_least else line.why or "no figure"
+
+
+def command(group: Sequence[Line]) -> str:
+    """What measures these lines, of one case and run, again."""
+    line = group[0]
+    if line.command:
+        return line.command
+    words = [f"python -m bench.compare {line.case.name} --runs {line.runs[0]}"]
+    peers = list(dict.fromkeys(x.peer for x in group))
+    words.append("--peers " + " ".join(peers))
+    if line.runs[1] != line.runs[0]:
+        words.append(f"--peer-runs {line.runs[1]}")
+    switches = list(dict.fromkeys(x.switches for x in group))
+    if switches != ["exact"]:
+        words.append("--lossy " + " ".join(switches))
+    return " ".join(words)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In Markdown."""
+    return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
+
+
+def compared(folder: Path = RESULTS) -> list[Line]:
+    """The lines that count."""
+    every = [line for record in records("generate", "offload", "compare", folder=folder) for line in lines_of(record)]
+    return [line for line in latest(every) if not line.case.name.startswith("smoke")]

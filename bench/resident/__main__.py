@@ -1,0 +1,249 @@
+"""Resident memory of jobs against the memory they were given, with Python's cyclic garbage collector off.
+
+python -m bench.resident jobs prompts [--quick] [--only TEXT] [--out resident.jsonl]
+
+jobs: twelve of mixed sizes, one after another on one engine. prompts: twenty models with a few prompts of 2k to 8k
+tokens each, which are computed in pieces; with the least memory that is accepted, with a quarter more, and with the
+least in a cgroup. Each case runs in a process of its own. It fails if the process grows by more than OVER times its
+budget in any job, if a row fails, or if the kernel kills it. Growth counts from where all modules are imported and a
+tiny job has run, since the pages of libraries are code and not data.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from bench.harness import Limits, Record, emit, machine, now, run_module, versions
+from bench.limit import why_not
+from bench.models import LlamaShape, OptShape, Shapes, make
+
+MB = 10**6
+OVER = 1.1  # most growth, as a multiple of the budget
+MORE = 1.25  # times the least memory that is accepted
+SECONDS = 600.0  # a case may take
+NEW = 4  # tokens after a long prompt
+Job = tuple[tuple[int, ...], int]  # tokens of each prompt, tokens to generate
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Jobs of one engine. Sizes in bytes.
+
+    Attributes:
+        model: directory.
+        jobs: the jobs, in order.
+        device: cpu or sim.
+        device_mem, host_mem: the budget; host_mem for sim only.
+        policy: fields of a Policy; None lets the planner choose.
+        lossy: fields of a Lossy.
+        short: numbers of the jobs, from 0, in whose second sweep one task gets no memory.
+        collector: whether the cyclic garbage collector is on.
+        tiny: directory of a tiny model of the same architecture, which runs before the growth is counted.
+    """
+
+    model: str
+    jobs: tuple[Job, ...]
+    device: str = "cpu"
+    device_mem: int = 300 * MB
+    host_mem: int | None = None
+    policy: Record | None = None
+    lossy: Record = field(default_factory=dict)
+    short: tuple[int, ...] = ()
+    collector: bool = False
+    tiny: str | None = None
+
+    @property
+    def budget(self) -> int:
+        """Bytes of RAM the jobs were given."""
+        return self.device_mem + (self.host_mem or 0)
+
+
+def measure(setting: Setting, limited: bool = False) -> Record:
+    """Run a setting in a fresh process and return what it grew by.
+
+    Args:
+        setting: the jobs.
+        limited: whether it runs in a cgroup, which allows what the idle process takes and OVER times the budget.
+
+    Returns:
+        base: resident bytes before the engine was made; private: those of them that are no file's. jobs: per job peak
+        and after (bytes above base), ledger (most booked bytes), replanned (times), failed (rows), seconds. closed:
+        bytes above base once the engine is closed. limit: of the cgroup. over: the largest peak as a multiple of the
+        budget. wrong: what is not as it should be, in words.
+    """
+    limit = None
+    if limited:
+        idle = run_module("bench.resident.side", json.dumps(asdict(replace(setting, jobs=()))), Limits(None, SECONDS))
+        limit = int(idle["private"] + OVER * setting.budget)
+    found = run_module("bench.resident.side", json.dumps(asdict(setting)), Limits(limit, SECONDS))
+    if "error" in found:
+        return {**found, "limit": limit, "over": None, "wrong": [found["error"]]}
+    jobs, wrong = found["jobs"], []
+    over = max(job["peak"] for job in jobs) / setting.budget
+    if over > OVER:
+        wrong.append(f"grown to {over:.2f} of the budget of {setting.budget:,} bytes; at most {OVER} is allowed")
+    if any(job["failed"] for job in jobs):
+        wrong.append("rows failed")
+    if [bool(job["replanned"]) for job in jobs] != [n in setting.short for n in range(len(jobs))]:
+        wrong.append("a job was planned anew that was not to be, or was not although it was to be")
+    return {**found, "limit": limit, "over": over, "wrong": wrong}
+
+
+@dataclass(frozen=True)
+class HeadShape(LlamaShape):
+    """A LLaMA decoder whose heads have a width of their own."""
+
+    dim: int = 128
+
+    def layer_shapes(self, j: int) -> Shapes:
+        p, h = f"model.layers.{j}.self_attn.", self.hidden
+        own = {"q_proj": (self.heads * self.dim, h), "k_proj": (self.kv_heads * self.dim, h),
+               "v_proj": (self.kv_heads * self.dim, h), "o_proj": (h, self.heads * self.dim)}  # fmt: skip
+        return super().layer_shapes(j) | {f"{p}{name}.weight": size for name, size in own.items()}
+
+    def config(self) -> dict[str, object]:
+        return super().config() | {"head_dim": self.dim}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Long prompts of one model. heads: query heads, key/value heads, width of a head; prompts: their tokens; cache,
+    weights: as the switches of these names."""
+
+    heads: tuple[int, int, int]
+    prompts: tuple[int, ...]
+    layers: int = 2
+    cache: str | None = None
+    weights: str | None = None
+    device: str = "cpu"
+    hidden: int = 1024
+    ffn: int = 2816
+
+    @property
+    def name(self) -> str:
+        """A short one that tells cases apart."""
+        heads, prompts = "x".join(map(str, self.heads)), "+".join(map(str, self.prompts))
+        return f"{heads}-l{self.layers}-p{prompts}-{self.cache or 'plain'}-{self.weights or 'plain'}-{self.device}"
+
+    @property
+    def shape(self) -> HeadShape:
+        """Of the model."""
+        heads, kv_heads, dim = self.heads
+        return HeadShape(self.layers, self.hidden, self.ffn, heads, 8192, 8192 + 64, kv_heads=kv_heads, dim=dim)
+
+
+CASES = (
+    Case((32, 32, 128), (4095,)),
+    Case((32, 32, 128), (4095,), layers=3, hidden=2048, ffn=5632),
+    Case((32, 32, 128), (4095,), cache="bf16"),
+    Case((32, 32, 128), (6000,), cache="int8"),
+    Case((32, 32, 128), (4095,), cache="int4", weights="int4"),
+    Case((32, 32, 128), (4095, 2100), device="sim"),
+    Case((32, 32, 64), (8000,), layers=3),
+    Case((32, 32, 64), (4095, 2500), cache="int4"),
+    Case((32, 8, 128), (8000,)),
+    Case((32, 8, 128), (8000,), cache="int8", weights="int4"),
+    Case((32, 8, 128), (4095, 3000, 2100), layers=3, device="sim"),
+    Case((32, 4, 128), (8000,), cache="bf16"),
+    Case((32, 4, 64), (8000, 8000), layers=3, weights="int4"),
+    Case((16, 2, 128), (8000,)),
+    Case((16, 2, 256), (6000,), cache="int8", device="sim"),
+    Case((16, 16, 64), (8000,), cache="int4", device="sim"),
+    Case((8, 8, 64), (8000, 4000), layers=3),
+    Case((8, 8, 128), (8000,), weights="int4"),
+    Case((8, 8, 256), (6000,)),
+    Case((8, 8, 256), (4095,), cache="bf16", weights="int4", device="sim"),
+)
+TINY = LlamaShape(1, 64, 128, 2, vocab=1024, kv_heads=2)
+
+
+def given(setting: Setting, times: float) -> Setting:
+    """The setting with so many times the least device memory that the engine accepts, and on sim with the host memory
+    that the plan for it takes."""
+    from flexengine import Engine
+    from flexengine.errors import TooLittle
+    from flexengine.lossy import Lossy
+    from flexengine.plan.workload import Workload
+
+    (prompts, new), = setting.jobs
+    workload, lossy = Workload.of((n, new) for n in prompts), Lossy(**setting.lossy)
+    size = 1 << 16
+    try:
+        with Engine(setting.model, device=setting.device, device_mem=size, lossy=lossy) as engine:
+            engine.planner.check(workload)
+    except TooLittle as error:
+        size = int(error.least["device"] * times)
+    with Engine(setting.model, device=setting.device, device_mem=size, lossy=lossy) as engine:
+        host = engine.plan(workload).total("host") if setting.device == "sim" else None
+    return replace(setting, device_mem=size, host_mem=host)
+
+
+def long_prompts(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]:
+    """(name, setting, whether in a cgroup) of long prompts."""
+    tiny = str(make(TINY, work / "tiny"))
+    for case in CASES[:1] if quick else CASES:
+        model = make(case.shape, work / f"model-{'-'.join(map(str, (*case.heads, case.layers, case.hidden)))}")
+        lossy = {"weights": case.weights, "cache": case.cache}
+        job = Setting(str(model), ((case.prompts, NEW),), case.device, lossy=lossy, tiny=tiny)
+        yield f"{case.name}, least", given(job, 1), False
+        yield f"{case.name}, {MORE} of the least", given(job, MORE), False
+        if why_not() is None:
+            yield f"{case.name}, least, in a cgroup", given(job, 1), True
+
+
+# Much cache for little computing: 32 KiB of K and V per token in float32, 1.6 MFLOP per layer and token.
+SHAPE = OptShape(layers=16, hidden=256, ffn=1024, heads=4, vocab=4096)
+JOBS: tuple[Job, ...] = tuple(((prompt,) * rows, new) for rows, prompt, new in (
+    (16, 200, 8), (24, 256, 8), (8, 64, 16), (30, 256, 8), (4, 1000, 4), (24, 200, 24),
+    (1, 1500, 8), (32, 256, 4), (12, 300, 8), (20, 250, 8), (6, 128, 4), (30, 260, 6),
+))  # fmt: skip
+QUICK = OptShape(layers=4, hidden=128, ffn=256, heads=2, vocab=1024)
+QUICK_JOBS: tuple[Job, ...] = (((100,) * 8, 4), ((200,) * 16, 4), ((50,) * 4, 4)) * 4
+
+
+def jobs_in_a_row(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]:
+    """(name, setting, whether in a cgroup) of 12 jobs of mixed sizes on one engine."""
+    shape, jobs, size = (QUICK, QUICK_JOBS, 60 * MB) if quick else (SHAPE, JOBS, 300 * MB)
+    cpu = Setting(str(make(shape, work / "model")), jobs, device_mem=size, tiny=str(make(QUICK, work / "tiny")))
+    sim = replace(cpu, device="sim", device_mem=size // 2, host_mem=size // 2)
+    short = tuple(range(1, len(cpu.jobs), 3))
+    for setting in (cpu, sim):
+        for limited in (False, True) if why_not() is None else (False,):
+            where = ", in a cgroup" * limited
+            yield f"{setting.device}, 12 jobs{where}", setting, limited
+            yield f"{setting.device}, 12 jobs, 4 of them short of memory{where}", replace(setting, short=short), limited
+
+
+KINDS = {"jobs": jobs_in_a_row, "prompts": long_prompts}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    p = argparse.ArgumentParser(prog="python -m bench.resident", description="Measure resident memory of jobs.")
+    p.add_argument("kinds", nargs="+", choices=KINDS)
+    p.add_argument("--quick", action="store_true", help="a tiny model, or one model with a long prompt")
+    p.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this text in it")
+    p.add_argument("--out", help="JSON lines are added to this file of bench/results")
+    args = p.parse_args(argv)
+    bad = 0
+    for kind in args.kinds:
+        with tempfile.TemporaryDirectory(prefix="flexengine-resident-") as work:
+            for name, setting, limited in KINDS[kind](Path(work), args.quick):
+                if args.only not in name:
+                    continue
+                found = measure(setting, limited)
+                bad += bool(found["wrong"])
+                print(f"{name:70} {found['over'] or 0:.2f} of {setting.budget / MB:,.0f} MB "
+                      f" {'; '.join(found['wrong'])}", file=sys.stderr, flush=True)  # fmt: skip
+                about = {"bench": "resident", "kind": kind, "case": name, "quick": args.quick, "time": now(),
+                         "machine": machine(), "versions": versions(), "budget": setting.budget}  # fmt: skip
+                emit({**about, **found}, args.out)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""GGUF files made for peers hold what the checkpoints hold: read by the engine, they give the same tokens."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+
+from bench.compare import gguf_files
+from bench.models import SHAPES, make
+from flexengine import Engine, SamplingParams
+from tests.helpers.families import prompts_of, reference
+
+ROWS = prompts_of(512, (5, 17, 1))
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(SHAPES["llama-tiny"], tmp_path_factory.mktemp("shapes") / "llama")
+
+
+def tokens_of(model: Path) -> list[list[int]]:
+    with Engine(model, device="cpu") as engine:
+        rows: list[dict[str, Any]] = [{"prompt_token_ids": ids} for ids in ROWS]
+        return [r.token_ids for r in engine.generate(rows, SamplingParams(max_tokens=9, ignore_eos=True))]
+
+
+def test_a_llama_checkpoint_as_gguf_and_widened(checkpoint: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    expected = reference(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), ROWS, 9)
+    assert len({tuple(row) for row in expected}) == len(ROWS)
+    made = gguf_files.of_llama(checkpoint)
+    assert made == checkpoint.with_name("llama.gguf")
+    assert tokens_of(made) == expected
+    wide = gguf_files.widened(checkpoint.parent / "wide", made)
+    assert wide.stat().st_size > 1.7 * made.stat().st_size
+    assert tokens_of(wide) == expected
+    before = wide.stat().st_mtime_ns
+    assert gguf_files.widened(checkpoint.parent / "wide", made).stat().st_mtime_ns == before  # made once
+
+
+def test_a_changed_checkpoint_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the same name is another one if it was made anew; the file before it is not reused."""
+    runs: list[list[str]] = []
+
+    def convert(command: list[str], check: bool) -> None:
+        runs.append(command)
+        Path(command[-1]).write_text(f"conversion {len(runs)}")
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    model = tmp_path / "llama"
+    for seed, wanted in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        made = gguf_files.of_llama(make(replace(SHAPES["llama-tiny"], seed=seed), model))
+        assert made.read_text() == f"conversion {wanted}"
+    (tmp_path / "llama.gguf.json").unlink()  # as if it had been stopped before that
+    assert gguf_files.of_llama(model).read_text() == "conversion 3"
+
+
+def test_two_processes_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Barrier(2, timeout=30)
+
+    def convert(command: list[str], check: bool) -> None:
+        Path(command[-1]).write_bytes(b"half")
+        both.wait()
+        Path(command[-1]).write_bytes(b"whole")
+        both.wait()
+
+    monkeypatch.setattr(subprocess, "run", convert)
+    (tmp_path / "llama").mkdir()
+    with ThreadPoolExecutor(2) as pool:
+        made = list(pool.map(gguf_files.of_llama, [tmp_path / "llama"] * 2))
+    assert [path.read_bytes() for path in made] == [b"whole"] * 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["llama", "llama.gguf", "llama.gguf.json"]

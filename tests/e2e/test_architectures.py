@@ -1,0 +1,107 @@
+"""Every causal LM of the installed `transformers`, at tiny size: run exactly, or refused with a reason."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.helpers import architectures
+from tests.helpers.architectures import Finding, config_classes, documented, grouped, rendered
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "models.md"
+EXACT_AT_LEAST = 100
+# What Python or torch says when something was not foreseen; a reason is for people.
+_INTERNAL = re.compile(r"has no attribute|NoneType|\w+Error\b|meta tensor|register_meta|positional argument|\.py\b")
+
+
+@pytest.fixture(scope="session")
+def findings(tmp_path_factory: pytest.TempPathFactory, run_cache: Path) -> list[Finding]:
+    """The whole walk, in a process that has not computed yet: it forks. Its kernels are those of the other tests."""
+    scratch = tmp_path_factory.mktemp("architectures")
+    (scratch / "cache").mkdir()
+    (run_cache / "kernels").mkdir(mode=0o700, exist_ok=True)
+    (scratch / "cache" / "kernels").symlink_to(run_cache / "kernels")
+    environment = {**os.environ, "FLEXENGINE_CACHE": str(scratch / "cache")}
+    command = [sys.executable, "-m", architectures.__name__, "--json", str(scratch / "findings.json")]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [Finding(**entry) for entry in json.loads((scratch / "findings.json").read_text())]
+
+
+def _told(findings: list[Finding], verdict: str) -> list[str]:
+    return [f"{f.model_type}: {f.reason}" for f in findings if f.verdict == verdict]
+
+
+@pytest.mark.slow
+def test_every_architecture_is_walked(findings: list[Finding]) -> None:
+    assert {f.model_type for f in findings} == set(config_classes())
+
+
+def test_none_is_wrong(findings: list[Finding]) -> None:
+    assert not _told(findings, "wrong")
+
+
+def test_none_crashes(findings: list[Finding]) -> None:
+    assert not _told(findings, "crash")
+
+
+def test_most_are_exact(findings: list[Finding]) -> None:
+    assert len(_told(findings, "exact")) >= EXACT_AT_LEAST
+
+
+def test_refusals_give_a_reason_for_people(findings: list[Finding]) -> None:
+    refused = [f for f in findings if f.verdict == "refused"]
+    bad = [f"{f.model_type}: {f.reason}" for f in refused if _INTERNAL.search(f.reason) or len(f.reason.split()) < 5]
+    assert not bad
+
+
+def test_the_document_says_what_was_found(findings: list[Finding]) -> None:
+    version, verdicts = documented(DOCUMENT.read_text(encoding="utf-8"))
+    if version != transformers.__version__:
+        pytest.skip(f"docs/models.md is about transformers {version}, not {transformers.__version__}")
+    assert set(verdicts) == {f.model_type for f in findings}
+    found = {f.model_type: f.verdict for f in findings}
+    # Where the document has no reference there may be one here: some models need packages of their own.
+    differing = {n: (v, found[n]) for n, v in verdicts.items() if found[n] != v and v != "no reference"}
+    assert not differing, f"documented and found; run {architectures.COMMAND}"
+
+
+def test_a_document_can_be_read_again() -> None:
+    findings = [
+        Finding("one-a", "OneForCausalLM", "exact"),
+        Finding("two", "TwoForCausalLM", "refused", "says a | b"),
+        Finding("three", "ThreeForCausalLM", "refused", "is too odd"),
+        Finding("four", "FourForCausalLM", "refused", "is too odd"),
+        Finding("five", "FiveForCausalLM", "no reference", "its logits are not finite"),
+    ]
+    text = rendered(findings)
+    assert documented(text) == (transformers.__version__, {f.model_type: f.verdict for f in findings})
+    assert "| refused | 3 |" in text
+    assert list(grouped(findings[1:4])) == ["is too odd", "says a | b"]
+
+
+def test_processes_that_die_or_hang_are_findings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    acts: dict[str, Callable[[], Any]] = {
+        "die": lambda: os._exit(3),
+        "hang": lambda: time.sleep(60),
+        "answer": lambda: ("exact", ""),
+    }
+    monkeypatch.setattr(architectures, "_warm", lambda fork: None)
+    monkeypatch.setattr(architectures, "examine", lambda act, directory: acts[act]())
+    monkeypatch.setattr(architectures, "SECONDS", 1)
+    found = {f.model_type: f for f in architectures.walk({"llama": "die", "opt": "hang", "gpt2": "answer"}, tmp_path)}
+    assert {name: (f.verdict, f.reason) for name, f in found.items()} == {
+        "llama": ("crash", "ended with code 3"),
+        "opt": ("crash", "no answer in 1 s"),
+        "gpt2": ("exact", ""),
+    }
+    assert found["llama"].architecture == "LlamaForCausalLM"

@@ -1,0 +1,217 @@
+"""The planner in the engine: real runs against what was planned, when a machine is measured, and what is refused."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.commands.exit_codes import DONE, REFUSED
+from flexengine.commands.run import main
+from flexengine.engine import planner as planning
+from flexengine.engine.survey import Refused
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.assumed import assumed
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import lay_out, read_buffers
+from flexengine.plan.least import smallest
+from flexengine.plan.workload import Workload
+from flexengine.worker.opened import Opened, open_model
+from tests.helpers.families import NEW
+from tests.plan.test_cost import machine_of
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
+
+
+@pytest.mark.slow
+def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: Any, tmp_path: Path) -> None:
+    known, rng = families("llama"), random.Random(5)
+    work = Workload.of((len(p), NEW) for p in known.prompts)
+    schedules = ["row", "zigzag", "diagonal", "continuous"]
+    for _ in range(20):
+        policy = Policy(
+            rng.randint(1, 8), rng.randint(1, 3), *(rng.choice(SPLITS) for _ in range(3)), rng.randint(1, 3),
+            rng.choice(schedules), rng.choice([16, 64, 2048]),
+        )  # fmt: skip
+        with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
+            prediction = engine.planner.cost(work).predict(engine.plan(work))
+            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected, policy
+            predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
+            assert engine.summary["peak_bytes"] == predicted, policy
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_jobs_that_overlap_nothing_are_planned_so(
+    families: Any, tmp_path: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, searching = list[Any](), planning.search
+    monkeypatch.setattr(planning, "search", lambda *given: asked.append(given[3]) or searching(*given))
+    policy, hardware = Policy(4, 2, weights=(0, 1, 0)), machine_of(random.Random(7), "sim")
+    options = {"overlap": overlap, "offload_dir": tmp_path, "hardware": hardware}
+    with Engine(families("llama").directory, policy=policy, device="sim", **options) as engine:
+        work = Workload({(20, 5): 8})
+        told = engine.planner.cost(work).predict(engine.plan(work))
+        engine.planner.choose(work)
+    lanes = sum(told.busy.values())
+    assert told.seconds == pytest.approx(max(told.busy.values()) if overlap else lanes)
+    assert {options.overlap for options in asked} == {overlap}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
+    """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""
+    known, rng = families("llama"), random.Random(6)
+    refused, streamed = list[float](), 0
+    work = Workload.of((len(p), NEW) for p in known.prompts)
+    for share in (1.5, 1.0, 0.6, 0.4, 0.2, 0.02):
+        with Engine(known.directory, device="cpu") as engine:
+            resident = engine.plan(work)
+            whole, reading = resident.total("device"), read_buffers(engine.facts, resident)
+        options = {"device_mem": int(share * whole) + reading * (kind == "cpu"), "offload_dir": tmp_path}
+        with Engine(known.directory, device=kind, hardware=machine_of(rng, kind), **options) as engine:
+            try:
+                engine.planner.plan(work)
+            except OutOfMemory:
+                refused.append(share)
+                for policy in smallest(128, shared=kind == "cpu"):  # not even what takes least
+                    with pytest.raises(OutOfMemory):
+                        lay_out(engine.facts, policy, work, engine.core.machine.capacity)
+                continue
+            results = engine.generate(known.rows, GREEDY)
+            done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
+            assert all(found == right for found, right in done)
+            assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
+            streamed += engine.summary["policy"]["weights"][0] < 1
+    assert 0.02 in refused
+    assert max(refused) < 0.4
+    assert streamed
+
+
+class Recorder:
+    """Stands in for measure.store.obtain: counts what was asked for."""
+
+    def __init__(self, cached: Hardware | None, measured: Hardware) -> None:
+        self.cached, self.measured = cached, measured
+        self.asked: list[bool] = []
+
+    def __call__(
+        self, _machine: Any, _directory: Any, _opened: Any, measure: bool = False, say: Any = None
+    ) -> Hardware | None:
+        self.asked.append(measure)
+        return self.measured if measure else self.cached
+
+
+@pytest.mark.parametrize(("rows", "worth"), [(8, False), (30_000_000, True)])
+def test_a_machine_is_measured_before_long_jobs_only(
+    families: Any, monkeypatch: pytest.MonkeyPatch, rows: int, worth: bool
+) -> None:
+    capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
+    recorder = Recorder(None, assumed("cpu", capacity))
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    with Engine(families("llama").directory, device="cpu") as engine:
+        engine.plan(Workload({(8, 8): rows}))
+        assert recorder.asked == ([False, True] if worth else [False])
+        engine.plan(Workload({(8, 8): rows}))  # what was measured is known from then on
+        assert recorder.asked.count(True) == int(worth)
+
+
+def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring binds the modules to other weights; what is loaded would be lost to the next job."""
+    known = families("llama")
+    recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
+    monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
+    with Engine(known.directory, device="cpu") as engine:
+        engine.generate(known.rows[:2], GREEDY)
+        engine.plan(Workload({(8, 8): 30_000_000}))
+        assert not any(recorder.asked)
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `check` as by `fitting`, which searches: with the same words, and both let pass what a shorter row allows."""
+    monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, machine_of(random.Random(8), "cpu")))
+    directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
+    with Engine(directory, device="cpu") as engine:
+        layouts = [lay_out(engine.facts, policy, Workload(sizes[0]), engine.core.machine.capacity)
+                   for policy in smallest(128, shared=True)]  # fmt: skip
+        least = min(layout.total("device") + layout.total("host") for layout in layouts)
+    for share in (0.5, 0.9, 4.0):
+        for each in sizes:
+            with Engine(directory, device="cpu", device_mem=int(share * least)) as engine:
+                told = list[str]()
+                for ask in (engine.planner.check, engine.planner.plan):
+                    try:
+                        ask(Workload(each))
+                    except OutOfMemory as error:
+                        told.append(str(error))
+                assert told == told[:1] * 2 or told == []
+                assert bool(told) == (share < 1)
+    searched = list[Any]()
+    monkeypatch.setattr(planning, "search", lambda *given: searched.append(given))
+    with Engine(directory, device="cpu") as engine:
+        engine.planner.check(Workload(sizes[0]))
+    assert searched == []
+
+
+def test_given_hardware_is_used_with_the_machines_own_capacity(families: Any) -> None:
+    hardware = replace(machine_of(random.Random(7), "cpu"), device_bytes=1 << 50)
+    with Engine(families("llama").directory, device="cpu", device_mem="1G", hardware=hardware) as engine:
+        assert engine.planner.hardware().device_bytes == 10**9
+        assert engine.planner.hardware().links == hardware.links
+    with pytest.raises(InvalidInput, match="of kind sim, but this job runs on cpu"):
+        Engine(families("llama").directory, device="cpu", hardware=machine_of(random.Random(7), "sim"))
+
+
+def bare_model(directory: Path) -> Opened:
+    return open_model(str(directory), None, "cpu", False, weights=False)
+
+
+def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
+    """A directory without weights gives the numbers that the same one with weights gives."""
+    known = families("llama")
+    (tmp_path / "config.json").write_text((known.directory / "config.json").read_text())
+    bare = bare_model(tmp_path)
+    full = bare_model(known.directory)
+    assert bare.facts == full.facts
+    refused = Refused()
+    rows = [*known.rows, {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}]
+    found = planning.workload(bare, rows, GREEDY, False, refused)
+    assert found == Workload.of((len(p), NEW) for p in known.prompts)
+    assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: prompt {len(known.rows)}")
+
+
+def test_experts_and_windows_are_in_the_facts(families: Any) -> None:
+    facts = bare_model(families("mixtral").directory).facts
+    config = json.loads((families("mixtral").directory / "config.json").read_text())
+    shared = [t for layer in facts.layers for t in layer if t.experts]
+    assert {t.experts for t in shared} == {config["num_local_experts"]}
+    assert facts.active == config["num_experts_per_tok"]
+    gemma = bare_model(families("gemma2").directory).facts
+    assert {None, json.loads((families("gemma2").directory / "config.json").read_text())["sliding_window"]} == set(
+        gemma.windows
+    )
+
+
+def test_dry_run_prints_the_plan_and_writes_nothing(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = families("llama")
+    capacity = Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)
+    monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, assumed("cpu", capacity)))
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in known.rows))
+    out = tmp_path / "out.jsonl"
+    asked = [str(source), "--model", str(known.directory), "--device", "cpu", "--output", str(out), "--dry-run"]
+    assert main([*asked, "--max-tokens", "4"]) == DONE
+    text = capsys.readouterr().out
+    assert "tok/s" in text
+    assert "RAM" in text
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl"]
+    source.write_text("no json\n")
+    assert main([*asked, "--max-tokens", "4"]) == REFUSED

@@ -1,0 +1,180 @@
+"""Attention of prompt pieces whose earlier tokens lie in pages: against sums in float64 over what the pages hold."""
+
+import math
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexengine.codec.cache import CacheForm
+from flexengine.errors import InvalidInput
+from flexengine.kernels import Kernels, ReferenceKernels
+from flexengine.kernels.base import Past
+from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.held import held
+
+KINDS: tuple[Any, ...] = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 2)  # dtype or bits
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"window": 40}, {"window": 3}, {"softcap": 2.0}, {"sinks": True}, {"window": 90, "softcap": 3.0, "sinks": True},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
+def kernel(request: pytest.FixtureRequest) -> Kernels:
+    return kernels_named(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed(two_threads: None) -> None:
+    torch.manual_seed(0)
+
+
+def cached(kind: Any, length: int, kv_heads: int, dim: int, page_tokens: int = 16) -> tuple[Past, Tensor, Tensor]:
+    """Random tokens on shuffled pages, with K and V [length, kv_heads, dim] as the pages hold them. What lies beyond
+    the last token is NaN."""
+    count = -(-length // page_tokens)
+    table = torch.randperm(count + 2)[:count].int()
+    if isinstance(kind, int):
+        form = CacheForm(kind, kv_heads, page_tokens, dim)
+        pool = torch.full((count + 2, form.page_bytes), 255, dtype=torch.uint8)
+    else:
+        form, pool = None, torch.full((count + 2, 2, kv_heads, page_tokens, dim), math.nan, dtype=kind)
+    at, plain = torch.arange(length), ReferenceKernels()
+    plain.append(*torch.randn(2, length, kv_heads, dim), pool, table[at // page_tokens], (at % page_tokens).int(), form)
+    k, v = held(pool, table, length, form)
+    return Past(pool, table, length, form), k.float(), v.float()
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, window=None, softcap=None, sinks=None) -> Tensor:
+    """q [T, heads, dim] at the last T positions of k, v [S, kv_heads, dim]; float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.double(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position, key = torch.arange(len(k))[-len(q) :, None], torch.arange(len(k))
+    seen = (key <= position) & (key > position - (window or len(k)))
+    weights = scores.exp() * seen
+    total = weights.sum(-1) + (0 if sinks is None else sinks.double().exp()[:, None])
+    return torch.einsum("hts,shd->thd", weights / total[..., None], v)
+
+
+def agree(kernel: Kernels, kind: Any, heads: tuple[int, int, int], past: int, count: int, **options: Any) -> None:
+    """One piece of `count` tokens after `past` cached ones. heads: of queries, of keys, their width."""
+    (n, kv_heads, dim), page_tokens = heads, options.pop("page_tokens", 16)
+    given, old_k, old_v = cached(kind, past, kv_heads, dim, page_tokens)
+    q = torch.randn(n, count, dim).transpose(0, 1)
+    k, v = torch.randn(2, count, kv_heads, dim + 4)[..., :dim]
+    if "sinks" in options:
+        options["sinks"] = torch.randn(n)
+    found = kernel.attend_prompt(q[None], k[None], v[None], dim**-0.5, **options, past=given)
+    assert found.dtype == q.dtype
+    assert found.is_contiguous()
+    expected = dense(q, torch.cat([old_k, k]), torch.cat([old_v, v]), dim**-0.5, **options)
+    torch.testing.assert_close(found[0].double(), expected, atol=4e-6, rtol=4e-6)
+
+
+class TestPieces:
+    """What every set of kernels must do."""
+
+    @pytest.mark.parametrize("kind", KINDS, ids=str)
+    @pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (6, 1, 24), (2, 2, 256)], ids=str)
+    def test_formats_and_heads(self, kernel: Kernels, kind: Any, heads: tuple[int, int, int]) -> None:
+        agree(kernel, kind, heads, past=100, count=37)
+
+    @pytest.mark.parametrize("options", OPTIONS, ids=str)
+    @pytest.mark.parametrize("kind", [torch.float32, 4], ids=str)
+    def test_options(self, kernel: Kernels, kind: Any, options: dict[str, Any]) -> None:
+        agree(kernel, kind, (4, 2, 32), past=150, count=20, **options)
+
+    @pytest.mark.parametrize(("past", "count"), [(1, 1), (16, 1), (63, 70), (64, 64), (130, 300)])
+    @pytest.mark.parametrize("page_tokens", [1, 16, 100])
+    def test_borders(self, kernel: Kernels, past: int, count: int, page_tokens: int) -> None:
+        agree(kernel, torch.float32, (3, 3, 20), past, count, page_tokens=page_tokens)
+
+    def test_in_small_blocks(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("flexengine.kernels.reference.SCORES", 4 * 40 * 7)
+        monkeypatch.setattr("flexengine.kernels.reference.CACHED", 2 * 2 * 32 * 40)
+        for options in OPTIONS:
+            agree(kernel, 8, (4, 2, 32), past=150, count=100, **options)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_half_precision(self, kernel: Kernels, dtype: torch.dtype) -> None:
+        past, k, v = cached(dtype, 50, 2, 64)
+        q, (new_k, new_v) = torch.randn(1, 9, 4, 64).to(dtype), torch.randn(2, 1, 9, 2, 64).to(dtype)
+        found = kernel.attend_prompt(q, new_k, new_v, 0.125, past=past)
+        assert found.dtype == dtype
+        expected = dense(q[0], torch.cat([k, new_k[0].float()]), torch.cat([v, new_v[0].float()]), 0.125)
+        torch.testing.assert_close(found[0].double(), expected, atol=1e-2, rtol=1e-2)
+
+    def test_misfits_are_refused(self, kernel: Kernels) -> None:
+        past, _, _ = cached(torch.float32, 50, 2, 64)
+        q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
+        for wrong in (past._replace(length=0), past._replace(length=65), past._replace(table=past.table[:3])):
+            with pytest.raises(InvalidInput, match=r"cached tokens and .* pages"):
+                kernel.attend_prompt(q, k, k, 0.125, past=wrong)
+        with pytest.raises(InvalidInput, match="does not continue"):
+            kernel.attend_prompt(q[..., :32], k[..., :32], k[..., :32], 0.125, past=past)
+        with pytest.raises(InvalidInput, match="does not continue"):
+            kernel.attend_prompt(*(torch.cat([x, x]) for x in (q, k, k)), 0.125, past=past)
+
+    def test_unknown_pages_are_refused(self, kernel: Kernels) -> None:
+        past, _, _ = cached(torch.float32, 50, 2, 64)
+        k = torch.randn(1, 9, 2, 64)
+        for page in (-1, len(past.pool)):
+            table = past.table.clone()
+            table[2] = page
+            with pytest.raises(InvalidInput, match="pages among"):
+                kernel.attend_prompt(k, k, k, 0.125, past=past._replace(table=table))
+
+    def test_scratch_is_bounded_whatever_the_past(self, kernel: Kernels) -> None:
+        """Tensors alive at once beside the arguments and the result, for pasts of 1k and 6k tokens."""
+        q, k = torch.randn(1, 64, 8, 64), torch.randn(1, 64, 8, 64)
+        bound = kernel.prompt_scratch(8, 8, 64) + q.nbytes
+        for kind in (torch.float32, 4):
+            for length in (1000, 6000):
+                past, _, _ = cached(kind, length, 8, 64)
+                held = most_alive(lambda past=past: kernel.attend_prompt(q, k, k, 0.125, past=past))  # type: ignore[misc]
+                assert held - q.nbytes <= min(bound, 2**26)
+                assert held >= q.nbytes
+                if kernel.name == "native":
+                    assert held < q.nbytes + 4096
+
+    def test_scratch_is_bounded_for_many_queries_and_few_keys(self, kernel: Kernels) -> None:
+        """Long pieces after a short past: blocks of 16 keys, whose queries and sums take more than the scores."""
+        q, k = torch.randn(1, 1500, 16, 128), torch.randn(1, 1500, 4, 128)
+        past, _, _ = cached(torch.float32, 16, 4, 128)
+        held = most_alive(lambda: kernel.attend_prompt(q, k, k, 0.125, past=past))
+        assert held - q.nbytes <= kernel.prompt_scratch(16, 4, 128)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:
+    """Not on where a prompt is cut, on how many prompts or threads there are."""
+    kernel = kernels_named(name)
+    for heads, kv_heads, dim in ((4, 4, 40), (6, 2, 64)):
+        past, k, v = cached(torch.float32, 300, kv_heads, dim)
+        q = torch.randn(300, heads, dim)
+        whole = kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=200)[0]
+        for low, high in ((16, 300), (130, 131), (64, 200)):
+            piece = kernel.attend_prompt(
+                *(x[None, low:high] for x in (q, k, v)), 0.2, window=200, past=past._replace(length=low)
+            )
+            assert torch.equal(piece[0], whole[low:high])
+        pair = kernel.attend_prompt(*(torch.stack([x.flip(0), x]) for x in (q, k, v)), 0.2, window=200)
+        assert torch.equal(pair[1], whole)
+        torch.set_num_threads(1)
+        assert torch.equal(kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=200)[0], whole)
+        torch.set_num_threads(2)
+
+
+def most_alive(call: Callable[[], object]) -> int:
+    """Return the most bytes that torch's allocator had given out at once during `call`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
+    changes = (e.nbytes() for e in sorted(events, key=lambda e: e.start_ns()))
+    return max(accumulate(changes), default=0)

@@ -1,0 +1,355 @@
+"""GGUF files made safetensors: compared with what a file was made from, and with transformers."""
+
+import json
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import dequantize, quantize
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GgufConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from flexengine.config import cache_root
+from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
+from flexengine.model import gguf
+from flexengine.model.prepare import prepared_gguf
+from tests.helpers.prepared import tensors_of
+
+pytestmark = pytest.mark.usefixtures("cache")
+Q = GGMLQuantizationType
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+FAMILIES = {
+    "llama": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama-untied": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE)),
+    "qwen3": (MODEL_ARCH.QWEN3, Qwen3Config(**SHAPE, head_dim=16)),
+    "qwen3moe": (MODEL_ARCH.QWEN3MOE, Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, moe_intermediate_size=32)),
+    # transformers 5.23 reads neither head_dim nor the experts' width of this family; these are its defaults
+    "qwen3moe-default": (
+        MODEL_ARCH.QWEN3MOE,
+        Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=128, moe_intermediate_size=768),
+    ),
+}
+
+
+# --- tiny GGUF files, written the way llama.cpp's convert_hf_to_gguf.py writes them
+
+
+def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp: halves of a head's rows interleaved."""
+    rows = weights.shape[0]
+    return weights.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+
+
+def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
+    """(GGUF name, float32 weights as llama.cpp stores them), experts split into gate and up."""
+    arch, config = FAMILIES[family]
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    out = []
+    for name, tensor in model.state_dict().items():
+        weights = tensor.numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            block, half = name.split(".")[2], weights.shape[1] // 2
+            out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
+                    (f"blk.{block}.ffn_gate_exps.weight", weights[:, :half])]  # fmt: skip
+            continue
+        if arch is MODEL_ARCH.LLAMA and "q_proj" in name:
+            weights = permute(weights, config.num_attention_heads)
+        if arch is MODEL_ARCH.LLAMA and "k_proj" in name:
+            weights = permute(weights, config.num_key_value_heads)
+        stem = name.removesuffix(".weight")
+        out.append((f"{names.get_name(stem)}.weight", weights))
+    return out
+
+
+def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=lambda writer: None) -> Path:
+    arch, config = FAMILIES[family]
+    writer = GGUFWriter(path, {MODEL_ARCH.QWEN3MOE: "qwen3moe", MODEL_ARCH.QWEN3: "qwen3"}.get(arch, "llama"))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if arch is MODEL_ARCH.LLAMA:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    else:
+        writer.add_key_length(config.head_dim)
+    if arch is MODEL_ARCH.QWEN3MOE:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
+    extra(writer)
+    for name, weights in tensors:
+        chosen = Q.F32 if weights.ndim == 1 else kind(name)
+        stored = weights if weights.dtype == np.uint8 else quantize(np.ascontiguousarray(weights), chosen)
+        writer.add_tensor(name, stored, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_gguf(path: Path, family: str = "llama", **kwargs) -> Path:
+    return write_gguf(path, family, gguf_tensors(family, tiny_model(family)), **kwargs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_gives_back_the_model_it_was_made_from(tmp_path, family):
+    model = tiny_model(family)
+    directory = prepared_gguf(write_gguf(tmp_path / "m.gguf", family, gguf_tensors(family, model)))
+    tensors = tensors_of(directory)
+    expected = model.state_dict()
+    assert set(expected) - set(tensors) == ({"lm_head.weight"} if model.config.tie_word_embeddings else set())
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, expected[name]), name
+    again = AutoModelForCausalLM.from_pretrained(directory).eval()
+    ids = torch.arange(12).reshape(1, 12)
+    torch.testing.assert_close(again(ids).logits, model(ids).logits, rtol=0, atol=1e-6)  # eps is a float32 there
+    assert again.config.eos_token_id == 7
+    assert GenerationConfig.from_pretrained(directory).eos_token_id == 7
+
+
+def test_quantised_tensors_become_float32_and_half_ones_stay(tmp_path):
+    kinds = {"ffn_up": Q.Q4_0, "attn_q": Q.Q8_0, "attn_k": Q.Q4_0, "attn_v": Q.F16, "ffn_down": Q.BF16}
+
+    def kind(name: str) -> Q:
+        return next((k for part, k in kinds.items() if part in name), Q.F32)
+
+    model = tiny_model("llama")
+    tensors = tensors_of(prepared_gguf(write_gguf(tmp_path / "m.gguf", "llama", gguf_tensors("llama", model), kind)))
+    dtypes = {"v_proj": torch.float16, "down_proj": torch.bfloat16}
+    heads = {"q_proj": 4, "k_proj": 2}
+    parts = {"up_proj": Q.Q4_0, "q_proj": Q.Q8_0, "k_proj": Q.Q4_0, "v_proj": Q.F16, "down_proj": Q.BF16}
+    for name, tensor in tensors.items():
+        part = name.split(".")[-2]
+        weights = model.state_dict()[name].numpy()
+        if part in heads:  # llama.cpp quantises what it permuted; rows are whole blocks, so rows move as they are
+            rows = permute(np.arange(len(weights))[:, None], heads[part]).ravel()
+            weights = weights[rows]
+        kept = dequantize(quantize(weights, parts.get(part, Q.F32)), parts.get(part, Q.F32))
+        if part in heads:
+            back = np.empty_like(kept)
+            back[rows] = kept
+            kept = back
+        assert tensor.dtype == dtypes.get(part, torch.float32), name
+        assert np.array_equal(tensor.to(torch.float32).numpy(), kept), name
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.F32, Q.Q8_0])
+def test_config_dtype(tmp_path, kind):
+    directory = prepared_gguf(tiny_gguf(tmp_path / "m.gguf", kind=lambda name: kind))
+    dtype = {Q.F16: "float16", Q.BF16: "bfloat16"}.get(kind, "float32")
+    assert json.loads((directory / "config.json").read_text())["dtype"] == dtype
+    kinds = {tensor.dtype for tensor in tensors_of(directory).values() if tensor.ndim == 2}
+    assert kinds == {getattr(torch, dtype)}
+
+
+def test_the_same_as_transformers_on_a_quantised_mixture_of_experts(tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf", "qwen3moe-default", kind=lambda name: Q.Q8_0)
+    theirs = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    ).state_dict()
+    ours = tensors_of(prepared_gguf(path))
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_llama3_rope_is_carried_over(tmp_path):
+    base = FAMILIES["llama"][1].rope_parameters["rope_theta"]
+    scaling = {"rope_type": "llama3", "rope_theta": base, "factor": 32.0, "low_freq_factor": 1.0,
+               "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}  # fmt: skip
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](LlamaConfig(**SHAPE, rope_parameters=scaling), torch.device("cpu"))
+    plain = 1 / base ** (torch.arange(0, 16, 2, dtype=torch.float32) / 16)
+    divisors = (plain / scaled).numpy()
+    tensors = [*gguf_tensors("llama", tiny_model("llama")), ("rope_freqs.weight", divisors)]
+    directory = prepared_gguf(write_gguf(tmp_path / "m.gguf", "llama", tensors))
+    assert json.loads((directory / "config.json").read_text())["rope_parameters"] == scaling
+    other = [*tensors[:-1], ("rope_freqs.weight", divisors * np.linspace(1, 2, 8, dtype=np.float32))]
+    with pytest.raises(UnsupportedModel, match="RoPE"):
+        prepared_gguf(write_gguf(tmp_path / "n.gguf", "llama", other))
+
+
+def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
+    tensors = gguf_tensors("llama", tiny_model("llama"))
+    odd = [*tensors, ("blk.0.attn_q.bias", np.zeros(64, np.float32))]
+    with pytest.raises(UnsupportedModel, match=r"blk.0.attn_q.bias"):
+        prepared_gguf(write_gguf(tmp_path / "odd.gguf", "llama", odd))
+    with pytest.raises(BadCheckpoint, match=r"lacks 1 tensors.*model.norm.weight"):
+        prepared_gguf(write_gguf(tmp_path / "a.gguf", "llama", [t for t in tensors if t[0] != "output_norm.weight"]))
+    wide = [(n, np.zeros((96, 32), np.float32) if "ffn_up" in n else w) for n, w in tensors]
+    with pytest.raises(BadCheckpoint, match="shape"):
+        prepared_gguf(write_gguf(tmp_path / "b.gguf", "llama", wide))
+    bad = [(n, np.full_like(w, np.nan) if "blk.1.ffn_norm" in n else w) for n, w in tensors]
+    with pytest.raises(BadCheckpoint, match=r"layers.1.post_attention_layernorm.weight holds NaN"):
+        prepared_gguf(write_gguf(tmp_path / "c.gguf", "llama", bad))
+    for key, value in (("llama.rope.scaling.type", "yarn"), ("split.count", 3), ("llama.attention.sliding_window", 8)):
+
+        def extra(writer, key=key, value=value):
+            (writer.add_string if isinstance(value, str) else writer.add_uint16)(key, value)
+
+        with pytest.raises(UnsupportedModel, match=r"yarn|parts|window"):
+            prepared_gguf(write_gguf(tmp_path / "d.gguf", "llama", tensors, extra=extra))
+    assert not list(cache_root().glob("prepared/*.tmp-*"))
+
+
+def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
+    good = tiny_gguf(tmp_path / "m.gguf").read_bytes()
+    start = min(tensor.offset for tensor in gguf.read_header(tmp_path / "m.gguf").tensors)
+    bad, rng = tmp_path / "bad.gguf", random.Random(0)
+    for size in [*range(0, 64), *rng.sample(range(len(good)), 200)]:
+        bad.write_bytes(good[:size])
+        with pytest.raises(BadCheckpoint, match=r"bad\.gguf"):
+            gguf.read_header(bad)
+    refused = 0
+    for _ in range(1500):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(start)] = rng.randrange(256)
+        bad.write_bytes(data)
+        try:
+            gguf.read_header(bad)
+        except FlexError:
+            refused += 1
+    assert refused > 300
+
+
+BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "vocab_size": 32, "max_position_embeddings": 64}  # fmt: skip
+MADE = (Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.TQ1_0, Q.TQ2_0, Q.MXFP4)  # the package can quantise these
+DRAWN = (Q.Q2_K, Q.Q3_K, Q.Q4_K, Q.Q5_K, Q.Q6_K, Q.IQ2_XXS, Q.IQ2_XS, Q.IQ2_S, Q.IQ3_XXS, Q.IQ3_S, Q.IQ1_S, Q.IQ1_M,
+         Q.IQ4_NL, Q.IQ4_XS)  # fmt: skip
+
+
+def blocks_of(kind: Q, shape: tuple[int, int], seed: int) -> np.ndarray:
+    """Bytes of a quantised matrix: random blocks, those drawn again whose scale came out as infinity or NaN."""
+    block, size = GGML_QUANT_SIZES[kind]
+    count, rng = shape[0] * shape[1] // block, np.random.default_rng(seed)
+    out = rng.integers(0, 256, (count, size), dtype=np.uint8)
+    while (bad := ~np.isfinite(dequantize(out, kind)).all(axis=1)).any():
+        out[bad] = rng.integers(0, 256, (int(bad.sum()), size), dtype=np.uint8)
+    return out.reshape(shape[0], -1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("kind", [*MADE, *DRAWN], ids=lambda kind: kind.name)
+def test_every_quantisation(tmp_path, kind, monkeypatch):
+    """As the gguf package decodes the whole tensor, and for some as transformers loads the file."""
+    monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**BLOCKS, tie_word_embeddings=True)))
+    tensors, decoded = [], {}
+    for seed, (name, weights) in enumerate(gguf_tensors("llama", tiny_model("llama"))):
+        if weights.ndim == 1:
+            tensors.append((name, weights))
+            continue
+        stored = quantize(weights, kind) if kind in MADE else blocks_of(kind, weights.shape, seed)
+        tensors.append((name, stored))
+        decoded[name] = dequantize(stored, kind)
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: kind)
+    ours = tensors_of(prepared_gguf(path))
+    names = get_tensor_name_map(MODEL_ARCH.LLAMA, 1)
+    heads = {"attn_q": 4, "attn_k": 2}
+    for name, tensor in ours.items():
+        if tensor.ndim == 2:
+            stem = names.get_name(name.removesuffix(".weight"))
+            kept = tensor.numpy()
+            part = stem.rpartition(".")[2]
+            again = permute(kept, heads[part]) if part in heads else kept
+            assert np.array_equal(again, decoded[f"{stem}.weight"]), name
+    if kind in (Q.Q4_K, Q.Q6_K, Q.Q5_1, Q.IQ4_XS):
+        theirs = AutoModelForCausalLM.from_pretrained(
+            tmp_path, gguf_file="m.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        ).state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize("kind", [Q.Q8_1, Q.Q8_K, Q.Q1_0, Q.I8], ids=lambda kind: kind.name)
+def test_what_the_package_cannot_decode_is_refused(tmp_path, kind, monkeypatch):
+    monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**BLOCKS)))
+    block, size = GGML_QUANT_SIZES[kind]
+    tensors = [
+        (name, np.zeros((len(weights), weights.shape[1] // block * size), np.uint8) if "ffn_up" in name else weights)
+        for name, weights in gguf_tensors("llama", tiny_model("llama"))
+    ]
+    path = write_gguf(tmp_path / "m.gguf", "llama", tensors, lambda name: kind if "ffn_up" in name else Q.F32)
+    with pytest.raises(UnsupportedModel, match=rf"ffn_up.*{kind.name}"):
+        prepared_gguf(path)
+
+
+def test_overlapping_and_repeated_tensors_are_refused(tmp_path):
+    path = tiny_gguf(tmp_path / "m.gguf")
+    good, (first, second) = path.read_bytes(), gguf.read_header(path).tensors[:2]
+    entry = second.name.encode() + struct.pack("<I", len(second.shape))
+    place = good.index(entry) + len(entry) + 8 * len(second.shape) + 4  # name, dimensions, their sizes, type: offset
+    path.write_bytes(good[:place] + bytes(8) + good[place + 8 :])
+    with pytest.raises(BadCheckpoint, match=rf"tensors {first.name} and {second.name} overlap"):
+        prepared_gguf(path)
+    repeated = good.replace(b"blk.1.ffn_up.weight", b"blk.0.ffn_up.weight")
+    path.write_bytes(repeated)
+    with pytest.raises(BadCheckpoint, match="one name"):
+        prepared_gguf(path)
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("llama.block_count", 10**6), ("llama.block_count", 9999), ("llama.block_count", 0),
+    ("llama.embedding_length", 2**31),
+    ("llama.embedding_length", 0), ("llama.attention.head_count", 0), ("llama.attention.head_count", 10**9),
+    ("llama.vocab_size", 2**32 - 1), ("llama.expert_count", 10**6), ("llama.feed_forward_length", 0),
+    ("llama.attention.key_length", 10**9), ("llama.attention.sliding_window", "x"), ("llama.block_count", "x"),
+    ("llama.block_count", -1.5), ("llama.rope.freq_base", "x"), ("llama.attention.key_length", 7),
+    ("general.architecture", "nope"), ("general.architecture", "llama\0"), ("general.architecture", "../x"),
+    ("general.architecture", 3), ("tokenizer.ggml.model", "gpt2"), ("tokenizer.ggml.model", "nope"),
+    ("split.count", "x"),
+])  # fmt: skip
+def test_hostile_gguf_values(tmp_path, cache, key, value):
+    """They pass the header and would break, or keep busy, whoever believed them."""
+    path = tiny_gguf(tmp_path / "m.gguf")
+
+    def extra(writer):
+        writer.kv_data[0].pop(key, None)
+        {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)](key, value)
+
+    with pytest.raises(FlexError, match=r"m\.gguf"):
+        prepared_gguf(tiny_gguf(path, extra=extra))
+    assert not list(cache.glob("*.tmp-*"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_damaged_gguf_files_convert_or_are_refused(tmp_path, cache):
+    path, rng, refused = tmp_path / "m.gguf", random.Random(2), 0
+    good = tiny_gguf(path).read_bytes()
+    start = min(tensor.offset for tensor in gguf.read_header(path).tensors)
+    for _ in range(60):
+        data = bytearray(good)
+        for _ in range(rng.randrange(1, 4)):
+            data[rng.randrange(start)] ^= 1 << rng.randrange(8)
+        path.write_bytes(data)
+        try:
+            prepared_gguf(path)
+        except FlexError:
+            refused += 1
+    assert refused > 20
+    assert not list(cache.glob("*.tmp-*"))

@@ -1,0 +1,226 @@
+"""Checkpoints and skeletons: what is refused, with which words, before any weight is read."""
+
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine import Engine, SamplingParams
+from flexengine.errors import BadCheckpoint, UnsupportedModel
+from flexengine.model.checkpoint import read_checkpoint, read_header
+from flexengine.model.skeleton import build
+from tests.helpers.families import FAMILIES, NEW, make_checkpoint
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+
+
+def test_headers_agree_with_the_library(families: Any) -> None:
+    from safetensors import safe_open
+
+    directory = families("qwen2").directory
+    found = read_checkpoint(directory)
+    with safe_open(directory / "model.safetensors", "pt") as theirs:
+        assert set(theirs.keys()) == set(found)
+        raw = (directory / "model.safetensors").read_bytes()
+        for name, stored in found.items():
+            tensor = theirs.get_tensor(name)
+            data = bytearray(raw[stored.start : stored.start + stored.nbytes])
+            assert torch.equal(torch.frombuffer(data, dtype=stored.dtype).view(stored.shape), tensor)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_skeleton_names_every_parameter(families: Any, family: str) -> None:
+    known = families(family)
+    skeleton = build(known.directory, torch.float32)
+    names = {n: tuple(p.shape) for n, p in known.model.named_parameters()}
+    assert skeleton.wanted == names
+    assert all(p.is_meta for p in skeleton.model.parameters())
+    assert not any(b.is_meta for b in skeleton.model.buffers())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", [(1, 0, 0), (0, 1, 0), (0, 0, 1)])
+def test_narrow_checkpoints_are_computed_in_fp32(tmp_path: Path, dtype: torch.dtype, weights: Any) -> None:
+    """Wherever they live, fp16 and bf16 weights are decoded to fp32: the reference is the upcast model."""
+    from transformers import AutoModelForCausalLM
+
+    from flexengine import Policy
+    from tests.helpers.families import prompts_of, reference
+
+    narrow = tmp_path / "narrow"
+    make_checkpoint("llama", tmp_path / "wide").to(dtype).save_pretrained(narrow, max_shard_size="100KB")
+    assert len(list(narrow.glob("*.safetensors"))) > 1
+    prompts = prompts_of(601)[:4]
+    # Read back, not model.float(): .to(dtype) has narrowed the rotary frequencies too.
+    expected = reference(AutoModelForCausalLM.from_pretrained(narrow, dtype=torch.float32), prompts)
+    policy = Policy(gpu_batch_size=2, num_gpu_batches=2, weights=weights)
+    rows = [{"prompt_token_ids": p} for p in prompts]
+    for device in ("cpu", "sim"):
+        with Engine(narrow, policy=policy, device=device) as engine:
+            assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
+
+
+def test_names_without_the_base_prefix(families: Any, tmp_path: Path) -> None:
+    """Some OPT checkpoints say `decoder.layers...` instead of `model.decoder.layers...`."""
+    from safetensors.torch import load_file, save_file
+
+    known = families("opt")
+    shutil.copytree(known.directory, tmp_path / "m")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    save_file({n.removeprefix("model."): t for n, t in tensors.items()}, tmp_path / "m" / "model.safetensors")
+    with Engine(tmp_path / "m", device="cpu") as engine:
+        assert engine.generate(known.rows[:1], GREEDY)[0].token_ids == known.expected[0]
+
+
+def broken(families: Any, tmp_path: Path, change: Any) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    directory = tmp_path / "m"
+    shutil.copytree(families("llama").directory, directory)
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def test_missing_extra_and_misshapen_tensors_are_all_listed(families: Any, tmp_path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        del tensors["model.layers.2.mlp.up_proj.weight"]
+        tensors["model.norm.weight"] = torch.ones(63)
+        tensors["model.layers.9.extra"] = torch.ones(1)
+
+    with pytest.raises(BadCheckpoint) as caught:
+        Engine(broken(families, tmp_path, change), device="cpu")
+    shape = "model.norm.weight (63,) instead of (64,)"
+    for part in ("missing: model.layers.2.mlp.up_proj.weight", shape, "layers.9.extra"):
+        assert part in str(caught.value)
+
+
+def test_truncated_shards_are_refused_at_every_length(families: Any, tmp_path: Path) -> None:
+    data = (families("llama").directory / "model.safetensors").read_bytes()
+    file = tmp_path / "model.safetensors"
+    for length in [0, 4, 8, 9, 100, *range(200, len(data) - 1, len(data) // 40), len(data) - 1]:
+        file.write_bytes(data[:length])
+        with pytest.raises(BadCheckpoint, match=r"model\.safetensors"):
+            read_header(file)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [0]},
+        {"dtype": "Q7", "shape": [2], "data_offsets": [0, 8]},
+        {"dtype": "F32", "shape": "ab", "data_offsets": [0, 8]},
+        [],
+        {},
+    ],
+)
+def test_hostile_headers(tmp_path: Path, entry: Any) -> None:
+    header = json.dumps({"w": entry}).encode()
+    (tmp_path / "x.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8))
+    with pytest.raises(BadCheckpoint):
+        read_header(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("shard", ["../out.safetensors", "/etc/passwd", "absent.safetensors", 7])
+def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None:
+    (tmp_path / "out.safetensors").touch()
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": shard}}))
+    with pytest.raises(BadCheckpoint):
+        read_checkpoint(tmp_path / "m")
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "reason"),
+    [
+        ("Falcon", {"hidden_size": 64, "num_hidden_layers": 2}, "accepts no registered attention"),
+        ("Mpt", {"d_model": 64, "n_layers": 2, "n_heads": 4}, "accepts no registered attention"),
+        ("Mamba", {"hidden_size": 64, "num_hidden_layers": 2}, "accepts no registered attention"),
+        ("T5", {"d_model": 64, "num_layers": 2}, "encoder-decoder"),
+        ("ViT", {}, "not a causal language model"),
+        ("Llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic rotary"),
+        ("Gemma3Text", {"rope_parameters": {  # of each type of layer
+            "full_attention": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }}, "dynamic rotary"),
+    ],
+)
+def test_unsupported_models_are_named_with_the_reason(tmp_path: Path, kind: str, values: Any, reason: str) -> None:
+    """There are no weights at all here: the refusal comes first."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**values)
+    config.architectures = [f"{kind}ForSomething"]
+    config.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    with pytest.raises(UnsupportedModel, match=reason) as caught:
+        Engine(tmp_path, device="cpu")
+    assert f"{kind}ForSomething" in str(caught.value)
+
+
+@pytest.mark.parametrize("change", [
+    {"num_attention_heads": 3}, {"num_attention_heads": 0}, {"hidden_size": "64"}, {"max_position_embeddings": None},
+    {"head_dim": 7}, {"vocab_size": -1}, {"num_hidden_layers": 0}, {"hidden_act": "nope"},
+])  # fmt: skip
+def test_contradicting_configs_are_refused(families: Any, tmp_path: Path, change: dict[str, Any]) -> None:
+    for source in families("llama").directory.iterdir():
+        shutil.copy(source, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises((UnsupportedModel, BadCheckpoint)):
+        Engine(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"eos_token_id": [[2]]}', '{"eos_token_id": "x"}', "nonsense"])
+def test_unusable_generation_configs(families: Any, tmp_path: Path, content: str) -> None:
+    from flexengine.errors import InvalidInput
+
+    for source in families("llama").directory.iterdir():
+        shutil.copy(source, tmp_path)
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(InvalidInput, match="generation_config"):
+        Engine(tmp_path)
+
+
+def test_a_model_that_narrows_activations_to_its_weights_is_refused(families: Any, monkeypatch: Any) -> None:
+    """16-bit weights must not make it compute in 16 bits: seen on the meta device, before anything is loaded."""
+    from transformers.models.llama import modeling_llama
+
+    whole, mlp = modeling_llama.LlamaMLP.forward, modeling_llama.LlamaMLP
+    monkeypatch.setattr(mlp, "forward", lambda self, x: whole(self, x.to(self.up_proj.weight.dtype)))
+    with pytest.raises(UnsupportedModel, match=r"computes a projection in torch.bfloat16"):
+        build(families("llama").directory, torch.float32)
+
+
+def test_a_head_of_its_own_wins_over_tying(tmp_path: Path) -> None:
+    """As in transformers: if the checkpoint holds both and they differ, they are not one."""
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    from tests.helpers.families import prompts_of, reference
+
+    make_checkpoint("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    prompts = prompts_of(601)[:3]
+    rows = [{"prompt_token_ids": p} for p in prompts]
+    found = []
+    for equal in (False, True):
+        if equal:
+            tensors = load_file(tmp_path / "model.safetensors")
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        expected = reference(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32), prompts)
+        with Engine(tmp_path, device="cpu") as engine:
+            assert engine.core.skeleton.tied == equal
+            assert [r.token_ids for r in engine.generate(rows, GREEDY)] == expected
+        found.append(expected)
+    assert found[0] != found[1]

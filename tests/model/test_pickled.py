@@ -1,0 +1,143 @@
+"""pytorch_model*.bin files made safetensors: compared with what they were made from; nothing in them is run."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    OPTConfig,
+)
+
+from flexengine.errors import BadCheckpoint
+from flexengine.model import shards as shard_files
+from flexengine.model.prepare import prepared_bin
+from flexengine.model.source import resolve
+from tests.helpers.prepared import tensors_of
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+def bin_model(path: Path, shards: int = 1) -> torch.nn.Module:
+    torch.manual_seed(0)
+    config = OPTConfig(vocab_size=50, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
+                       word_embed_proj_dim=16, max_position_embeddings=32)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).eval()
+    path.mkdir()
+    config.save_pretrained(path)
+    model.generation_config.save_pretrained(path)
+    (path / "tokenizer.json").write_text("{}")
+    state = model.state_dict()
+    if shards == 1:
+        torch.save(state, path / "pytorch_model.bin")
+        return model
+    names, weight_map = list(state), {}
+    for number in range(shards):
+        file = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
+        torch.save({name: state[name] for name in names[number::shards]}, path / file)
+        weight_map.update(dict.fromkeys(names[number::shards], file))
+    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return model
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+def test_bin_to_safetensors(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(shard_files.ShardWriter.__init__, "__defaults__", (2000,))
+    model = bin_model(tmp_path / "m", shards)
+    found = resolve(str(tmp_path / "m"))
+    assert found.name == "m"
+    tensors = tensors_of(found.directory)
+    assert set(tensors) == set(model.state_dict())
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(list(found.directory.glob("*.safetensors"))) > 3
+    assert sorted(f.name for f in found.directory.iterdir() if "safetensors" not in f.name) == [
+        "SHA256SUMS", "config.json", "generation_config.json", "prepared.json", "tokenizer.json",
+    ]  # fmt: skip
+    ids = torch.arange(8).reshape(1, 8)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(found.directory)(ids).logits, model(ids).logits)
+    assert resolve(str(tmp_path / "m")) == found
+
+
+def test_old_bin_format(tmp_path):
+    model = bin_model(tmp_path / "m")
+    torch.save(model.state_dict(), tmp_path / "m" / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    tensors = tensors_of(prepared_bin(tmp_path / "m"))
+    assert all(torch.equal(tensors[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class Payload:
+    def __init__(self, canary: Path) -> None:
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+def test_a_malicious_bin_is_refused_and_never_run(tmp_path, cache, form):
+    bin_model(tmp_path / "m")
+    canary, file = tmp_path / "canary", tmp_path / "m" / "pytorch_model.bin"
+    state = {"a": torch.zeros(2), "b": Payload(canary)}
+    if form == "pickle":
+        file.write_bytes(pickle.dumps({"b": Payload(canary)}))
+    else:
+        torch.save(state, file, _use_new_zipfile_serialization=form == "zip")
+    with pytest.raises(BadCheckpoint, match=str(file)):
+        resolve(str(tmp_path / "m"))
+    assert not canary.exists()
+    assert [f.suffix for f in cache.iterdir()] == [".lock"]
+
+
+def test_bad_bin_files_are_named(tmp_path):
+    bin_model(tmp_path / "m", 3)
+    shard = tmp_path / "m" / "pytorch_model-00002-of-00003.bin"
+    data = shard.read_bytes()
+    for content, word in ((data[:200], "refused"), (b"", "refused")):
+        shard.write_bytes(content)
+        with pytest.raises(BadCheckpoint, match=f"{shard}.*{word}"):
+            prepared_bin(tmp_path / "m")
+    torch.save([1, 2], shard)
+    with pytest.raises(BadCheckpoint, match="dictionary of tensors"):
+        prepared_bin(tmp_path / "m")
+    torch.save({"x": torch.tensor([1.0, float("inf")])}, shard)
+    with pytest.raises(BadCheckpoint, match=f"{shard}: tensor x"):
+        prepared_bin(tmp_path / "m")
+    shard.unlink()
+    with pytest.raises(BadCheckpoint, match="missing"):
+        prepared_bin(tmp_path / "m")
+    for text in ('{"weight_map": {"a": "../x.bin"}}', '{"weight_map": 3}', "{", '{"weight_map": {"a": "/etc/passwd"}}'):
+        (tmp_path / "m" / "pytorch_model.bin.index.json").write_text(text)
+        with pytest.raises(BadCheckpoint, match="index"):
+            prepared_bin(tmp_path / "m")
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+import torch, safetensors.torch
+from flexengine.model.pickled import convert_bin
+for warm in Path(sys.argv[1]).glob("small.bin"):
+    convert_bin([warm], [], Path(sys.argv[2]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert_bin([Path(sys.argv[1]) / "big.bin"], [], Path(sys.argv[2]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_conversion_memory_is_bounded(tmp_path):
+    """A 480 MB file of 40 MB tensors costs at most a shard and two tensors (and not the pages of the file)."""
+    (tmp_path / "out").mkdir()
+    torch.save({"a": torch.ones(10)}, tmp_path / "small.bin")
+    torch.save({f"t{i}": torch.full((10**7,), float(i)) for i in range(12)}, tmp_path / "big.bin")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(tmp_path / "out")], capture_output=True, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert int(done.stdout) < shard_files.SHARD_BYTES + 2 * 40e6 + 20e6

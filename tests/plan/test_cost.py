@@ -1,0 +1,484 @@
+"""plan.cost against the virtual clock, FlexGen's formulas written out, and what model configs must change."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexengine.plan.attention import Attention
+from flexengine.plan.clock import Clock, simulated
+from flexengine.plan.cost import LOADED, Cost, Prediction
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.rates import Rates
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy, Split
+from flexengine.schedule.program import STAGED, Op, Program, Task
+from flexengine.schedule.simulate import Forecast, simulate
+from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from tests.plan.test_layout import model_of
+
+DEVICE: Split = (1, 0, 0)
+HOST: Split = (0, 1, 0)
+DISK: Split = (0, 0, 1)
+SPLITS: list[Split] = [DEVICE, HOST, DISK, (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 0.5, 0), (0.2, 0.8, 0)]
+NEAR: list[Split] = [DEVICE, HOST, (0.5, 0.5, 0), (0.2, 0.8, 0)]  # off the disk
+OPT = {"6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56)}  # layers, hidden size, heads
+
+
+def opt(layers: int, hidden: int, heads: int, vocabulary: int = 50272) -> ModelFacts:
+    """An OPT model in float16: 4 h^2 of attention, 8 h^2 of FFN."""
+    sizes = [hidden * hidden] * 4 + [4 * hidden * hidden] * 2 + [hidden] * 6 + [4 * hidden]
+    stack = tuple(
+        tuple(TensorFact(f"{j}.{i}", n, 2, 2, matrix=n >= hidden * hidden) for i, n in enumerate(sizes))
+        for j in range(layers)
+    )
+    embedding = TensorFact("embedding", vocabulary * hidden, 2, 2)
+    return ModelFacts(stack, (), embedding, None, vocabulary, hidden, 4 * hidden, heads, heads, hidden // heads, 2)
+
+
+def machine_of(rng: random.Random, kind: str) -> Hardware:
+    """Rates that are the same at every size, each 0.2 to 5 times a round number."""
+    names = ("disk_read", "disk_write", "h2d") if kind == "cpu" else ("disk_read", "disk_write", "h2d", "d2h")
+    round_numbers = {"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 1e10}
+
+    def near(x: float) -> float:
+        return float(x * 10 ** rng.uniform(-0.7, 0.7))
+
+    return Hardware(
+        "random", kind, None, None, None, {name: near(round_numbers[name]) for name in names}, near(2e9),
+        {"float32": near(1e12), "float16": near(2e12)}, near(1e12), near(1e11), near(1e11), cell_seconds=near(1e-5),
+        task_seconds=near(1e-6), sweep_seconds=near(1e-5), sequence_seconds=near(1e-6),
+    )  # fmt: skip
+
+
+FLAT = replace(
+    machine_of(random.Random(0), "sim"), links={"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 8e9},
+    checkpoint_read=3e9, cell_seconds=0.0, task_seconds=0.0, sweep_seconds=0.0, sequence_seconds=0.0,
+)  # fmt: skip
+
+
+def both(model: ModelFacts, hardware: Hardware, work: Workload, policy: Policy) -> tuple[Prediction, Forecast]:
+    cost = Cost(model, hardware, work)
+    layout = lay_out(model, policy, work, hardware.capacity)
+    return cost.predict(layout), simulated(cost, layout)
+
+
+def predicted(model: ModelFacts, work: Workload, policy: Policy, hardware: Hardware = FLAT) -> Prediction:
+    return Cost(model, hardware, work).predict(lay_out(model, policy, work, hardware.capacity))
+
+
+def random_case(rng: random.Random, slots: int) -> tuple[ModelFacts, Hardware, Workload, Policy]:
+    """A few layers of a model of realistic width, or a tiny one; everything may lie anywhere."""
+    wide = opt(rng.choice([6, 8, 12]), *rng.choice(list(OPT.values()))[1:], vocabulary=rng.choice([8000, 50272]))
+    model = wide if rng.random() < 0.7 else model_of(rng)
+    size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
+    hidden = rng.choice([DEVICE, HOST, DISK, (0.5, 0.5, 0)])
+    policy = Policy(rng.choice([4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 6]), rng.choice(SPLITS), rng.choice(SPLITS),
+                    hidden, slots, "zigzag", rng.choice([256, 512, 2048]))  # fmt: skip
+    return model, machine_of(rng, rng.choice(["sim", "cpu"])), Workload({size: rng.choice([40, 64])}), policy
+
+
+# The virtual clock.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("name", OPT)
+def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
+    """Within 10 % on FlexGen's models; gpu_batches of one block are alike, and the cache lies on one tier."""
+    rng = random.Random(f"{name} {slots}")
+    for _ in range(6):
+        batch, batches, blocks = rng.choice([4, 16, 32]), rng.choice([3, 4, 6]), rng.choice([1, 2])
+        weights, cache, hidden = rng.choice(SPLITS), rng.choice([DEVICE, HOST, DISK]), rng.choice([DEVICE, HOST])
+        policy = Policy(batch, batches, weights, cache, hidden, slots, "zigzag", 2048)
+        work = Workload({(rng.choice([128, 512]), rng.choice([3, 6])): batch * batches * blocks})
+        told, walked = both(opt(*OPT[name]), machine_of(rng, rng.choice(["sim", "cpu"])), work, policy)
+        assert told.seconds == pytest.approx(walked.seconds, rel=0.1), policy
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("slots", "median", "most", "worst"), [(1, 0.005, 0.05, 0.2), (2, 0.03, 0.12, 0.45)])
+def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float, most: float, worst: float) -> None:
+    """Where KV cache or hidden states share a slow lane with weights, or lie spread over tiers, a lane that is first
+    come first served waits, and a buffer may be the same one every layer: the closed form knows neither."""
+    rng, errors = random.Random(1), []
+    for _ in range(60):
+        told, walked = both(*random_case(rng, slots))
+        errors.append(told.seconds / walked.seconds - 1)
+    errors = sorted(map(abs, errors))
+    assert errors[30] < median
+    assert errors[51] < most
+    assert errors[-1] < worst
+
+
+def test_lanes_do_the_work_of_their_tasks() -> None:
+    """Lane by lane. Blocks are full: how the last, smaller one is spread over the tiers is another matter."""
+    rng = random.Random(2)
+    for _ in range(30):
+        model, hardware, _, policy = random_case(rng, 2)
+        size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
+        told, walked = both(model, hardware, Workload({size: 2 * policy.block_size}), policy)
+        for lane, busy in walked.busy.items():
+            assert told.busy[lane] == pytest.approx(busy, rel=0.05, abs=0.02 * walked.seconds), (lane, policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["row", "diagonal", "continuous"])
+def test_other_schedules_and_ragged_rows(schedule: str) -> None:
+    """Fewer than one row enters a sweep where blocks are small: some sweeps compute a prompt then and some do not,
+    which takes longer than the mean of both; and one gpu_batch alone overlaps with nothing but its weights."""
+    rng, errors = random.Random(f"{schedule}"), []
+    for _ in range(12):
+        model, hardware, _, policy = random_case(rng, 2)
+        policy = replace(policy, schedule=schedule, cache=rng.choice([DEVICE, HOST]), activations=DEVICE)
+        work = Workload.of((rng.randint(10, 300), rng.randint(2, 24)) for _ in range(80))
+        told, walked = both(model, hardware, work, policy)
+        errors.append(abs(told.seconds / walked.seconds - 1))
+    assert np.median(errors) < 0.1
+    assert max(errors) < 0.4
+
+
+def test_latency_is_how_long_rows_live() -> None:
+    rng = random.Random(3)
+    for schedule in ("zigzag", "continuous"):
+        policy = Policy(8, 3, weights=HOST, schedule=schedule)
+        rows = [(rng.randint(10, 300), rng.randint(2, 24)) for _ in range(150)]
+        cost = Cost(opt(6, 2048, 32), FLAT, Workload.of(rows))
+        layout = lay_out(cost.model, policy, cost.workload, FLAT.capacity)
+        forecast = simulated(cost, layout, rows)
+        ends = {task.cell.sweep: end for task, _, end in forecast.spans if task.cell.layer < 0}
+        lives = [ends[last] - ends.get(first - 1, 0.0) for first, last in lifetimes(policy, layout.pools, rows)]
+        assert cost.predict(layout).latency == pytest.approx(np.mean(lives), rel=0.1)
+
+
+def lifetimes(policy: Policy, pools: dict[str, Pool], rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """First and last sweep of every row."""
+    walk, first, lives = Sweeps(policy, pools), dict[int, int](), []
+    for i, (prompt, most) in enumerate(rows):
+        walk.add(Sequence(i, prompt, most))
+    while not walk.idle:
+        batches = walk.begin(lambda sequence, pages: None)
+        for i in walk.live:
+            first.setdefault(i, walk.sweep)
+        lives += [(first[s.id], walk.sweep) for s in walk.advance(batches, set())]
+    return lives
+
+
+# Formulas.
+
+
+@pytest.mark.parametrize("share", [(1.0, 0.0), (0.0, 1.0), (0.5, 0.5)])
+def test_bytes_are_flexgens(share: tuple[float, float]) -> None:
+    """Systems 1.2 and 1.5, with pages: what is loaded and stored is whole pages of 16 tokens, but for the tokens that
+    decode steps store in RAM, and hidden states pass between layers only. One block of b rows, n tokens, weights, cache
+    and hidden states split over host and disk."""
+    layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
+    c, d = share
+    split = (0.0, c, d)
+    policy = Policy(16, 2, split, split, split, 2, "zigzag")
+    model = opt(layers, h, 32, vocabulary=8192)
+    told = predicted(model, Workload({(s, n): b}), policy)
+    f = told.fractions
+    assert [f[k + p] for k in "ch" for p in "cd"] == [c, d, c, d]
+    assert (f["wc"], f["wd"]) == pytest.approx((c, d), abs=0.03)  # whole tensors
+    weights = 2 * (layers * (12 * h * h + 10 * h) + 8192 * h)
+    kv = 2 * 2 * h * layers * b  # bytes of one token of all rows
+
+    def paged(tokens: int) -> int:
+        return -(-tokens // page) * page
+
+    loaded = kv * sum(paged(s + i - 1) for i in range(1, n))
+    stored, in_ram = kv * (paged(s) + page * (n - 1)), kv * (paged(s) + n - 1)
+    hidden = 2 * h * b * (s + n - 1) * (layers - 1)
+    disk_read = n * weights * f["wd"] / 3e9 + (d * loaded + d * hidden) / 2e9
+    assert told.busy.get("disk_read", 0.0) == pytest.approx(disk_read)
+    assert told.busy.get("disk_write", 0.0) == pytest.approx(d * (stored + hidden) / 1e9)
+    assert told.busy["h2d"] == pytest.approx((n * weights + loaded + hidden) / 1e10)
+    assert told.busy["d2h"] == pytest.approx((c * in_ram + d * stored + hidden) / 8e9)
+    # The same without pages, as the paper has it: 4 (s + n/2) h1 bytes a token and row are read, on average.
+    assert loaded == pytest.approx(4 * b * (s + n / 2) * h * layers * (n - 1), rel=0.03)
+
+
+def test_a_sweep_is_the_longest_lane_with_its_crosstalk() -> None:
+    work, policy = Workload({(128, 8): 32}), Policy(16, 2, HOST, HOST, HOST, 2, "zigzag")
+    model = opt(6, 2048, 32)
+    quiet = predicted(model, work, policy)
+    for kind, lanes in quiet.lanes.items():
+        assert quiet.sweep_seconds[kind] == pytest.approx(max(lanes.values()))
+    talk = {"h2d": {"device": 0.5, "d2h": 0.25}, "device": {"h2d": 1.5}}
+    slowed = predicted(model, work, policy, replace(FLAT, crosstalk=talk))
+    for kind, lanes in quiet.lanes.items():
+        h2d, d2h, device = lanes["h2d"], lanes["d2h"], lanes["device"]
+        ends = (h2d + 0.5 * device + 0.25 * d2h, device + 1.5 * h2d, d2h)
+        assert slowed.sweep_seconds[kind] == pytest.approx(max(ends))
+    alone = predicted(model, work, replace(policy, slots=1))
+    assert alone.seconds == pytest.approx(sum(quiet.busy.values()))
+
+
+def test_without_overlap_lanes_add_up_whatever_the_slots() -> None:
+    """As they do with one slot; then reading what stays is beside nothing, either."""
+    model, work = opt(6, 2048, 32), Workload({(128, 8): 32})
+    for weights in (HOST, DISK, (0.5, 0.5, 0)):
+        layout = lay_out(model, Policy(16, 2, weights, HOST, HOST, 2, "zigzag"), work, FLAT.capacity)
+        told = Cost(model, FLAT, work, overlap=False).predict(layout)
+        beside = Cost(model, FLAT, work).predict(layout)
+        assert told.seconds == pytest.approx(sum(beside.busy.values()))
+        assert told.seconds > beside.seconds
+        stays = sum(t.stored_bytes for t in model.tensors if layout.homes[t.name] != "disk")
+        assert told.load_seconds == pytest.approx(stays / 3e9)
+
+
+def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
+    """Seconds a disk read adds to the device and the other way round; one slot wakes the device for every layer."""
+    model, work, policy = opt(4, 256, 4), Workload({(64, 9): 8}), Policy(8, 1, weights=(0.5, 0, 0.5))
+    own = {model.signature(0): {"device": 0.5, "disk_read": 0.25, "wake": 0.125}}
+    hardware = replace(FLAT, streaming=own, crosstalk={"device": {"disk_read": 0.1, "h2d": 0.2}})
+    cost = Cost(model, hardware, work)
+    links = ("disk_read", "disk_write", "h2d", "d2h")  # of a machine that computes and moves with one processor
+    assert cost.crosstalk == {"device": dict.fromkeys(links, 0.5), **{lane: {"device": 0.25} for lane in links}}
+    gpu = Cost(model, replace(hardware, kind="cuda"), work).crosstalk
+    assert gpu == {"device": {"disk_read": 0.5, "h2d": 0.2}, "disk_read": {"device": 0.25}}
+    assert Cost(opt(4, 512, 8), hardware, work).crosstalk == hardware.crosstalk
+    one, flat = replace(policy, slots=1), Cost(model, FLAT, work)
+    woken = cost.predict(lay_out(model, one, work, hardware.capacity))
+    away = 1 - woken.fractions["wg"]
+    plain = flat.predict(lay_out(model, one, work, hardware.capacity))
+    assert 0.3 < away < 0.95
+    assert woken.seconds - plain.seconds == pytest.approx(0.125 * 4 * away * 9)
+
+
+def test_ram_is_paid_for_when_it_is_first_written_to() -> None:
+    """The KV cache as it fills, all else in the first sweep, by the processor that computes; not on a GPU, whose memory
+    is there at once."""
+    model, work = opt(4, 256, 4), Workload({(64, 9): 8})
+    policy = Policy(8, 1, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0))
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    before, after = (Cost(model, h, work).predict(layout) for h in (FLAT, replace(FLAT, touch=1e6)))
+    cache = sum(layout.account[tier]["KV cache"] for tier in ("device", "host"))
+    rest = sum(sum(layout.account[tier].values()) for tier in ("device", "host")) - cache
+    assert after.seconds - before.seconds == pytest.approx(cache / 1e6)
+    busy = Cost(model, replace(FLAT, touch=1e6, touch_busy=0.5e6), work).predict(layout)
+    assert busy.seconds - before.seconds == pytest.approx(cache / 0.5e6)
+    assert busy.load_seconds == after.load_seconds
+    waits = before.sweep_seconds["prefill"] - before.lanes["prefill"]["device"]  # of the device, for other lanes
+    assert after.load_seconds == pytest.approx(rest / 1e6 - waits)
+    assert after.load_seconds > before.load_seconds
+    soon = Cost(model, replace(FLAT, touch=1e15), work).predict(layout).load_seconds
+    assert soon == pytest.approx(before.load_seconds, abs=1e-6)
+    gpu = Cost(model, replace(FLAT, kind="cuda", touch=1e6, touch_busy=1.0), work).predict(layout)
+    assert gpu.seconds - before.seconds == pytest.approx(layout.account["host"]["KV cache"] / 1e6)
+
+
+def test_a_resident_job_is_the_sum_of_its_layers() -> None:
+    """A layer and a head that take so many seconds a token, whatever their number; nothing else costs anything."""
+    model = opt(7, 2048, 32)
+    hardware = replace(
+        FLAT, layers={model.signature(0): ((1, 1e-4), (1000, 0.1))},
+        heads={model.head_signature: ((1, 2e-4), (10, 2e-3))}, prompt_attention=((1, 1e30),),
+        decode_attention=((1, 1e30),), sweep_seconds=0.01, sequence_seconds=1e-3, task_seconds=1e-5,
+    )  # fmt: skip
+    rows, s, n = 60, 100, 12
+    told = predicted(model, Workload({(s, n): rows}), Policy(10, 2, schedule="zigzag", prefill_tokens=500), hardware)
+    assert set(told.busy) == {"device"}
+    layers, heads = 7 * 1e-4 * rows * (s + n - 1), 2e-4 * rows * n
+    sweeps = 3 * n
+    bookkeeping = 0.01 * sweeps + 1e-3 * rows * n
+    cells = 3 * (20 * s // 500 + 2 * (n - 1)) * 8 * 1e-5
+    assert told.seconds == pytest.approx(layers + heads + bookkeeping + cells, rel=1e-6)
+    assert told.tokens == rows * n
+    assert told.tok_s == pytest.approx(rows * n / told.seconds)
+    assert sum(told.counts.values()) == pytest.approx(sweeps)
+
+
+def test_phases_add_up_to_the_prediction() -> None:
+    """What the linear program is told, at the fractions that came out, is what is predicted: but for the grouping."""
+    rng = random.Random(4)
+    for _ in range(20):
+        model, hardware, work, policy = random_case(rng, 2)
+        cost = Cost(model, hardware, work)
+        layout = lay_out(model, policy, work, hardware.capacity)
+        told = cost.predict(layout)
+        sweeps = cost.sweeps(policy, share=1.0 - told.fractions["cg"])
+        phases = cost.phases(policy, sweeps)
+        for lane, busy in told.busy.items():
+            if lane == "device":  # the program is not told of embedding rows that come from the disk
+                busy -= float((sweeps.times * cost._embedding(sweeps, layout)).sum())
+            if lane != "device" or 1.0 in (told.fractions["cg"], told.fractions["cc"], told.fractions["cd"]):
+                work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)
+                if lane == "disk_read":  # the program is told of what is read to stay, too
+                    busy += (1 - told.fractions["wd"]) * cost.streamed_bytes / at(hardware.checkpoint_read, LOADED)
+                assert work_done == pytest.approx(busy, rel=0.03), (lane, policy)
+
+
+def test_reading_what_stays_takes_place_while_the_first_sweep_computes() -> None:
+    """So what it adds is what it takes longer than that sweep; with mutual slowing, more; alone, all of it."""
+    model, work = opt(6, 2048, 32), Workload({(128, 8): 32})
+    layout = lay_out(model, Policy(16, 2), work, FLAT.capacity)
+    stays = sum(t.stored_bytes for t in model.tensors)
+    alone = stays / 3e9
+    first = Cost(model, FLAT, work).predict(layout).sweep_seconds["prefill"]
+    for factor in (0.5, 4.0):  # of the rate with which it would take as long as the sweep
+        hardware = replace(FLAT, checkpoint_read=((1.0, factor * stays / first),))
+        added = Cost(model, hardware, work).predict(layout).load_seconds
+        assert added == pytest.approx(max(0.0, first / factor - first), abs=1e-9)
+        talk = {"device": {"disk_read": 0.25}, "disk_read": {"device": 0.5}}
+        slowed = Cost(model, replace(hardware, crosstalk=talk), work).predict(layout).load_seconds
+        assert slowed == pytest.approx(max(0.25 / factor * first, first / factor + 0.5 * first - first))
+    assert Cost(model, FLAT, work, overlap=False).predict(layout).load_seconds == pytest.approx(alone)
+
+
+@pytest.mark.parametrize("away", [(0.0, 0.0), (0.4, 0.0), (0.0, 0.4)])
+def test_with_one_slot_too_what_stays_is_read_while_the_first_sweep_computes(away: tuple[float, float]) -> None:
+    """Against the program's own tasks on the virtual clock. away: shares of the weights in host RAM and on disk."""
+    model, work = opt(12, 2048, 32, 8000), Workload({(256, 200): 96})
+    policy = Policy(16, 2, (1 - sum(away), *away), slots=1)
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    stays = layout.stored["device"] + layout.stored["host"]
+    sweep = first_sweep(Cost(model, FLAT, work), layout)
+    # Short reads that stand behind streamed layers are hidden in part; they are priced as if they were not.
+    for factor in (2.0, 5.0) if away[1] else (0.5, 2.0, 5.0):
+        cost = Cost(model, replace(FLAT, checkpoint_read=((1.0, stays / (factor * sweep)),)), work)
+        one = first_sweep(cost, layout)
+        longer = first_sweep(cost, layout, settling=True) - one
+        assert cost.predict(layout).load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])
+@pytest.mark.parametrize("outputs", [200, 300, 1024])
+def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int, schedule: str) -> None:
+    """Against the program's own tasks on the virtual clock; and the linear program is told the same."""
+    model, work, policy = opt(12, 2048, 32, 8000), Workload({(256, outputs): 96}), Policy(16, 2, schedule=schedule)
+    layout = lay_out(model, policy, work, FLAT.capacity)
+    stays, one = sum(t.stored_bytes for t in model.tensors), first_sweep(Cost(model, FLAT, work), layout)
+    for factor in (0.5, 2.0, 5.0):  # times as long as that sweep, to read
+        hardware = replace(FLAT, checkpoint_read=((1.0, stays / (factor * one)),))
+        cost = Cost(model, hardware, work)
+        told, phases = cost.predict(layout), cost.phases(policy, cost.sweeps(policy))
+        longer = first_sweep(cost, layout, settling=True) - one
+        # Reading comes a layer ahead, and nothing computes while the first is read.
+        assert told.load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
+        everything = {"wg": 1.0, "cg": 1.0, "hg": 1.0}
+        objective = sum(p.times * max(x.value(everything) for x in p.lanes.values()) for p in phases)
+        assert objective == pytest.approx(told.total_seconds, rel=1e-6)
+
+
+def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
+    """Seconds of its tasks; settling: while the weights that stay are read."""
+    clock, layers, walk = Clock.of(cost, layout), len(cost.model.layers), Sweeps(layout.policy, layout.pools)
+    for i, ((prompt, outputs), times) in enumerate(cost.workload.sizes.items()):
+        for j in range(times):
+            walk.add(Sequence(1000 * i + j, prompt, outputs))
+    batches = walk.begin(lambda sequence, pages: None)
+    read = [sum(t.stored_bytes for t in layer if layout.homes[t.name] != "disk") for layer in cost.model.layers]
+    read[0] += layout.stored["device"] + layout.stored["host"] - sum(read)
+    routes = Program([tuple(unit) for unit in clock.units], layers, layout.policy.slots, STAGED,
+                     range(layers) if settling else ())  # fmt: skip
+    price = clock.seconds(batches)
+
+    def seconds(task: Task) -> float:
+        return read[task.cell.layer] / cost.hardware.checkpoint_read[0][1] if task.op is Op.SETTLE else price(task)
+
+    return simulate(routes.sweep(0, batches, False), seconds).seconds
+
+
+@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])
+def test_longer_steps_of_long_outputs_change_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the same prediction with every sweep told apart."""
+    rng = random.Random(6)
+    for _ in range(15):
+        model, hardware, _, policy = random_case(rng, rng.choice([1, 2]))
+        most, hardware = rng.randint(260, 1100), replace(hardware, checkpoint_read=1e8 * rng.random() + 1e7)
+        uniform = rng.random() < 0.3
+        rows = [(100, most) if uniform else (rng.randint(1, 200), rng.randint(1, most)) for _ in range(90)]
+        work, policy = Workload.of(rows), replace(policy, schedule=schedule)
+        layout = lay_out(model, policy, work, hardware.capacity)
+        thin = Cost(model, hardware, work).predict(layout)
+        with monkeypatch.context() as patch:
+            patch.setattr("flexengine.plan.profile.AGES", 10**6)
+            full = Cost(model, hardware, work).predict(layout)
+        assert thin.load_seconds == pytest.approx(full.load_seconds, rel=0.01, abs=1e-9)
+        assert thin.seconds == pytest.approx(full.seconds, rel=0.02)
+        assert thin.latency == pytest.approx(full.latency, rel=0.03)
+
+
+# What models differ in.
+
+
+def test_grouped_query_attention() -> None:
+    work, policy = Workload({(256, 8): 32}), Policy(16, 2, DEVICE, HOST, schedule="zigzag")
+    model = opt(6, 4096, 32)
+    few = replace(model, kv_heads=8)
+    many, grouped = predicted(model, work, policy), predicted(few, work, policy)
+    # Pages hold at least 256 KiB, so fewer heads are longer pages, of which the last is not full.
+    assert grouped.busy["h2d"] == pytest.approx(many.busy["h2d"] / 4, rel=0.25)
+    attend = Attention(model, FLAT).decode(1000, 100), Attention(few, FLAT).decode(1000, 100)
+    assert attend[0] == pytest.approx(4 * attend[1])
+    prompts = Attention(model, FLAT).prompt(1000, 100), Attention(few, FLAT).prompt(1000, 100)
+    assert prompts[0] == pytest.approx(prompts[1])  # as many query heads
+
+
+def test_gated_ffn() -> None:
+    """A third matrix of h * 4h: 16 h^2 in place of 12 h^2, in bytes and in products."""
+    h = 4096
+    model = opt(6, h, 32, vocabulary=512)
+    gated = replace(model, layers=tuple((*layer, TensorFact(f"{j}.gate", 4 * h * h, 2, 2))
+                                        for j, layer in enumerate(model.layers)))  # fmt: skip
+    work, policy = Workload({(256, 8): 32}), Policy(16, 2, HOST, schedule="zigzag")
+    plain, more = predicted(model, work, policy), predicted(gated, work, policy)
+    assert more.busy["h2d"] / plain.busy["h2d"] == pytest.approx(16 / 12, rel=0.01)
+    hardware = replace(FLAT, elementwise=1e30)
+    ratio = Rates.of(gated, hardware).stack(64) / Rates.of(model, hardware).stack(64)
+    assert ratio == pytest.approx(16 / 12)
+    assert gated.signature(0) != model.signature(0)
+
+
+@pytest.mark.parametrize(("experts", "active"), [(8, 2), (64, 6), (128, 8)])
+def test_experts(experts: int, active: int) -> None:
+    """A kernel that takes as long for one row as for many: a layer takes as long as experts are touched, which a
+    drawing of `active` different experts for each token says."""
+    elements = experts * 3 * 256 * 512
+    bank = (TensorFact("experts", elements, 2, 2, experts=experts),)
+    model = replace(opt(1, 512, 8), layers=(bank,), active=active)
+    hardware = replace(FLAT, products={"float16": [(1, 1e9), (1e6, 1e15)]}, elementwise=1e30)
+    one = 2 * elements / experts / 1e9
+    rng = np.random.default_rng(0)
+    for tokens in (1, 4, 16, 64, 256):
+        draws = [len({e for _ in range(tokens) for e in rng.choice(experts, active, replace=False)}) for _ in range(60)]
+        seconds = float(Rates.of(model, hardware).stack(tokens))
+        assert seconds == pytest.approx(np.mean(draws) * one, rel=0.03), tokens
+    # A rate that does not depend on rows: then it is the work of the active ones alone.
+    flat = Rates.of(model, replace(FLAT, elementwise=1e30, products={"float16": 1e12}))
+    assert float(flat.stack(50)) == pytest.approx(2 * 50 * active * elements / experts / 1e12, rel=1e-6)
+
+
+def test_windows() -> None:
+    """Layers that see 64 tokens attend to so many; the others to all."""
+    model = opt(6, 2048, 32)
+    work, policy = Workload({(256, 9): 32}), Policy(16, 2, schedule="zigzag")
+    hardware = replace(FLAT, decode_attention=1e6, prompt_attention=1e9)
+    seconds = {}
+    for name, windows in (("none", ()), ("all", (64,) * 6), ("half", (64, None) * 3), ("wide", (1000,) * 6)):
+        seconds[name] = predicted(replace(model, windows=windows), work, policy, hardware).seconds
+    assert seconds["wide"] == pytest.approx(seconds["none"])
+    assert seconds["half"] == pytest.approx((seconds["none"] + seconds["all"]) / 2)
+    decode = sum(256 + i - 64 for i in range(1, 9)) * 32 * 2 * 2 * 2048 / 1e6
+    prefill = 32 * 4 * 2048 * sum(q - 64 for q in range(65, 257)) / 1e9
+    assert seconds["none"] - seconds["all"] == pytest.approx(6 * (decode + prefill))
+
+
+def test_vocabulary_and_tied_embeddings() -> None:
+    model = opt(6, 2048, 32, vocabulary=50000)
+    large, untied = opt(6, 2048, 32, vocabulary=250000), replace(model, head=replace(model.embedding, name="head"))
+    work, policy = Workload({(64, 8): 32}), Policy(16, 2, HOST, schedule="zigzag")
+    told = {"tied": predicted(model, work, policy), "large": predicted(large, work, policy),
+            "untied": predicted(untied, work, policy)}  # fmt: skip
+    # The head is streamed once a sweep; an embedding of its own is gathered from, and never streamed.
+    more = 8 * 2 * 200000 * 2048 / 1e10
+    assert told["large"].busy["h2d"] - told["tied"].busy["h2d"] == pytest.approx(more)
+    assert told["untied"].busy["h2d"] == pytest.approx(told["tied"].busy["h2d"])
+    assert told["untied"].load_seconds - told["tied"].load_seconds == pytest.approx(2 * 50000 * 2048 / 3e9)
+    logits = 32 * 8 * 200000 * 2 * 2048 / FLAT.products["float16"][0][1] + 32 * 8 * 12 * 200000 / FLAT.elementwise
+    assert told["large"].busy["device"] - told["tied"].busy["device"] == pytest.approx(logits, rel=1e-6)

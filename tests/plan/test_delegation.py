@@ -1,0 +1,125 @@
+"""Plans with delegated attention: against the virtual clock and bytes by hand; what the search does with it."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from flexengine.errors import InvalidInput
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.cost import Cost
+from flexengine.plan.explain import policy_words
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import lay_out
+from flexengine.plan.search import search
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy, Split
+from tests.plan.test_cost import DEVICE, FLAT, HOST, OPT, both, machine_of, opt, predicted
+
+HALF: Split = (0.5, 0.5, 0)
+KNOWN = replace(FLAT, host_attention=4e10)
+
+
+def machine(rng: random.Random) -> Hardware:
+    return replace(machine_of(rng, "sim"), host_attention=10 ** rng.uniform(9.5, 11))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_delegation_takes_what_the_clock_says(slots: int) -> None:
+    """Lane by lane the same work; and about the same seconds, where weights leave the link to what attention needs."""
+    rng, errors = random.Random(f"delegated {slots}"), []
+    for _ in range(12):
+        batch, batches = rng.choice([4, 16, 32]), rng.choice([2, 3, 6])
+        policy = Policy(batch, batches, rng.choice([DEVICE, HALF]), rng.choice([HOST, HALF]), DEVICE, slots, "zigzag",
+                        delegate=True)  # fmt: skip
+        work = Workload({(rng.choice([128, 512]), rng.choice([4, 12])): batch * batches})
+        told, walked = both(opt(8, *OPT["6.7b"][1:]), machine(rng), work, policy)
+        for lane, busy in walked.busy.items():
+            assert told.busy[lane] == pytest.approx(busy, rel=0.05, abs=0.02 * walked.seconds), (lane, policy)
+        errors.append(abs(told.seconds / walked.seconds - 1))
+    assert np.median(errors) < 0.05
+    assert max(errors) < 0.35
+
+
+def test_one_gpu_batch_waits_for_the_host() -> None:
+    rng = random.Random(5)
+    for _ in range(10):
+        hardware, policy = machine(rng), Policy(16, 1, cache=HOST, schedule="zigzag", delegate=True)
+        told, walked = both(opt(8, 4096, 32), hardware, Workload({(512, 12): 16}), policy)
+        assert told.seconds == pytest.approx(walked.seconds, rel=0.1)
+
+
+def test_bytes_and_seconds_by_hand() -> None:
+    """Pages go down for prompts alone; per generated token 4 h elements cross the links, the host reads the cache."""
+    layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
+    model = opt(layers, h, 32, vocabulary=8192)
+    policy = Policy(16, 2, DEVICE, HOST, schedule="zigzag", delegate=True)
+    told = predicted(model, Workload({(s, n): b}), policy, KNOWN)
+    tokens = b * (n - 1) * layers
+    kv = 2 * 2 * h
+    assert told.busy["h2d"] == pytest.approx(tokens * 2 * h / 1e10)
+    assert told.busy["d2h"] == pytest.approx((tokens * 3 * 2 * h + layers * b * -(-s // page) * page * kv) / 8e9)
+    assert told.busy["cpu"] == pytest.approx(layers * b * kv * sum(s + i for i in range(1, n)) / 4e10)
+    moved = predicted(model, Workload({(s, n): b}), Policy(16, 2, DEVICE, HOST, schedule="zigzag"), KNOWN)
+    read = layers * b * kv * sum(s + i for i in range(1, n)) / FLAT.decode_attention[0][1]
+    assert moved.busy["device"] - told.busy["device"] == pytest.approx(read, rel=1e-6)
+    assert "cpu" not in moved.busy
+    lost = replace(KNOWN, delegation={model.signature(0): 0.25})
+    longer = predicted(model, Workload({(s, n): b}), policy, lost)
+    cells = (n - 1) * layers * 2
+    assert longer.busy["device"] - told.busy["device"] == pytest.approx(cells * (0.25 - KNOWN.task_seconds))
+
+
+def test_cost_is_monotone_in_the_host() -> None:
+    model, work = opt(6, 2048, 32), Workload({(512, 16): 32})
+    policy = Policy(8, 4, cache=HOST, schedule="zigzag", delegate=True)
+    seconds = [predicted(model, work, policy, replace(FLAT, host_attention=x)).seconds for x in (1e8, 1e9, 1e10, 1e12)]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > 2 * seconds[-1]
+    unknown = predicted(model, work, policy, replace(FLAT, host_attention=0.0))  # as slow as moving pages
+    as_slow = predicted(model, work, policy, replace(FLAT, host_attention=1e10))
+    assert unknown.busy["cpu"] == pytest.approx(as_slow.busy["cpu"])
+
+
+def tight(hardware: Hardware) -> Hardware:
+    """Room for the weights on the device, but not for the cache."""
+    model = opt(12, 1024, 16, 4096)
+    weights = sum(t.held_bytes for t in model.tensors)
+    return replace(hardware, device_bytes=int(1.3 * weights), host_bytes=1 << 36, disk_bytes=1 << 40)
+
+
+@pytest.mark.slow
+def test_the_search_delegates_where_that_is_quicker_and_only_there() -> None:
+    model, work = opt(12, 1024, 16, 4096), Workload({(900, 64): 256})
+    slow_link = tight(replace(FLAT, links={**FLAT.links, "h2d": ((1.0, 1e9),), "d2h": ((1.0, 1e9),)}))
+    quick_host = search(model, replace(slow_link, host_attention=1e11), work)
+    slow_host = search(model, replace(slow_link, host_attention=1e7), work)
+    unknown = search(model, slow_link, work)
+    assert quick_host.best.policy.delegate
+    assert quick_host.best.busy["cpu"] > 0
+    assert quick_host.best.total_seconds < 0.9 * unknown.best.total_seconds
+    assert not slow_host.best.policy.delegate
+    assert not any(p.policy.delegate for p in unknown.tried)
+    assert slow_host.best.total_seconds <= 1.01 * unknown.best.total_seconds
+    for p in quick_host.tried:  # each is one that runs
+        assert not p.policy.delegate or p.layout.delegation > 0
+
+
+def test_a_layout_is_refused_where_there_is_no_host_apart() -> None:
+    model, work = opt(2, 256, 4, 512), Workload({(20, 5): 8})
+    policy = Policy(4, 2, cache=HALF, delegate=True)
+    with pytest.raises(InvalidInput, match="RAM is the device"):
+        lay_out(model, policy, work, Capacity(None, None, None, shared=True, staged=False))
+    lay_out(model, policy, work, Capacity(None, None, None, shared=False, staged=True))
+    cpu = replace(machine_of(random.Random(0), "cpu"), host_attention=1e10)
+    found = search(model, replace(cpu, device_bytes=1 << 24, disk_bytes=1 << 30), work)
+    assert not any(p.policy.delegate for p in found.tried)
+
+
+def test_the_plan_says_so() -> None:
+    assert not any("delegated" in line for line in policy_words(Policy()))
+    assert any("attention is delegated" in line for line in policy_words(Policy(cache=HALF, delegate=True)))
+    cost = Cost(opt(2, 256, 4, 512), KNOWN, Workload({(20, 5): 8}))
+    assert cost.slowing(Policy(4, 2, cache=HOST, delegate=True)) == cost.crosstalk
+    assert cost.slowing(Policy(8, 1, cache=HOST, delegate=True))["device"]["cpu"] == 1.0

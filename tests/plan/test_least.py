@@ -1,0 +1,167 @@
+"""plan.least: a refusal names the least memory that is enough; the job runs with exactly that, and not with less."""
+
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.config import SamplingParams
+from flexengine.engine.engine import Engine
+from flexengine.errors import InvalidInput, OutOfMemory, TooLittle
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.layout import lay_out
+from flexengine.plan.least import capacity_for, lay_out_given, planned, smallest
+from flexengine.plan.search import check, search
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+from tests.plan.test_cost import machine_of, opt
+from tests.plan.test_layout import policy_of, work_of
+
+GREEDY = SamplingParams(max_tokens=6)
+MODEL = opt(6, 256, 4, 4096)
+WORK = Workload({(20, 8): 12, (300, 12): 4})
+MIB = 1 << 20
+
+
+def refused(model: Any, work: Workload, capacity: Capacity) -> TooLittle:
+    with pytest.raises(TooLittle) as caught:
+        check(model, work, capacity)
+    return caught.value
+
+
+def runs(directory: Path, rows: list[Any], **options: Any) -> list[tuple[int, ...]]:
+    """Token ids of all rows; raises where the job is refused."""
+    with Engine(directory, **options) as engine:
+        results = engine.generate(rows, GREEDY)
+        assert not any(r.error for r in results)
+        used = engine.summary["peak_bytes"]
+        assert used["device"] <= int(options["device_mem"])
+        return [tuple(r.token_ids) for r in results]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path: Path, kind: str) -> None:
+    """Found from the message alone, as a user would; one byte less is refused with the same number."""
+    known = families("llama")
+    rows = [known.rows[0]] * 3
+    with Engine(known.directory, device="cpu", dtype="float32") as engine:
+        expected = [tuple(r.token_ids) for r in engine.generate(rows, GREEDY)]
+    options: dict[str, Any] = {"device": kind, "offload_dir": tmp_path, "dtype": "float32"}
+    with pytest.raises(TooLittle, match=r"at least [\d,]+ bytes are needed \(.*\), 4,096 are given") as caught:
+        runs(known.directory, rows, device_mem=4096, **options)
+    least = caught.value.least["device"]
+    assert f"set --device-mem {least} or more" in str(caught.value)
+    assert runs(known.directory, rows, device_mem=str(least), **options) == expected
+    with pytest.raises(TooLittle) as again:
+        runs(known.directory, rows, device_mem=least - 1, **options)
+    assert again.value.least == {"device": least}
+    assert again.value.capacity == least - 1  # the number that was given, not what is left of it
+
+
+def test_the_host_and_both(families: Any, tmp_path: Path) -> None:
+    """With little in the host the message names the tier where less must be added; with little in both, both."""
+    known = families("llama")
+    rows = [known.rows[0]] * 3
+    options: dict[str, Any] = {"device": "sim", "offload_dir": tmp_path, "dtype": "float32"}
+    with pytest.raises(TooLittle) as caught:
+        runs(known.directory, rows, device_mem=4096, host_mem=4096, **options)
+    sizes = {f"{tier}_mem": n for tier, n in caught.value.least.items()}
+    sizes = {"device_mem": 4096, "host_mem": 4096} | sizes
+    assert sizes["device_mem"] > 4096
+    assert len(runs(known.directory, rows, **sizes, **options)) == 3
+    for tier, least in caught.value.least.items():
+        with pytest.raises(TooLittle):
+            runs(known.directory, rows, **{**sizes, f"{tier}_mem": least - 1}, **options)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("seed", range(6))
+def test_no_policy_fits_into_less(seed: int, shared: bool) -> None:
+    """The least of the device is enough for the search, and none of 300 policies drawn at random fits into less.
+
+    prefill_tokens of 128 and more are drawn: shorter pieces, which the search does not try, need less workspace.
+    """
+    rng = random.Random(seed)
+    work = work_of(rng)
+    host = None if shared else rng.choice([None, 200_000, 4 * MIB])
+    capacity = Capacity(8192, host, 1 << 40, shared, staged=not shared)
+    least = refused(MODEL, work, capacity).least
+    enough = replace(capacity, device=least["device"], host=least.get("host", host))
+    check(MODEL, work, enough)
+    less = replace(enough, device=least["device"] - 1)
+    assert refused(MODEL, work, less).least["device"] <= least["device"]
+    for _ in range(300):
+        policy = replace(policy_of(rng), prefill_tokens=rng.choice([128, 512]))
+        with pytest.raises((OutOfMemory, InvalidInput)):
+            lay_out(MODEL, policy, work, less)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim"])
+def test_search_and_check_say_the_same(kind: str) -> None:
+    hardware = replace(machine_of(random.Random(1), kind), device_bytes=100_000, disk_bytes=1 << 40)
+    errors = []
+    with pytest.raises(TooLittle) as caught:
+        search(MODEL, hardware, WORK)
+    errors.append(str(caught.value))
+    errors.append(str(refused(MODEL, WORK, hardware.capacity)))
+    assert errors[0] == errors[1]
+    least = caught.value.least["device"]
+    best = search(MODEL, replace(hardware, device_bytes=least), WORK).best
+    assert best.layout.total("device") + (best.layout.total("host") if kind == "cpu" else 0) <= least
+
+
+def test_the_reserve_is_used_only_as_far_as_needed() -> None:
+    """A process keeps some of its RAM as long as the job fits beside that; then as much of it as is left."""
+    policies = smallest(128, shared=True)
+    least = refused(MODEL, WORK, Capacity(4096, None, 1 << 40, shared=True, staged=False)).least["device"]
+    for given in (least, least + least // 10, 4 * least, 1 << 34):
+        capacity = Capacity(given, None, 1 << 40, shared=True, staged=False)
+        room = capacity_for(MODEL, policies, WORK, capacity).device
+        assert room == max(least, planned(capacity).device or 0)
+
+
+@pytest.mark.parametrize("tier", ["device", "host", "disk"])
+def test_a_given_policy_is_refused_with_what_is_enough_for_it(tier: str) -> None:
+    policy = Policy(4, 2, (0.3, 0.4, 0.3), (0.3, 0.3, 0.4), (0.5, 0, 0.5), prefill_tokens=128)
+    capacity = replace(Capacity(1 << 40, 1 << 40, 1 << 40, shared=False, staged=True), **{tier: 1000})
+    with pytest.raises(TooLittle) as caught:
+        lay_out_given(MODEL, policy, WORK, capacity)
+    least = caught.value.least
+    assert set(least) == {tier}
+    layout = lay_out_given(MODEL, policy, WORK, replace(capacity, **least))  # type: ignore[arg-type]
+    assert layout.total(tier) <= least[tier]
+    listed = re.search(r"bytes are needed \((.*)\), 1,000 are given", str(caught.value))
+    assert listed is not None
+    parts = (part.rpartition(" ") for part in listed[1].split(", "))
+    named = {name: int(nbytes.replace(",", "")) for name, _, nbytes in parts}
+    assert named.pop("left free", 0) == least[tier] - layout.total(tier)
+    assert named == layout.account[tier]  # all of it, not only what was booked before the first limit was met
+    start = f"{tier} memory: at least {least[tier]:,} bytes are needed ("
+    assert str(caught.value).startswith(start)
+    assert "), 1,000 are given, too little for" in str(caught.value)
+    with pytest.raises(OutOfMemory):
+        lay_out(MODEL, policy, WORK, replace(capacity, **{tier: least[tier] - 1}))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_sizes_of_several_tiers_are_enough_together(seed: int) -> None:
+    rng = random.Random(seed)
+    policy, work = policy_of(rng), work_of(rng)
+    short = rng.sample(["device", "host", "disk"], rng.choice([2, 3]))
+    sizes = {tier: rng.choice([1, 1000, 8_000_000]) for tier in short}
+    capacity = replace(Capacity(1 << 40, 1 << 40, 1 << 40, shared=False, staged=True), **sizes)
+    try:
+        lay_out_given(MODEL, policy, work, capacity)
+    except TooLittle as error:
+        lay_out_given(MODEL, policy, work, replace(capacity, **error.least))  # type: ignore[arg-type]
+
+
+def test_a_shortage_that_two_tiers_share() -> None:
+    policy, capacity = Policy(4, 2, (0, 0, 1), (0, 0.5, 0.5), (1, 0, 0)), Capacity(1000, 8_000_000, 1, False, True)
+    with pytest.raises(TooLittle) as caught:
+        lay_out_given(MODEL, policy, WORK, capacity)
+    assert len(caught.value.least) > 1
+    lay_out_given(MODEL, policy, WORK, replace(capacity, **caught.value.least))  # type: ignore[arg-type]

@@ -1,0 +1,116 @@
+"""What policies/README.md says of FlexGen's machine: its commands are run, its tables compared with their answers."""
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from dataclasses import replace
+from functools import cache
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine.commands import plan as command
+from flexengine.errors import OutOfMemory
+from flexengine.plan.cost import Cost
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+from flexengine.worker.opened import open_model
+
+ROOT = Path(__file__).parents[2]
+POLICIES = ROOT / "policies"
+# The paper's table of 512 tokens in and 32 out, without and with compression.
+PUBLISHED = {"OPT-6.7B": 25.26, "OPT-30B": 7.32, "OPT-175B": 0.69,
+             "OPT-6.7B, 4 bits": 29.12, "OPT-30B, 4 bits": 8.38, "OPT-175B, 4 bits": 1.12}  # fmt: skip
+NAMES = tuple(PUBLISHED)
+PAGE = (POLICIES / "README.md").read_text(encoding="utf-8").partition("## Chosen by flexengine")[2]
+COMMANDS = dict(zip(NAMES, re.findall(r"^python -m flexengine\.plan (.+)$", PAGE, re.M), strict=True))
+T4 = Hardware.load(POLICIES / "hardware" / "t4-16gb_208gb_ssd.json")
+
+
+@cache
+def table() -> dict[str, list[str]]:
+    """Rows of the table of chosen policies, by their first cell; the heading's is empty."""
+    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in PAGE.splitlines() if line[:1] == "|"]
+    heading = next(line for line in PAGE.splitlines() if line[:1] == "|")
+    assert tuple(cell.strip() for cell in heading.split("|")[2:-1]) == NAMES
+    return {first: rest for first, *rest in rows}
+
+
+def cell(row: str, name: str) -> str:
+    return table()[row][NAMES.index(name)]
+
+
+def said(row: str, name: str) -> list[float]:
+    """The numbers of a cell."""
+    return [float(n) for n in re.findall(r"\d+(?:\.\d+)?", cell(row, name))]
+
+
+@cache
+def answers(name: str) -> list[dict[str, Any]]:
+    """What a column's command prints: the chosen policy and the published one. Paths are those of the project."""
+    words = [str(ROOT / word) if word.startswith("policies/") else word for word in COMMANDS[name].split()]
+    with redirect_stdout(StringIO()) as out:
+        assert command.main([*words, "--json"]) == 0
+    policies: list[dict[str, Any]] = json.loads(out.getvalue())["policies"]
+    return policies
+
+
+def options(name: str) -> Iterator[tuple[str, str]]:
+    words = COMMANDS[name].split()
+    yield from zip(words[1::2], words[2::2], strict=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
+    given = dict(options(name))
+    model = name.split(",")[0].lower()
+    assert COMMANDS[name].split()[0] == f"policies/models/{model}"
+    assert (given["--prompt-tokens"], given["--max-tokens"]) == ("512", "32")
+    policy = Policy.load(ROOT / given["--compare"])
+    assert int(given["--rows"]) % policy.block_size == 0
+    switches = {key for key in given if key in ("--weights", "--cache", "--compute", "--topk")}
+    narrow = {"--cache"} if "30B" in name else {"--weights", "--cache"}  # FlexGen compressed no weights of 30B
+    assert switches == (narrow if "4 bits" in name else set())
+    assert said("published result, tok/s", name) == [PUBLISHED[name]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_the_table_is_what_the_commands_print(name: str) -> None:
+    """Both predictions, and the chosen policy, which is no worse than the published one on the same rows."""
+    auto, published = answers(name)
+    if "error" in published:
+        assert cell("published policy, predicted", name) == "does not fit"
+        assert published["error"].startswith("device memory: ")
+    else:
+        assert said("published policy, predicted", name)[0] == pytest.approx(published["tok_s"], rel=0.01)
+        assert auto["tok_s"] >= 0.99 * published["tok_s"]
+    assert said("chosen policy, predicted", name)[0] == pytest.approx(auto["tok_s"], rel=0.01)
+    p = Policy(**auto["policy"])
+    shape = cell("chosen policy: gpu_batch x number, schedule", name)
+    assert shape == f"{p.gpu_batch_size} x {p.num_gpu_batches}, {p.schedule}"
+    splits = {"weights on GPU / CPU / disk": p.weights, "KV cache": p.cache, "activations": p.activations}
+    for row, split in splits.items():
+        assert said(row, name) == pytest.approx([100 * share for share in split], abs=0.06)
+    assert cell("attention on the CPU", name) == ("yes" if p.delegate else "no")
+    assert cell("slowest lane", name) == auto["bottleneck"]
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_published_policies_are_predicted_within_a_factor_of_two(name: str) -> None:
+    """In 16 bits, where both compute alike; that of 30B with the device memory that it needs here."""
+    policy = Policy.load(ROOT / dict(options(name))["--compare"])
+    machine = replace(T4, device_bytes=18_000_000_000) if name == "OPT-30B" else T4
+    facts = open_model(str(POLICIES / "models" / name.lower()), None, "cuda", False, weights=False).facts
+    work = Workload({(512, 32): policy.block_size})
+    predicted = Cost(facts, machine, work).predict(lay_out(facts, policy, work, machine.capacity)).tok_s
+    assert PUBLISHED[name] / 2 <= predicted <= 2 * PUBLISHED[name]
+    if name == "OPT-30B":
+        assert f"predicted at {predicted:.2f} tok/s" in PAGE
+        with pytest.raises(OutOfMemory, match="device memory"):
+            lay_out(facts, policy, work, T4.capacity)

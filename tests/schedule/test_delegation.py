@@ -1,0 +1,231 @@
+"""Programs with delegated attention: against the toy machine of test_schedule, its oracle, and the virtual clock."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from flexengine.policy import Policy
+from flexengine.schedule.edges import Edges
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.program import STAGED, Op, Program, Routes, Task
+from flexengine.schedule.simulate import simulate
+from tests.schedule.test_schedule import (
+    ROUTES,
+    Homes,
+    Rows,
+    Shuffled,
+    SomeEdges,
+    Toy,
+    generate,
+    oracle,
+    random_case,
+    sweeps_of,
+)
+
+CACHES = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
+PARTS = (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)
+
+
+class DelegatingToy(Toy):
+    """Also attends on the host. A layer whose weights change between its start and its end is wrong."""
+
+    def __init__(self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows) -> None:
+        super().__init__(streamed, layers, slots, routes, rows)
+        self.side: dict[tuple[str, int], dict[int, int]] = {}  # ("near" | "far", batch): by sequence
+        self.begun: dict[int, tuple[list[int], dict[int, int]]] = {}  # batch: weights and inputs of its open layer
+
+    def begin(self, batches: list[Batch]) -> None:
+        super().begin(batches)
+        self.side, self.begun = {}, {}
+
+    def perform(self, task: Task) -> None:
+        if task.op not in PARTS:
+            return super().perform(task)
+        unit, k = task.cell.layer, task.cell.batch
+        sequences = [p.sequence for p in self.batches[k].pieces]
+        if task.op is Op.PROJECT:
+            before = self.near.pop(k, {})
+            inputs = {p.sequence: self.tokens[p.sequence][p.start] if unit == 0 else before.get(p.sequence, [-5])[0]
+                      for p in self.batches[k].pieces}  # fmt: skip
+            self.begun[k] = self._weights(task), inputs
+            self.side["near", k] = inputs
+        elif task.op is Op.ATTEND:
+            asked = self.side.get(("far", k), {})
+            for s in sequences:
+                place = ("host", unit, s)
+                self.kv[place] = hash((self.kv.get(place, -7), asked.get(s, -8)))
+            self.side["far", k] = {s: self.kv["host", unit, s] for s in sequences}
+        elif task.op is Op.FINISH:
+            weights, inputs = self.begun.pop(k, ([], {}))
+            if weights != self._weights(task):
+                weights = [-9]
+            known = self.side.get(("near", k), {})
+            self.near[k] = {s: [hash((inputs.get(s, -1), known.get(s, -1), unit, *weights))] for s in sequences}
+        else:
+            source, target = ("near", "far") if task.op is Op.SEND else ("far", "near")
+            self.side[target, k] = dict(self.side.get((source, k), {}))
+        return None
+
+    def _weights(self, task: Task) -> list[int]:
+        parts = [self.slots[task.slot][self._room(task.cell.layer, home)] for home in self.streamed[task.cell.layer]]
+        return [part[0] if len(set(part)) == 1 else -3 for part in parts]
+
+
+def delegating(rng: random.Random, slots: int) -> tuple[Homes, int, Policy, Rows]:
+    streamed, layers, policy, rows = random_case(rng, slots)
+    policy = replace(policy, cache=rng.choice(CACHES), activations=(1, 0, 0), delegate=True)
+    return streamed, layers, policy, [(prompt, new + 1) for prompt, new in rows]
+
+
+def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
+    """Whether a random job in a random interleaving gives what the oracle says, if it comes to an end at all."""
+    rng = random.Random(seed)
+    streamed, layers, policy, rows = delegating(rng, slots)
+    toy = DelegatingToy(streamed, layers, slots, routes, rows)
+    try:
+        generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes), policy, rows)
+    except KeyError:  # staging that nothing was brought to yet
+        return False
+    return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str) -> None:
+    wrong = [seed for seed in range(60) if not outcome(seed, slots, ROUTES[routes], Edges())]
+    assert not wrong
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
+    every = ("raw", "war", "waw")
+    assert all(outcome(seed, slots, ROUTES[routes], SomeEdges(*every)) for seed in range(20))
+    for kind in every:
+        others = [k for k in every if k != kind]
+        assert not all(outcome(seed, slots, ROUTES[routes], SomeEdges(*others)) for seed in range(60)), kind
+
+
+def batches_of(count: int, others: int = 0) -> list[Batch]:
+    """Delegated batches, with others on the device between them."""
+    found = []
+    for k in range(max(count, others)):
+        piece = (Piece(k, 4, 1, True),)
+        there, here = Batch(piece, "host", "device", True), Batch(piece, "device", "device")
+        found += [there] * (k < count) + [here] * (k < others)
+    return found
+
+
+def tasks_of(streamed: Homes, slots: int, batches: list[Batch], sweeps: int = 3) -> list[Task]:
+    program = Program(streamed, len(streamed) - 1, slots, STAGED)
+    return [t for n in range(sweeps) for t in program.sweep(n, batches, n < sweeps - 1)]
+
+
+def test_a_cell_is_five_tasks_and_moves_no_pages() -> None:
+    tasks = tasks_of([()] * 4, 2, batches_of(2))
+    cells = Counter((t.op, t.lane) for t in tasks)
+    assert cells == {
+        **dict.fromkeys([(Op.PROJECT, "device"), (Op.SEND, "d2h"), (Op.ATTEND, "cpu"), (Op.FETCH, "h2d"),
+                         (Op.FINISH, "device")], 3 * 3 * 2),
+        (Op.COMPUTE, "device"): 3 * 2,
+    }  # fmt: skip
+
+
+def test_the_rest_of_a_layer_comes_right_before_the_next_of_the_same_batch() -> None:
+    device = [t for t in tasks_of([()] * 4, 2, batches_of(3), 1) if t.lane == "device"]
+    first, last = device[:3], device[-6:]
+    assert [(t.op, t.cell.layer, t.cell.batch) for t in first] == [(Op.PROJECT, 0, k) for k in range(3)]
+    for t, after in pairwise(device[3:-6]):
+        if t.op is Op.FINISH:
+            assert (after.op, after.cell) == (Op.PROJECT, t.cell._replace(layer=t.cell.layer + 1))
+    assert [(t.op, t.cell.layer) for t in last] == [(Op.FINISH, 2), (Op.COMPUTE, 3)] * 3
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+@pytest.mark.parametrize(("count", "others"), [(1, 0), (3, 0), (2, 2), (1, 3)])
+def test_a_slot_is_filled_behind_all_that_read_it(slots: int, count: int, others: int) -> None:
+    rng = random.Random(slots)
+    for _ in range(20):
+        streamed: Homes = [rng.choice([(), ("host",), ("disk",), ("host", "disk")]) for _ in range(7)]
+        batches = batches_of(count, others)
+        tasks = tasks_of(streamed, slots, batches, 4)
+        held: dict[int, tuple[int, int]] = {}  # slot: (unit, reads to come)
+        reads = {j: sum(2 if b.delegated and j < 6 else 1 for b in batches) for j in range(7)}
+        loaded: Counter[tuple[int, int]] = Counter()
+        for t in tasks:
+            if t.op is Op.LOAD_WEIGHT:
+                unit, left = held.get(t.slot, (-1, 0))
+                assert left == 0 or unit == t.cell.layer, "a load before the last read of its slot"
+                held[t.slot] = t.cell.layer, reads[t.cell.layer]
+                loaded[t.cell.sweep, t.cell.layer] += t.hop == 0
+            elif t.slot >= 0:
+                unit, left = held[t.slot]
+                assert unit == t.cell.layer, "a read of another unit's weights"
+                held[t.slot] = unit, left - 1
+        parts = sum(len(homes) for homes in streamed)
+        assert sum(loaded.values()) == 4 * parts
+        assert all(left == 0 for _, left in held.values())
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_nothing_changes_for_batches_that_are_not_delegated(slots: int) -> None:
+    """In program order and in all they name, next to delegated ones and without."""
+    streamed: Homes = [("host",), (), ("disk",), ("host", "disk")]
+    mixed = [t for t in tasks_of(streamed, slots, batches_of(1, 3)) if t.op not in PARTS and t.cell.batch >= 0]
+    alone = [t for t in tasks_of(streamed, slots, batches_of(0, 4)) if t.op not in PARTS and t.cell.batch > 0]
+    kept = [t for t in mixed if t.cell.batch > 0]
+    assert [(t.op, t.cell.layer, t.reads) for t in kept] == [(t.op, t.cell.layer, t.reads) for t in alone]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_host_and_device_work_at_the_same_time(count: int) -> None:
+    """Two batches that keep either lane as busy as the other leave no gaps but at the ends of a sweep."""
+    seconds = {Op.PROJECT: 1.0, Op.FINISH: 2.0, Op.ATTEND: 3.0, Op.COMPUTE: 0.1, Op.SEND: 0.01, Op.FETCH: 0.01}
+    tasks = tasks_of([()] * 25, 2, batches_of(count), 1)
+    forecast = simulate(tasks, lambda t: seconds[t.op])
+    busy = {lane: s / forecast.seconds for lane, s in forecast.busy.items()}
+    assert busy["device"] > 0.94
+    assert busy["cpu"] > 0.94
+
+
+@pytest.mark.parametrize("slots", [2, 3])
+def test_streamed_weights_overlap_with_delegation(slots: int) -> None:
+    """Weights that take as long as computing, and attention nearly so: far from the sum, which is 2.7. With two slots
+    the output of attention, which takes the same link, waits behind the next layer's weights."""
+    seconds = {Op.PROJECT: 1.0, Op.FINISH: 1.0, Op.ATTEND: 1.5, Op.COMPUTE: 0.1, Op.SEND: 0.01, Op.FETCH: 0.01,
+               Op.LOAD_WEIGHT: 8.0}  # fmt: skip
+    tasks = tasks_of([("host",)] * 25, slots, batches_of(4), 3)
+    forecast = simulate(tasks, lambda t: seconds[t.op])
+    assert forecast.seconds < (1.25 if slots == 3 else 1.7) * max(forecast.busy.values())
+
+
+def test_sweeps_delegate_decoding_sequences_on_the_host_apart_from_prompts() -> None:
+    rng = random.Random(8)
+    told = 0
+    for seed in range(60):
+        _, _, policy, rows = delegating(random.Random(seed), 2)
+        sweeps = sweeps_of(policy, rows)
+        while not sweeps.idle:
+            batches = sweeps.begin(lambda sequence, pages: None)
+            for batch in batches:
+                generated = [sweeps.live[p.sequence].generated > 0 for p in batch.pieces]
+                assert batch.delegated == (batch.cache_home == "host" and any(generated))
+                if batch.delegated:
+                    assert all(generated)
+                    assert all(p.decodes and p.final for p in batch.pieces)
+                    told += 1
+                assert len(batch.pieces) <= policy.gpu_batch_size
+                assert batch.tokens <= policy.prefill_tokens
+            sweeps.advance(batches, {s for s in sweeps.live if rng.random() < 0.05})
+    assert told > 100
+    for seed in range(20):  # and none where the policy does not say so
+        _, _, policy, rows = delegating(random.Random(seed), 2)
+        sweeps = sweeps_of(replace(policy, delegate=False), rows)
+        while not sweeps.idle:
+            batches = sweeps.begin(lambda sequence, pages: None)
+            assert not any(batch.delegated for batch in batches)
+            sweeps.advance(batches, set())

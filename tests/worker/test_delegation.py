@@ -1,0 +1,256 @@
+"""Attention on the host: the tokens of transformers, bytes and memory by formula, refusals; the rule when it pays."""
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import InvalidInput
+from flexengine.lossy import Lossy
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.delegation import Rule, projection_share, read_share, rule_of
+from flexengine.plan.layout import lay_out
+from flexengine.plan.sizes import ALIGN, aligned
+from flexengine.plan.workload import Workload
+from flexengine.runtime.lane import Stream, new_lane
+from tests.helpers.families import LENGTHS, NEW
+from tests.plan.test_cost import opt
+from tests.plan.test_layout import model_of
+
+H, K = (0, 1, 0), (0, 0, 1)
+MIX = (0.4, 0.3, 0.3)
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+# (policy fields, overlap)
+GRID: list[tuple[dict[str, Any], bool]] = [
+    (dict(gpu_batch_size=8, num_gpu_batches=1, cache=H), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=H, weights=H, slots=1), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=3, cache=H, weights=K, slots=2, schedule="zigzag"), True),
+    (dict(gpu_batch_size=1, num_gpu_batches=8, cache=(0, 0.6, 0.4), weights=MIX, slots=3), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=3, cache=MIX, weights=MIX, schedule="diagonal", slots=3), True),
+    (dict(gpu_batch_size=4, num_gpu_batches=2, cache=H, weights=K, schedule="row", slots=1), True),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=(0.5, 0.5, 0), prefill_tokens=16), True),
+    (dict(gpu_batch_size=3, num_gpu_batches=2, cache=H, weights=MIX, prefill_tokens=7, schedule="diagonal"), False),
+    (dict(gpu_batch_size=2, num_gpu_batches=4, cache=MIX, weights=MIX, slots=3), False),
+]  # fmt: skip
+# Grouped heads, a window, a soft cap, sinks, ALiBi, and plain heads: the first under every policy.
+SPECIAL = ("llama", "mistral", "gemma2", "gpt-oss", "bloom", "opt")
+RUNS = [(SPECIAL[0], case) for case in range(len(GRID))] + [(name, case) for name in SPECIAL[1:] for case in (1, 4)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "case"), RUNS)
+def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family: str, case: int) -> None:
+    known = families(family)
+    fields, overlap = GRID[case]
+    policy = Policy(**fields, delegate=True)
+    with Engine(known.directory, policy=policy, device="sim", overlap=overlap, offload_dir=tmp_path) as engine:
+        results = engine.generate(known.rows, GREEDY)
+        assert [r.error for r in results] == [None] * len(LENGTHS)
+        assert [r.token_ids for r in results] == known.expected
+        assert engine.summary["busy"]["cpu"] > 0
+        if case == 1:  # a second job, with other places
+            assert [r.token_ids for r in engine.generate(known.rows[2:5], GREEDY)] == known.expected[2:5]
+    assert not list(tmp_path.iterdir())
+
+
+LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3), Lossy("int8", cache="int4"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lossy", LOSSY, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+def test_lossy_caches_give_the_tokens_they_give_undelegated(families: Any, family: str, lossy: Lossy) -> None:
+    known, found = families(family), []
+    fields: dict[str, Any] = dict(gpu_batch_size=3, num_gpu_batches=3, cache=(0.3, 0.7, 0), weights=(0.5, 0.5, 0))
+    for delegate in (False, True):
+        with Engine(known.directory, policy=Policy(**fields, delegate=delegate), device="sim", lossy=lossy) as engine:
+            found.append([r.token_ids for r in engine.generate(known.rows, GREEDY)])
+    assert found[0] == found[1]
+
+
+# Bytes and memory.
+
+
+def measured(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> dict[str, Any]:
+    with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, **options) as engine:
+        assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
+        layout = engine.plan(Workload.of((len(p), NEW) for p in family.prompts))
+        assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
+        facts = engine.facts
+        shape = {"layers": len(facts.layers), "heads": facts.heads, "kv": facts.kv_heads, "dim": facts.head_dim}
+        return {**engine.summary, **shape, "page": layout.page_bytes["host"], "layout": layout}
+
+
+@pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
+def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) -> None:
+    """Down queries, key and value, up the output, per token and layer; pages go down once, when the prompt is done."""
+    got = measured(families(family), Policy(4, 2, cache=H, delegate=True), tmp_path)
+    tokens = len(LENGTHS) * (NEW - 1)
+    down = got["layers"] * tokens * (got["heads"] + 2 * got["kv"]) * got["dim"] * 4
+    up = got["layers"] * tokens * got["heads"] * got["dim"] * 4
+    pages = got["layers"] * len(LENGTHS) * got["page"]  # one page holds the longest sequence
+    assert got["bytes"] == {"h2d": up, "d2h": down + pages, "disk_read": 0, "disk_write": 0}
+
+
+def test_only_the_share_on_the_host_is_delegated(families: Any, tmp_path: Path) -> None:
+    """Half of the block on disk: its pages move as ever."""
+    half = (0, 0.5, 0.5)
+    moved, there = (measured(families("llama"), Policy(4, 2, cache=half, schedule="zigzag", delegate=d), tmp_path)
+                    for d in (False, True))  # fmt: skip
+    for link in ("disk_read", "disk_write"):
+        assert moved["bytes"][link] == there["bytes"][link] > 0
+    tokens = there["layers"] * len(LENGTHS) // 2 * (NEW - 1)
+    up, page = there["heads"] * there["dim"] * 4, there["page"]
+    assert moved["bytes"]["h2d"] - there["bytes"]["h2d"] == tokens * (page - up)
+
+
+@pytest.mark.parametrize("fields", [dict(cache=H), dict(cache=MIX, weights=MIX, slots=3), dict(cache=(0.2, 0.8, 0))])
+def test_memory_is_booked_to_the_byte(families: Any, tmp_path: Path, fields: dict[str, Any]) -> None:
+    policy = Policy(gpu_batch_size=3, num_gpu_batches=3, **fields, delegate=True)
+    layout = measured(families("llama"), policy, tmp_path)["layout"]
+    there = round(9 * fields["cache"][1])  # sequences
+    row = (4 + 2 * 2) * 16 * 4
+    assert layout.account["host"]["delegation buffers"] == aligned(there * row)
+    assert layout.account["device"]["delegation buffers"] == aligned(there * row)
+    assert layout.account["host"]["delegation workspace"] == aligned(min(there, 3) * 4 * 16 * 4)
+
+
+def test_host_memory_is_enough_at_the_predicted_peak_and_not_a_page_less(families: Any, tmp_path: Path) -> None:
+    policy = Policy(4, 2, cache=H, schedule="zigzag", delegate=True)
+    need = measured(families("llama"), policy, tmp_path)["peak_bytes"]["host"]
+    assert measured(families("llama"), policy, tmp_path, host_mem=need + ALIGN)["sweeps"] == NEW
+    tight = measured_sweeps(families("llama"), policy, tmp_path, need - ALIGN)
+    assert tight > NEW  # one sequence had to wait
+
+
+def measured_sweeps(family: Any, policy: Policy, tmp_path: Path, host_mem: int) -> int:
+    with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, host_mem=host_mem) as engine:
+        assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
+        return int(engine.summary["sweeps"])
+
+
+def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None:
+    known = families("llama")
+    policy = Policy(4, 2, cache=H, delegate=True)
+    with Engine(known.directory, policy=policy, device="sim", trace=tmp_path / "t.json") as e:
+        e.generate(known.rows, GREEDY)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
+    names = {(lanes[x["tid"]], x["name"]) for x in events if x["ph"] == "X"}
+    assert {("cpu", "attend"), ("d2h", "send queries"), ("h2d", "fetch attention"),
+            ("device", "compute up to attention"), ("device", "compute from attention on")} <= names  # fmt: skip
+
+
+def test_the_host_lane_waits_for_the_gpu_itself() -> None:
+    """A stream's work is queued; the processor must not look at what has not arrived."""
+    lane = new_lane("stream", "cpu")
+    assert not isinstance(lane, Stream)
+    lane.close()
+
+
+# Refusals, all before anything is allocated.
+
+
+def test_refused_where_ram_is_the_device(families: Any) -> None:
+    known = families("llama")
+    policy = Policy(4, 2, cache=(0.5, 0.5, 0), delegate=True)
+    with Engine(known.directory, policy=policy, device="cpu") as engine:
+        with pytest.raises(InvalidInput, match="delegate is true, but on device 'cpu' RAM is the device"):
+            engine.generate(known.rows, GREEDY)
+        assert all(engine.core.machine.tier(t).ledger.peak == 0 for t in ("device", "host", "disk"))
+
+
+def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
+    known = families("llama")
+    with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
+        with pytest.raises(InvalidInput, match="none of a block of 2 sequences has its cache on the host"):
+            engine.generate(known.rows, GREEDY)
+        assert engine.core.machine.host.ledger.peak == engine.core.machine.device.ledger.peak == 0
+
+
+# The rule.
+
+
+def test_the_rule_is_that_of_systems_written_out() -> None:
+    """4 b h1 s / cpu + 4 b h1 / link < 4 b h1 s / link + t_gpu; the new token's K and V cross either way."""
+    rng = random.Random(0)
+    for _ in range(200):
+        b, h1 = rng.choice([1, 8, 64]), rng.choice([1024, 5120])
+        link, cpu, gpu = (10 ** rng.uniform(8.5, 11) for _ in range(3))
+        model = opt(2, h1, h1 // 128)
+        rule = rule_of(model, up=link, down=math.inf, host=cpu, device=gpu, sequences=b, computing=0.1)
+        for s in (1, 7, 60, 512, 4000):
+            there = 4 * b * h1 * s / cpu + 2 * b * h1 / link
+            moved = 4 * b * h1 * s / link + 4 * b * h1 * s / gpu
+            assert rule.delegates(s) == (there < moved)
+        slope = 4 * b * h1 * (1 / link + 1 / gpu - 1 / cpu)
+        expected = 2 * b * h1 / link / slope if slope > 0 else math.inf
+        assert rule.crossover == pytest.approx(expected, rel=1e-6)
+
+
+def test_every_literal_follows_the_model() -> None:
+    """Grouped heads, encoded caches and sparse values: bytes by hand."""
+    rng = random.Random(1)
+    for _ in range(20):
+        model = model_of(rng)
+        rule = rule_of(model, 0.1, up=1e9, down=2e9, host=3e9)
+        size, dim = model.itemsize, model.head_dim
+        assert rule.kv == (model.kv_kept or 2 * model.kv_heads * dim * size)
+        assert rule.sent == (model.heads + 2 * model.kv_heads) * dim * size
+        assert rule.fetched == model.heads * dim * size
+        some = 1 - 0.9 ** (model.heads // model.kv_heads)  # that one head of the group wants a value
+        assert rule.read == pytest.approx((1 + some) / 2)
+    assert (read_share(None), read_share(0.0), read_share(1.0)) == (1.0, 0.5, 1.0)
+    assert projection_share(opt(2, 512, 8), 0) == pytest.approx(3 / 12)
+
+
+def test_crossover_is_where_the_sides_change_places() -> None:
+    """Against scanning the rule, for chains and for lanes that overlap; from there on delegation stays the quicker."""
+    rng = random.Random(2)
+    seen = set()
+    for _ in range(400):
+        rule = Rule(
+            kv=rng.uniform(100, 20000), sent=rng.uniform(1e3, 1e5), fetched=rng.uniform(1e3, 1e5),
+            up=10 ** rng.uniform(8, 10), down=10 ** rng.uniform(8, 10), host=10 ** rng.uniform(8, 10.5),
+            device=10 ** rng.uniform(9, 11), read=rng.uniform(0.5, 1), page=rng.choice([0, 16, 64]),
+            sequences=rng.randint(1, 64), computing=10 ** rng.uniform(-5, -2), fixed=10 ** rng.uniform(-6, -3),
+            batches=rng.randint(1, 3), overlap=rng.random() < 0.7,
+        )  # fmt: skip
+        at = rule.crossover
+        seen.add("never" if at == math.inf else "always" if at == 0 else "from")
+        if at == math.inf:
+            assert not any(rule.delegates(s) for s in (1e7, 1e8, 1e9))
+        else:
+            assert all(rule.delegates(at * x + 1e-6) for x in (1.001, 1.1, 2, 10, 1e4))
+            assert at == 0 or not rule.delegates(at * 0.999)
+    assert seen == {"never", "always", "from"}
+
+
+@pytest.mark.parametrize("what", ["up", "host", "fixed", "fetched"])
+def test_crossover_is_monotone(what: str) -> None:
+    """A quicker link and a slower host put it off; so do more to send and fixed costs."""
+    rng = random.Random(what)
+    for _ in range(100):
+        given = dict(kv=4096.0, sent=6144.0, fetched=2048.0, up=10 ** rng.uniform(8, 10), down=1e10,
+                     host=10 ** rng.uniform(9, 10.5), computing=1e-4, fixed=10 ** rng.uniform(-6, -3))  # fmt: skip
+        overlap = rng.random() < 0.5
+        factor = 1 / 1.3 if what == "host" else 1.3
+        later = Rule(**{**given, what: given[what] * factor}, overlap=overlap)  # type: ignore[arg-type]
+        assert later.crossover >= Rule(**given, overlap=overlap).crossover * (1 - 1e-9)  # type: ignore[arg-type]
+
+
+def test_layouts_book_delegation_for_any_model() -> None:
+    rng = random.Random(3)
+    endless = Capacity(None, None, None, shared=False, staged=True)
+    for _ in range(30):
+        model, policy = model_of(rng), Policy(4, 3, cache=(0.5, 0.5, 0), delegate=True)
+        work = Workload({(20, 5): 30})
+        with_, without = (lay_out(model, p, work, endless) for p in (policy, Policy(4, 3, cache=(0.5, 0.5, 0))))
+        more = {t: with_.total(t) - without.total(t) for t in ("device", "host", "disk")}
+        each = aligned(6 * model.sent)
+        kept = aligned(6 * (3 * model.sent + 4 * model.hidden * model.itemsize))
+        assert more == {"device": each + kept, "host": each + aligned(4 * model.fetched), "disk": 0}
