@@ -30,7 +30,7 @@ def _split(name: str, value: Sequence[float]) -> Split:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a block is computed and where its tensors live (FlexGen section 4.1; architecture 2).
+    """How a block is computed and where its tensors live (FlexGen section 4.1; docs/architecture.md 2).
 
     gpu_batch_size: sequences computed together.
     num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.

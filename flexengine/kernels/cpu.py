@@ -1,7 +1,7 @@
 """The native kernels: the C++ beside this file, called through ctypes (no GIL)."""
 
 import ctypes
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_int32, c_int64, c_void_p
 from typing import Any, Literal
 
 import torch
@@ -10,102 +10,13 @@ from torch import Tensor, nn
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.kernels import base, build
-from flexengine.kernels.reference import ReferenceKernels, bad_place, bad_sequence
+from flexengine.kernels import base, build, structs
+from flexengine.kernels.pages import bad_place, bad_sequence
+from flexengine.kernels.reference import ReferenceKernels
 
 STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
-
-
-class _Decode(ctypes.Structure):
-    """struct Decode of attention.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse", "chosen")),
-        *((name, c_int64) for name in ("n", "heads", "pages", "kv_heads", "page_tokens", "dim", "group", "max_pages")),
-        *((name, c_int64) for name in ("q_row", "q_head", "window")),
-        ("topk", c_double),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("q_dtype", "pool_dtype", "threads")),
-    ]
-
-
-class _Append(ctypes.Structure):
-    """struct Append of cache.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("k", "v", "pool", "pages", "offsets")),
-        *((name, c_int64) for name in ("tokens", "pool_pages", "kv_heads", "page_tokens", "dim", "group")),
-        *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
-        *((name, c_int32) for name in ("from_dtype", "pool_dtype", "threads")),
-    ]
-
-
-class _Linear(ctypes.Structure):
-    """struct Linear of linear.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "w", "bias", "out")),
-        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
-        *((name, c_int32) for name in ("w_dtype", "pairs", "threads")),
-    ]
-
-
-class _Product(ctypes.Structure):
-    """struct Product of encoded.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "w", "bias", "out", "scratch")),
-        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row", "groups")),
-        *((name, c_int32) for name in ("bits", "group", "compute", "threads")),
-    ]
-
-
-class _Prompt(ctypes.Structure):
-    """struct Prompt of prompt.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out", "pool", "table")),
-        *((name, c_int64) for name in ("batch", "queries", "keys", "heads", "kv_heads", "dim", "window")),
-        *((name, c_int64) for name in ("past", "pages", "page_tokens", "group")),
-        *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("prompt", "row", "head")),
-        *((name, c_float) for name in ("scale", "softcap")),
-        *((name, c_int32) for name in ("pool_dtype", "threads")),
-    ]
-
-
-class _Norm(ctypes.Structure):
-    """struct Norm of elementwise.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "weight", "out")),
-        *((name, c_int64) for name in ("rows", "n", "x_row")),
-        *((name, c_float) for name in ("eps", "shift")),
-        ("threads", c_int32),
-    ]
-
-
-class _Rotate(ctypes.Structure):
-    """struct Rotate of elementwise.h."""
-
-    _fields_ = [
-        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
-        *((name, c_int64) for name in ("tokens", "heads", "dim", "x_row", "x_head", "angle_row")),
-        ("threads", c_int32),
-    ]
-
-
-class _Gate(ctypes.Structure):
-    """struct Gate of elementwise.h."""
-
-    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
-
-
-STRUCTS: dict[str, type[ctypes.Structure]] = {
-    "decode": _Decode, "append": _Append, "linear": _Linear, "product": _Product,
-    "prompt": _Prompt, "norm": _Norm, "rotate": _Rotate, "gate": _Gate,
-}  # fmt: skip
 
 
 class NativeKernels(ReferenceKernels):
@@ -118,7 +29,7 @@ class NativeKernels(ReferenceKernels):
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        check_structs(library)
+        structs.check(library)
 
         def bound(name: str, returns: Any = None, takes: Any = (c_void_p,)) -> Any:
             function = getattr(library, f"flex_{name}")
@@ -141,7 +52,7 @@ class NativeKernels(ReferenceKernels):
             return super().append(k, v, pool, pages, offsets, form)
         room = base.check_append(k, v, pool, pages, offsets, form)
         k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
-        call = _Append(
+        call = structs.Append(
             *(x.data_ptr() for x in (k, v, pool, pages, offsets)),
             *(k.shape[0], *room, 0 if form is None else form.group),
             *(k.stride(0), k.stride(1), v.stride(0), v.stride(1)),
@@ -207,7 +118,7 @@ class NativeKernels(ReferenceKernels):
         room = base.check_pool(pool, form)
         q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
         out, *rest = (None if x is None else x.data_ptr() for x in others)
-        call = _Decode(
+        call = structs.Decode(
             *(q.data_ptr(), out, *(x.data_ptr() for x in (pool, tables, lengths)), *rest),
             *(*q.shape[:2], *room, 0 if form is None else form.group, tables.shape[1]),
             *(q.stride(0), q.stride(1), *options),
@@ -245,7 +156,7 @@ class NativeKernels(ReferenceKernels):
         q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
-        call = _Prompt(
+        call = structs.Prompt(
             *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *places,
             *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
@@ -261,7 +172,7 @@ class NativeKernels(ReferenceKernels):
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
         threads = torch.get_num_threads()
-        call = _Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
+        call = structs.Prompt(heads=heads, kv_heads=kv_heads, dim=head_dim, batch=1, queries=1 << 30, threads=threads)
         return int(self._prompt_scratch(ctypes.addressof(call)))
 
     def linear(
@@ -277,7 +188,7 @@ class NativeKernels(ReferenceKernels):
         rows = _rows(rows)
         out = torch.empty((rows.shape[0], weight.shape[0]), dtype=torch.float32, device="cpu")
         bias = None if bias is None else bias.contiguous()
-        call = _Linear(
+        call = structs.Linear(
             *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
             *(rows.shape[0], weight.shape[0], rows.shape[1], rows.stride(0), out.stride(0)),
             *(CODES[weight.dtype], pairs, torch.get_num_threads()),
@@ -300,7 +211,7 @@ class NativeKernels(ReferenceKernels):
         groups, group = form.blocks[1], form.codec.group
         rounded = rows.shape[0] * groups * (group + 2 * 4) if compute == "int8" else 0
         scratch = torch.empty(rounded, dtype=torch.uint8, device="cpu")
-        call = _Product(
+        call = structs.Product(
             *(rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
             *(scratch.data_ptr(), rows.shape[0], form.rows, rows.shape[1], rows.stride(0), out.stride(0)),
             *(groups, form.codec.bits, group, COMPUTES[compute], torch.get_num_threads()),
@@ -314,7 +225,7 @@ class NativeKernels(ReferenceKernels):
         base.check_norm(x, weight)
         rows, weight = _rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
-        call = _Norm(
+        call = structs.Norm(
             *(rows.data_ptr(), weight.data_ptr(), out.data_ptr()),
             *(*rows.shape, rows.stride(0), eps, shift, torch.get_num_threads()),
         )
@@ -328,7 +239,7 @@ class NativeKernels(ReferenceKernels):
         x, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
         _, heads, tokens, dim = x.shape
         out = torch.empty((1, tokens, heads, dim), dtype=torch.float32, device="cpu")
-        call = _Rotate(
+        call = structs.Rotate(
             *(x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr()),
             *(tokens, heads, dim, x.stride(2), x.stride(1), cos.stride(1), torch.get_num_threads()),
         )
@@ -339,7 +250,7 @@ class NativeKernels(ReferenceKernels):
         if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return super().gate(gate, up, act)
         base.check_gate(gate, up, act)
-        call = _Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
+        call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
         self._gate(ctypes.addressof(call))
         return gate
 
@@ -354,18 +265,6 @@ class NativeKernels(ReferenceKernels):
 def load_native(*flags: str) -> NativeKernels:
     """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
     return NativeKernels(build.load(*flags))
-
-
-def check_structs(library: ctypes.CDLL) -> None:
-    """Raise RuntimeError if a struct has another size in the library: its fields would be misread."""
-    for name, struct in STRUCTS.items():
-        size_of = getattr(library, f"flex_{name}_size")
-        size_of.restype = c_int64
-        if (there := size_of()) != (here := ctypes.sizeof(struct)):
-            raise RuntimeError(
-                f"the argument struct of flex_{name} has {there} bytes in the native kernels but {here} in"
-                f" {__name__}.{struct.__name__}; give both the same fields"
-            )
 
 
 def no_memory(what: str, needed: int) -> OutOfMemory:

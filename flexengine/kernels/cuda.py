@@ -13,7 +13,8 @@ from torch import Tensor
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base
-from flexengine.kernels.reference import ReferenceKernels, capped, denominator, read, write
+from flexengine.kernels.pages import read, write
+from flexengine.kernels.reference import ReferenceKernels, capped, denominator
 
 # Bytes that a kernel holds at once beside its arguments, its result and 8-bit codes of x; more only where one row, or
 # one sequence, needs more. plan.gpu books as much.

@@ -9,8 +9,8 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import ROWS, Packed
-from flexengine.errors import InvalidInput
 from flexengine.kernels import base
+from flexengine.kernels.pages import bad_place, bad_sequence, check_pages, read, write
 
 SCORES = 2**21  # fp32 scores held at once by the explicit path: 8 MiB
 EXPLICIT = 21  # most bytes held per score: itself, its query, value, sum and product in fp32, and its mask
@@ -230,19 +230,6 @@ def has_onednn() -> bool:
     return True
 
 
-def bad_sequence(i: int, room: base.Room) -> InvalidInput:
-    """The error for a length or page table that the pool cannot serve."""
-    return InvalidInput(
-        f"sequence {i}: its length must be at least 1 and within its table,"
-        f" and its pages among the pool's {room.pages} (of {room.page_tokens} tokens)"
-    )
-
-
-def bad_place(t: int, room: base.Room) -> InvalidInput:
-    """The error for a token sent to a place that the pool does not have."""
-    return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
-
-
 def scored(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
     form: CacheForm | None,
@@ -262,30 +249,6 @@ def scored(
         k, v = pages.flatten(2, 3)[:, :, within]
         scores = q[i].float().reshape(room.kv_heads, -1, room.dim) @ k.transpose(1, 2) * scale
         yield first, capped(scores, softcap), v
-
-
-def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> None:
-    """What base.Kernels.append does, places unchecked."""
-    page, offset = pages.long()[:, None], offsets.long()[:, None]
-    head = torch.arange(k.shape[1], device=pool.device)[None]
-    for number, x in enumerate((k, v)):
-        if form is None:
-            pool[page, number, head, offset] = x.to(pool.dtype)
-        else:
-            panels, (codes, scale, minimum) = form.panels(pool), form.encode(x)
-            panels.codes[page, number, head, offset] = codes
-            panels.scale[page, number, head, :, offset] = scale
-            panels.minimum[page, number, head, :, offset] = minimum
-
-
-def read(pool: Tensor, pages: Tensor, form: CacheForm | None, values: bool = True) -> Tensor:
-    """Pages [*pages.shape, 2, kv_heads, page_tokens, dim] of a pool, decoded. pages: int64, unchecked. values: False
-    reads K alone, and the 2 is 1."""
-    parts = slice(None) if values else slice(1)
-    if form is None:
-        return pool[:, parts][pages]
-    codes, scale, minimum = (x[:, parts][pages] for x in form.panels(pool))
-    return form.decode(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -327,12 +290,6 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, gr
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-
-
-def check_pages(pages: Tensor, room: base.Room) -> None:
-    """Raise InvalidInput unless the pool has all these pages."""
-    if ((pages < 0) | (pages >= room.pages)).any():
-        raise bad_sequence(0, room)
 
 
 Keys = Iterator[tuple[range, Tensor, Tensor]]  # positions, and their K and V [B, keys, kv_heads, dim]

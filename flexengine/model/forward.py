@@ -7,7 +7,7 @@ The model is built on the meta device and runs inside a greenlet. It pauses
     Attend    inside layer j, with q, k, v: give me the attention output
     Head      before rows of the output projection: give me these rows (and their bias)
 
-Who is resumed when is the schedule's business (architecture 4).
+The schedule decides which pass is resumed (docs/architecture.md 4).
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Which earlier tasks a task must wait for, from the resources both name (architecture 3: edges, not barriers)."""
+"""Which earlier tasks a task must wait for, from the resources both name (docs/architecture.md 3)."""
 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar

@@ -1,4 +1,4 @@
-"""A program on a virtual clock: the schedule's test, the plan's check and the ETA (architecture 3)."""
+"""A program on a virtual clock: the schedule's test, the plan's check and the ETA (docs/architecture.md 3)."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
-from flexengine.kernels.reference import read
+from flexengine.kernels.pages import read
 
 
 def held(pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:

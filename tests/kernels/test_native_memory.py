@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.kernels import build, cpu
+from flexengine.kernels import build, cpu, structs
 
 SOURCES = Path(build.__file__).parent
 WITHOUT = """
@@ -76,20 +76,20 @@ def declared(struct: str) -> list[tuple[str, int]]:
     return fields
 
 
-@pytest.mark.parametrize("struct", cpu.STRUCTS.values(), ids=cpu.STRUCTS)
+@pytest.mark.parametrize("struct", structs.STRUCTS.values(), ids=structs.STRUCTS)
 def test_structs_have_the_fields_of_the_c_side_in_order(struct: type[ctypes.Structure]) -> None:
     here = [(field[0], ctypes.sizeof(field[1])) for field in struct._fields_]
-    assert here == declared(struct.__name__.removeprefix("_"))
+    assert here == declared(struct.__name__)
 
 
 def test_a_struct_of_another_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     class Longer(ctypes.Structure):
-        _fields_ = [*cpu.STRUCTS["gate"]._fields_, ("more", ctypes.c_int64)]
+        _fields_ = [*structs.STRUCTS["gate"]._fields_, ("more", ctypes.c_int64)]
 
     try:
         library = build.load()
     except build.BuildFailed as error:
         pytest.skip(f"cannot build: {error}")
-    monkeypatch.setitem(cpu.STRUCTS, "gate", Longer)
+    monkeypatch.setitem(structs.STRUCTS, "gate", Longer)
     with pytest.raises(RuntimeError, match=r"flex_gate has 32 bytes in the native kernels but 40 in .*Longer"):
         cpu.NativeKernels(library)

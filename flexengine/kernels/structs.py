@@ -1,0 +1,106 @@
+"""The argument structs of the native kernels, field by field as in the C++ headers beside this file."""
+
+import ctypes
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+
+
+class Decode(ctypes.Structure):
+    """struct Decode of attention.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "out", "pool", "tables", "lengths", "sinks", "lse", "chosen")),
+        *((name, c_int64) for name in ("n", "heads", "pages", "kv_heads", "page_tokens", "dim", "group", "max_pages")),
+        *((name, c_int64) for name in ("q_row", "q_head", "window")),
+        ("topk", c_double),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("q_dtype", "pool_dtype", "threads")),
+    ]
+
+
+class Append(ctypes.Structure):
+    """struct Append of cache.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("k", "v", "pool", "pages", "offsets")),
+        *((name, c_int64) for name in ("tokens", "pool_pages", "kv_heads", "page_tokens", "dim", "group")),
+        *((name, c_int64) for name in ("k_row", "k_head", "v_row", "v_head")),
+        *((name, c_int32) for name in ("from_dtype", "pool_dtype", "threads")),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """struct Linear of linear.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "w", "bias", "out")),
+        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row")),
+        *((name, c_int32) for name in ("w_dtype", "pairs", "threads")),
+    ]
+
+
+class Product(ctypes.Structure):
+    """struct Product of encoded.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "w", "bias", "out", "scratch")),
+        *((name, c_int64) for name in ("rows", "n", "k", "x_row", "out_row", "groups")),
+        *((name, c_int32) for name in ("bits", "group", "compute", "threads")),
+    ]
+
+
+class Prompt(ctypes.Structure):
+    """struct Prompt of prompt.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "sinks", "out", "pool", "table")),
+        *((name, c_int64) for name in ("batch", "queries", "keys", "heads", "kv_heads", "dim", "window")),
+        *((name, c_int64) for name in ("past", "pages", "page_tokens", "group")),
+        *((f"{name}_{part}", c_int64) for name in "qkv" for part in ("prompt", "row", "head")),
+        *((name, c_float) for name in ("scale", "softcap")),
+        *((name, c_int32) for name in ("pool_dtype", "threads")),
+    ]
+
+
+class Norm(ctypes.Structure):
+    """struct Norm of elementwise.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "weight", "out")),
+        *((name, c_int64) for name in ("rows", "n", "x_row")),
+        *((name, c_float) for name in ("eps", "shift")),
+        ("threads", c_int32),
+    ]
+
+
+class Rotate(ctypes.Structure):
+    """struct Rotate of elementwise.h."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "cos", "sin", "out")),
+        *((name, c_int64) for name in ("tokens", "heads", "dim", "x_row", "x_head", "angle_row")),
+        ("threads", c_int32),
+    ]
+
+
+class Gate(ctypes.Structure):
+    """struct Gate of elementwise.h."""
+
+    _fields_ = [("gate", c_void_p), ("up", c_void_p), ("n", c_int64), ("act", c_int32), ("threads", c_int32)]
+
+
+STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "decode": Decode, "append": Append, "linear": Linear, "product": Product,
+    "prompt": Prompt, "norm": Norm, "rotate": Rotate, "gate": Gate,
+}  # fmt: skip
+
+
+def check(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError if a struct has another size in the library: its fields would be misread."""
+    for name, struct in STRUCTS.items():
+        size_of = getattr(library, f"flex_{name}_size")
+        size_of.restype = c_int64
+        if (there := size_of()) != (here := ctypes.sizeof(struct)):
+            raise RuntimeError(
+                f"the argument struct of flex_{name} has {there} bytes in the native kernels but {here} in"
+                f" {__name__}.{struct.__name__}; give both the same fields"
+            )
