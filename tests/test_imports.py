@@ -1,4 +1,4 @@
-"""Imports point one way (docs/architecture.md 6): checked on syntax trees, and in a process that torch must stay out of."""
+"""Imports point one way (docs/architecture.md 6): checked on syntax trees, and in a process without torch."""
 
 import ast
 import subprocess
