@@ -225,17 +225,18 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         return [Result(i, error=error, logprobs=[entry(t) for t in rest]) for i, (_, rest) in enumerate(rows)]
 
     layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
-    return SimpleNamespace(
-        score=score, tokenizer=byte_tokenizer(), skeleton=SimpleNamespace(context_length=None), facts=layers,
-        source=SimpleNamespace(name="s"), machine=SimpleNamespace(kind="cpu"), numerics={"dtype": "float32"},
-        summary={"total_seconds": 2.5},
+    core = SimpleNamespace(
+        tokenizer=byte_tokenizer(), skeleton=SimpleNamespace(context_length=None), source=SimpleNamespace(name="s"),
+        machine=SimpleNamespace(kind="cpu", compute=torch.device("cpu")), options=SimpleNamespace(policy=None),
+        dtype=torch.float32, cache_form="", opened=SimpleNamespace(refusal=lambda each: None),
     )  # fmt: skip
+    return SimpleNamespace(core=core, score=score, facts=layers, summary={"total_seconds": 2.5})
 
 
 def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
     def make(lossy: Lossy) -> Any:
         engine = stand_in(lossy)
-        engine.refusal = lambda each: "no bf16 here" if each.compute == "bf16" else None
+        engine.core.opened.refusal = lambda each: "no bf16 here" if each.compute == "bf16" else None
         return contextlib.nullcontext(engine)
 
     text, among = quality.Text("t", "words " * 200, 2, 64), [Lossy(compute="bf16"), INT8]
