@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Torch reads both when it is imported, and so does every process that a test starts. Workers share the processor: each
 # takes its share of the cores, and none spins while another could compute (two threads each on two cores, spinning,
@@ -75,6 +76,13 @@ def one_thread() -> Iterator[None]:
     yield
     torch.set_num_threads(threads)
 
+
+# Examples are the same in every run, and a slow machine fails no test. A fixture may serve all examples of a test.
+settings.register_profile(
+    "flexengine", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+settings.load_profile("flexengine")
 
 ROOT = Path(__file__).parents[1]
 BUILT = ROOT / "build" / "test-kernels"  # git ignores it
