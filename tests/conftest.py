@@ -1,5 +1,6 @@
 """Fixtures of all tests, the environment of the workers, and the order of the test files."""
 
+import contextlib
 import gc
 import os
 import random
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Torch reads both when it is imported, and so does every process that a test starts. Workers share the processor: each
 # takes its share of the cores, and none spins while another could compute (two threads each on two cores, spinning,
@@ -75,18 +77,41 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+# Examples are the same in every run, and a slow machine fails no test. A fixture may serve all examples of a test.
+settings.register_profile(
+    "flexengine", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],
+)  # fmt: skip
+settings.load_profile("flexengine")
+
+ROOT = Path(__file__).parents[1]
+BUILT = ROOT / "build" / "test-kernels"  # git ignores it
+KEPT = 12  # libraries: three builds of four versions of the kernels
+
+
+def share_kernels(folder: Path) -> None:
+    """Let a cache in `folder` use the kernels that earlier tests compiled.
+
+    Compiling takes a minute of two cores. A library's name is a hash of its sources, compiler, flags and processor, so
+    a library that exists is the one that would be compiled again.
+    """
+    BUILT.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another worker was first
+        (folder / "kernels").symlink_to(BUILT)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def run_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Compiled kernels and prepared weights of a test run go to a directory of its own. All workers share it, and
-    fixtures of any scope: compiling takes half a minute each time."""
-    if os.environ.get("PYTEST_XDIST_WORKER"):
-        shared = tmp_path_factory.getbasetemp().parent / "cache"
-        shared.mkdir(exist_ok=True)
-    else:
-        shared = tmp_path_factory.mktemp("cache")
+    """The cache directory of this run, one for all workers, with the kernels of all runs."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "cache"
+    share_kernels(folder)
+    for old in sorted(BUILT.glob("*.so"), key=os.path.getmtime)[:-KEPT]:
+        old.unlink(missing_ok=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FLEXENGINE_CACHE", str(shared))
-        yield shared
+        patch.setenv("FLEXENGINE_CACHE", str(folder))
+        yield folder
 
 
 @pytest.fixture
@@ -110,7 +135,14 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where weights are prepared, in a cache of the test's own."""
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The cache directory of one test. It begins with the compiled kernels of all tests and nothing else."""
+    share_kernels(tmp_path / "cache")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "prepared"
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def cache(own_cache: Path) -> Path:
+    """The directory of prepared weights in the cache of one test."""
+    return own_cache / "prepared"

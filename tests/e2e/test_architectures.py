@@ -24,15 +24,11 @@ _INTERNAL = re.compile(r"has no attribute|NoneType|\w+Error\b|meta tensor|regist
 
 
 @pytest.fixture(scope="session")
-def findings(tmp_path_factory: pytest.TempPathFactory, run_cache: Path) -> list[Finding]:
+def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
     """The whole walk, in a process that has not computed yet: it forks. Its kernels are those of the other tests."""
     scratch = tmp_path_factory.mktemp("architectures")
-    (scratch / "cache").mkdir()
-    (run_cache / "kernels").mkdir(mode=0o700, exist_ok=True)
-    (scratch / "cache" / "kernels").symlink_to(run_cache / "kernels")
-    environment = {**os.environ, "FLEXENGINE_CACHE": str(scratch / "cache")}
     command = [sys.executable, "-m", architectures.__name__, "--json", str(scratch / "findings.json")]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [Finding(**entry) for entry in json.loads((scratch / "findings.json").read_text())]
 

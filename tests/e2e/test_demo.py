@@ -16,7 +16,7 @@ from flexengine.model import source
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
 
-SUBJECTS = ("a river", "the moon", "bread", "a lighthouse", "winter", "an old clock", "a violin", "the harbour")
+SUBJECTS = ("a river", "the moon", "bread", "an old clock")
 FORMS = (
     "Write one sentence about {}.",
     "Once upon a time there was {}",
@@ -33,11 +33,11 @@ NEW = 6
     "policy",
     [
         None,
-        {"gpu_batch_size": 5, "num_gpu_batches": 3, "weights": [0.3, 0.3, 0.4], "cache": [0.3, 0.3, 0.4],
+        {"gpu_batch_size": 4, "num_gpu_batches": 3, "weights": [0.3, 0.3, 0.4], "cache": [0.3, 0.3, 0.4],
          "activations": [0.5, 0, 0.5], "slots": 2, "schedule": "diagonal"},
     ],
 )  # fmt: skip
-def test_32_prompts(tmp_path: Path, policy: dict[str, object] | None, expected: list[list[int]]) -> None:
+def test_16_prompts(tmp_path: Path, policy: dict[str, object] | None, expected: list[list[int]]) -> None:
     (tmp_path / "in.txt").write_text("".join(json.dumps(p)[1:-1].replace("\\n", " ") + "\n" for p in prompts()))
     argv = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", str(NEW), "--ignore-eos"]
     if policy:
@@ -45,7 +45,7 @@ def test_32_prompts(tmp_path: Path, policy: dict[str, object] | None, expected: 
         argv += ["--policy", str(tmp_path / "p.json"), "--device", "sim", "--offload-dir", str(tmp_path)]
     assert run.main(argv) == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [r["index"] for r in rows] == list(range(32))
+    assert [r["index"] for r in rows] == list(range(16))
     assert [r["token_ids"] for r in rows] == expected
 
 

@@ -23,12 +23,15 @@ def answers(engine: Engine, rows: list[Row], params: SamplingParams = PARAMS) ->
     return {r.index: (r.token_ids, r.logprobs, r.samples) for r in results}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("family", "dtype"), [
+CASES = [
     *((family, torch.float32)
       for family in ("llama", "opt-350m", "gpt2", "gemma2", "mixtral", "qwen3-moe", "gpt-oss", "bloom")),
     *((family, torch.bfloat16) for family in ("llama", "opt-350m", "gemma2", "gpt-oss")),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), CASES)
 def test_logprobs_do_not_depend_on_the_company(families: Any, tmp_path: Any, family: str, dtype: torch.dtype) -> None:
     known = families(family, dtype)
     rows = [Row(i, 0, row) for i, row in enumerate(known.rows)]
@@ -36,7 +39,7 @@ def test_logprobs_do_not_depend_on_the_company(families: Any, tmp_path: Any, fam
         whole = answers(engine, rows)
         for some in ([rows[0]], [rows[2]], rows[3:5], rows[::2]):
             assert answers(engine, some) == {row.index: whole[row.index] for row in some}
-    for shape in SHAPES:
+    for shape in (SHAPES[CASES.index((family, dtype)) % 2], SHAPES[2]):
         with Engine(known.directory, policy=Policy(**shape), device="cpu", offload_dir=tmp_path) as engine:
             assert answers(engine, rows) == whole
 

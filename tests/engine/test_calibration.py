@@ -38,12 +38,6 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration, "TOKENS", TOKENS)
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 @pytest.fixture(scope="module")
 def reader(families: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Copies of families that have a tokenizer."""

@@ -23,11 +23,6 @@ SPREAD = Policy(gpu_batch_size=2, num_gpu_batches=4, weights=MIX, cache=MIX, act
 WHOLE = Policy(gpu_batch_size=8, num_gpu_batches=1, prefill_tokens=64)
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-
-
 def answers(directory: Path, rows: Any, lossy: Lossy, policy: Policy = WHOLE, device: str = "sim") -> list[list[int]]:
     with Engine(directory, policy=policy, device=device, lossy=lossy) as engine:
         results = engine.generate(rows, GREEDY)
@@ -197,7 +192,7 @@ class TestEncoding:
                     assert t.held_bytes == t.stored_bytes == -(-rows // 16) * 16 * -(-columns // 64) * (32 + 4)
 
     def test_what_was_finished_is_not_done_again(
-        self, families: Any, own_cache: None, monkeypatch: pytest.MonkeyPatch
+        self, families: Any, own_cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         known = families("opt")
         real, made = encoding._encoded, []

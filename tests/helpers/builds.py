@@ -9,6 +9,12 @@ from flexengine.kernels.cuda import CudaKernels
 # machines would run is compiled with -O2, which takes two thirds of the time.
 BUILDS = {"native": (), "avx2": ("-mno-avx512f", "-mno-avxvnni", "-O2"), "portable": ("-DFLEX_PORTABLE", "-O2")}
 
+# Compiling the two for other machines takes half a minute of CPU time.
+NATIVE = ["native", *(pytest.param(name, marks=pytest.mark.slow) for name in BUILDS if name != "native")]
+KERNELS = ["reference", "cuda", *NATIVE]
+# One of each class: builds share the Python code that checks arguments.
+ONE_BUILD = pytest.mark.parametrize("kernel", ["reference", "cuda", "native"], indirect=True)
+
 
 def kernels_named(name: str) -> Kernels:
     """The set of that name; the test is skipped where it cannot be had."""

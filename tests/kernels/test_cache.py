@@ -14,7 +14,7 @@ from flexengine.codec.groupwise import ALIKE
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.merge import merge
-from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
 LENGTHS = (1, 31, 32, 33, 1024, 1025, 2100)  # around the borders of pages and of parts
@@ -23,7 +23,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
+@pytest.fixture(scope="module", params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -257,10 +257,12 @@ class TestEncodedCache:
         lambda x, c: x.append(*torch.zeros(2, 2, 3, 64), c.pool, c.lengths, c.lengths, c.form),
         lambda x, c: x.append(*torch.zeros(2, 2, 2, 32), c.pool, c.lengths, c.lengths, c.form),
     ])  # fmt: skip
+    @ONE_BUILD
     def test_misfits_are_refused(self, kernel: Kernels, call: Callable[[Kernels, Cache], object]) -> None:
         with pytest.raises(InvalidInput):
             call(kernel, cached(4, 64, 2, 16, (20, 40)))
 
+    @ONE_BUILD
     def test_bad_places_are_refused(self, kernel: Kernels) -> None:
         if kernel.name == "cuda":
             pytest.skip("the CUDA kernels trust their tables, so as never to wait for the GPU")

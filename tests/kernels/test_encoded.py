@@ -13,7 +13,7 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Compute
-from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
@@ -21,7 +21,7 @@ COMPUTES: tuple[Compute | None, ...] = (None, "bf16", "int8")
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
 
 
-@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
+@pytest.fixture(scope="module", params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -335,6 +335,7 @@ class TestProduct:
         (lambda x, w, f, k: k.product(x, w, f, torch.zeros(16).double()), "float64"),
         (lambda x, w, f, k: k.product(x, w, f, torch.zeros(16, 1), True), "16, 1"),
     ])  # fmt: skip
+    @ONE_BUILD
     def test_misfits_are_refused(
         self, kernel: Kernels, call: Callable[[Tensor, Tensor, Packed, Kernels], Tensor], named: str
     ) -> None:

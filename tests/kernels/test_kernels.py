@@ -11,14 +11,14 @@ from torch import Tensor
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import Kernels
 from flexengine.kernels.cpu import NativeKernels
-from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = (1, 32, 5, 64, 67, 130)
 
 
-@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
+@pytest.fixture(scope="module", params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -204,6 +204,7 @@ class TestKernels:
         assert torch.equal(pool[places // 16, 1, :, places % 16], v)
 
     @pytest.mark.parametrize("length", [0, -1, 99])
+    @ONE_BUILD
     def test_bad_lengths(self, kernel: Kernels, length: int) -> None:
         if kernel.name == "cuda":
             pytest.skip("the CUDA kernels trust their tables, so as never to wait for the GPU")
@@ -213,6 +214,7 @@ class TestKernels:
             kernel.decode(torch.zeros(2, 2, 16), cache.pool, cache.tables, lengths, 1.0)
 
     @pytest.mark.parametrize("page", [-1, 8])
+    @ONE_BUILD
     def test_bad_pages(self, kernel: Kernels, page: int) -> None:
         if kernel.name == "cuda":
             pytest.skip("the CUDA kernels trust their tables, so as never to wait for the GPU")
@@ -249,6 +251,7 @@ class TestKernels:
         lambda x, c: x.convert(torch.zeros(3), torch.zeros(4)),
         lambda x, c: x.convert(torch.zeros(6)[::2], torch.zeros(3)),
     ])  # fmt: skip
+    @ONE_BUILD
     def test_misfits_are_refused(self, kernel: Kernels, call: Callable[[Kernels, Cache], object]) -> None:
         with pytest.raises(InvalidInput):
             call(kernel, cached(2, 16, 16, lengths=(20, 40)))

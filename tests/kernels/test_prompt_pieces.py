@@ -13,7 +13,7 @@ from flexengine.codec.cache import CacheForm
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Past
-from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.builds import KERNELS, NATIVE, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
 KINDS: tuple[Any, ...] = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 2)  # dtype or bits
@@ -22,7 +22,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["reference", "cuda", *BUILDS])
+@pytest.fixture(scope="module", params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -110,6 +110,7 @@ class TestPieces:
         expected = dense(q[0], torch.cat([k, new_k[0].float()]), torch.cat([v, new_v[0].float()]), 0.125)
         torch.testing.assert_close(found[0].double(), expected, atol=1e-2, rtol=1e-2)
 
+    @ONE_BUILD
     def test_misfits_are_refused(self, kernel: Kernels) -> None:
         past, _, _ = cached(torch.float32, 50, 2, 64)
         q, k = torch.randn(1, 9, 4, 64), torch.randn(1, 9, 2, 64)
@@ -121,6 +122,7 @@ class TestPieces:
         with pytest.raises(InvalidInput, match="does not continue"):
             kernel.attend_prompt(*(torch.cat([x, x]) for x in (q, k, k)), 0.125, past=past)
 
+    @ONE_BUILD
     def test_unknown_pages_are_refused(self, kernel: Kernels) -> None:
         past, _, _ = cached(torch.float32, 50, 2, 64)
         k = torch.randn(1, 9, 2, 64)
@@ -151,7 +153,7 @@ class TestPieces:
         assert held - q.nbytes <= kernel.prompt_scratch(16, 4, 128)
 
 
-@pytest.mark.parametrize("name", BUILDS)
+@pytest.mark.parametrize("name", NATIVE)
 def test_bits_depend_on_nothing_beside_a_query(name: str) -> None:
     """Not on where a prompt is cut, on how many prompts or threads there are."""
     kernel = kernels_named(name)

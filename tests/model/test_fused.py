@@ -14,10 +14,10 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
 from flexengine.model.fused import use_fused
-from tests.helpers.builds import BUILDS, kernels_named
+from tests.helpers.builds import NATIVE, kernels_named
 
 
-@pytest.fixture(scope="module", params=["reference", *BUILDS])
+@pytest.fixture(scope="module", params=["reference", *NATIVE])
 def kernel(request: pytest.FixtureRequest) -> Kernels:
     return kernels_named(request.param)
 
@@ -55,7 +55,7 @@ class TestKernels:
         expected = known * up.double()
         torch.testing.assert_close(kernel.gate(gate.clone(), up, act).double(), expected, rtol=2e-6, atol=2e-6)
 
-    @pytest.mark.parametrize("build", BUILDS)
+    @pytest.mark.parametrize("build", NATIVE)
     def test_a_row_is_the_same_in_any_company(self, build: str) -> None:
         kernel = kernels_named(build)
         x, up, weight, before = torch.randn(700, 100), torch.randn(700, 100), torch.randn(100), torch.get_num_threads()

@@ -23,16 +23,6 @@ ROWS = "".join(json.dumps({"prompt_token_ids": [5 + i, 6]}) + "\n" for i in rang
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def own_cache(run_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with the compiled kernels of all tests and nothing else."""
-    (run_cache / "kernels").mkdir(exist_ok=True)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "kernels").symlink_to(run_cache / "kernels")
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def safetensors_model(families: Any, folder: Path) -> Path:
     return Path(shutil.copytree(families("llama").directory, folder / "m"))
 

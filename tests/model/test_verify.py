@@ -47,17 +47,6 @@ def model(families: Any, tmp_path: Path) -> Path:
     return list_sums(Path(shutil.copytree(families("llama").directory, tmp_path / "model")))
 
 
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache with the compiled kernels of all tests and nothing else; where weights are prepared in it."""
-    shared, own = Path(os.environ["FLEXENGINE_CACHE"]), tmp_path / "own"
-    own.mkdir()
-    (shared / "kernels").mkdir(exist_ok=True)
-    (own / "kernels").symlink_to(shared / "kernels")
-    monkeypatch.setenv("FLEXENGINE_CACHE", str(own))
-    return own / "prepared"
-
-
 def made(place: Path) -> Path:
     """The only prepared directory."""
     (found,) = (p for p in place.iterdir() if p.is_dir())
@@ -101,9 +90,9 @@ def test_500_flipped_bits_of_a_model(model: Path) -> None:
     all_found(model, Verifier().directory, 500)
 
 
-def test_500_flipped_bits_of_encoded_weights(model: Path, own_cache: Path) -> None:
+def test_500_flipped_bits_of_encoded_weights(model: Path, cache: Path) -> None:
     encoded(model)
-    all_found(made(own_cache), Verifier().prepared, 500)
+    all_found(made(cache), Verifier().prepared, 500)
 
 
 @pytest.mark.parametrize("kind", ["gguf", "bin"])
@@ -472,12 +461,12 @@ def test_the_demo_model_by_what_was_installed(tmp_path: Path) -> None:
 # What is prepared.
 
 
-def test_prepared_weights_carry_their_sums(model: Path, own_cache: Path, tmp_path: Path) -> None:
+def test_prepared_weights_carry_their_sums(model: Path, cache: Path, tmp_path: Path) -> None:
     resolve(str(tiny_gguf(tmp_path / "m.gguf")))
     bin_model(tmp_path / "bin")
     resolve(str(tmp_path / "bin"))
     encoded(model)
-    directories = [p for p in own_cache.iterdir() if p.is_dir()]
+    directories = [p for p in cache.iterdir() if p.is_dir()]
     assert len(directories) == 3
     for directory in directories:
         assert set(read_sums(directory / SUMS)) == {p.name for p in directory.iterdir()} - {SUMS}
@@ -485,7 +474,7 @@ def test_prepared_weights_carry_their_sums(model: Path, own_cache: Path, tmp_pat
         subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=directory, check=True)
 
 
-def test_importances_too(model: Path, own_cache: Path) -> None:
+def test_importances_too(model: Path, cache: Path) -> None:
     """As a calibration prepares them."""
 
     def build(directory: Path) -> None:
@@ -525,7 +514,7 @@ def answers(model: Path, **options: Any) -> tuple[list[int], Any]:
         return result.token_ids, engine.summary["verified"]
 
 
-def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path, own_cache: Path) -> None:
+def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path, cache: Path) -> None:
     plain, nothing = answers(model)
     assert nothing is None
     tokens, verified = answers(model, verify=True)
@@ -537,7 +526,7 @@ def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path
     for _ in range(2):  # prepared now, prepared before
         tokens, verified = answers(model, verify=True, lossy=lossy)
         assert tokens == answers(model, lossy=lossy)[0]
-        files = [f for f in made(own_cache).iterdir() if f.name != SUMS]
+        files = [f for f in made(cache).iterdir() if f.name != SUMS]
         assert (verified["files"], verified["bytes"]) == (3 + len(files), size + sum(f.stat().st_size for f in files))
 
 
@@ -554,7 +543,7 @@ class Job:
 
 
 @pytest.fixture
-def job(model: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]) -> Job:
+def job(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> Job:
     return Job(model, capsys)
 
 
@@ -587,10 +576,10 @@ def test_the_command_refuses_a_damaged_model(job: Job, monkeypatch: pytest.Monke
     assert job() == 0  # nobody asked
 
 
-def test_the_command_refuses_damaged_encoded_weights(job: Job, own_cache: Path) -> None:
+def test_the_command_refuses_damaged_encoded_weights(job: Job, cache: Path) -> None:
     words = ["--weights", "int4", "--verify"]
     assert job(*words) == 0
-    good, directory = job.out, made(own_cache)
+    good, directory = job.out, made(cache)
     flip(directory / "00003.safetensors", 8 * 1000)
     assert job(*words) == 2
     assert "00003.safetensors (has " in job.err

@@ -134,8 +134,8 @@ def better(hardware: Hardware, what: str, factor: float) -> Hardware:
         return replace(hardware, products=tables)
     if what == "checkpoint_read":
         return replace(hardware, checkpoint_read=tuple((x, y * factor) for x, y in hardware.checkpoint_read))
-    table = tuple((x, y * factor) for x, y in hardware.links[what])
-    return replace(hardware, links={**hardware.links, what: table})
+    faster = {link: tuple((x, y * factor) for x, y in hardware.links[link]) for link in what.split()}
+    return replace(hardware, links={**hardware.links, **faster})
 
 
 LONG = Workload({size: 4 * times for size, times in WORK.sizes.items()})  # so long that loading is no third of it
@@ -150,12 +150,11 @@ def plain(seed: int) -> tuple[Hardware, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "what", ["device_bytes", "host_bytes", "checkpoint_read", "h2d", "d2h", "disk_read", "disk_write", "products"]
+    "what", ["device_bytes", "host_bytes", "checkpoint_read", "h2d d2h", "disk_read disk_write", "products"]
 )
-@pytest.mark.parametrize("seed", range(1))
-def test_more_of_anything_is_never_slower(seed: int, what: str) -> None:
+def test_more_of_anything_is_never_slower(what: str) -> None:
     """Throughput of what is chosen; rounding to tensors and sequences may cost 1 %."""
-    hardware, before = plain(seed)
+    hardware, before = plain(0)
     assert totals(search(SMALL, better(hardware, what, 2.0), LONG).best) <= 1.01 * before
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexengine.errors import InvalidInput
 from flexengine.runtime import execute
@@ -22,7 +24,8 @@ from flexengine.schedule.order import Batch, Cell, Piece
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
 from flexengine.schedule.simulate import simulate
 from tests.helpers import pretend_gpu
-from tests.schedule.test_schedule import ROUTES, Toy, generate, oracle, random_case, uniform
+from tests.helpers.strategies import SEEDS
+from tests.helpers.toy import ROUTES, Toy, generate, jobs, oracle, uniform
 
 PATIENCE = 20.0  # seconds after which something hangs
 
@@ -187,22 +190,21 @@ def test_new_lane() -> None:
 @pytest.mark.parametrize("kind", ["inline", "thread"])
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
-def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str) -> None:
-    for seed in range(100, 104):
-        rng = random.Random(seed)
-        streamed, layers, policy, rows = random_case(rng, slots)
-        toy = Toy(streamed, layers, slots, ROUTES[routes], rows)
-        lazy = random.Random(seed)
-        slow = {op: lazy.choice([0, 0, 0.0003]) for op in Op}
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=6)
+def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, data: Any, seed: int) -> None:
+    streamed, layers, policy, rows = data.draw(jobs(slots))
+    toy, lazy = Toy(streamed, layers, slots, ROUTES[routes], rows), random.Random(seed)
+    slow = {op: lazy.choice([0, 0, 0.0003]) for op in Op}
 
-        def perform(task: Task, toy: Toy = toy, slow: dict[Op, float] = slow) -> None:
-            time.sleep(slow[task.op] * random.random())
-            toy.perform(task)
+    def perform(task: Task) -> None:
+        time.sleep(slow[task.op] * random.random())
+        toy.perform(task)
 
-        with Executor(perform, kind) as executor:
-            program = Program(streamed, layers, slots, ROUTES[routes])
-            in_time(lambda: generate(toy, executor.run, program, policy, rows))  # noqa: B023
-        assert {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
+    with Executor(perform, kind) as executor:
+        program = Program(streamed, layers, slots, ROUTES[routes])
+        in_time(lambda: generate(toy, executor.run, program, policy, rows))
+    assert {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
 
 

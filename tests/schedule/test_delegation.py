@@ -1,4 +1,4 @@
-"""Programs with delegated attention: against the toy machine of test_schedule, its oracle, and the virtual clock."""
+"""Programs with delegated attention: against the toy machine, its oracle, and the virtual clock."""
 
 import random
 from collections import Counter
@@ -7,24 +7,15 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from flexengine.policy import Policy
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import STAGED, Op, Program, Routes, Task
 from flexengine.schedule.simulate import simulate
-from tests.schedule.test_schedule import (
-    ROUTES,
-    Homes,
-    Rows,
-    Shuffled,
-    SomeEdges,
-    Toy,
-    generate,
-    oracle,
-    random_case,
-    sweeps_of,
-)
+from tests.helpers.strategies import SEEDS, refuted
+from tests.helpers.toy import ROUTES, Homes, Job, Rows, Shuffled, SomeEdges, Toy, generate, jobs, oracle, sweeps_of
 
 CACHES = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
 PARTS = (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)
@@ -75,16 +66,17 @@ class DelegatingToy(Toy):
         return [part[0] if len(set(part)) == 1 else -3 for part in parts]
 
 
-def delegating(rng: random.Random, slots: int) -> tuple[Homes, int, Policy, Rows]:
-    streamed, layers, policy, rows = random_case(rng, slots)
-    policy = replace(policy, cache=rng.choice(CACHES), activations=(1, 0, 0), delegate=True)
-    return streamed, layers, policy, [(prompt, new + 1) for prompt, new in rows]
+@st.composite
+def delegating(draw: st.DrawFn, slots: int) -> Job:
+    """Draw a job that delegates attention."""
+    job = draw(jobs(slots))
+    policy = replace(job.policy, cache=draw(st.sampled_from(CACHES)), activations=(1, 0, 0), delegate=True)
+    return job._replace(policy=policy, rows=[(prompt, new + 1) for prompt, new in job.rows])
 
 
-def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
-    """Whether a random job in a random interleaving gives what the oracle says, if it comes to an end at all."""
-    rng = random.Random(seed)
-    streamed, layers, policy, rows = delegating(rng, slots)
+def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
+    """Return whether a job in a random interleaving ends, and gives what the oracle says."""
+    rng, (streamed, layers, policy, rows), slots = random.Random(seed), job, job.policy.slots
     toy = DelegatingToy(streamed, layers, slots, routes, rows)
     try:
         generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes), policy, rows)
@@ -95,19 +87,21 @@ def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
 
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str) -> None:
-    wrong = [seed for seed in range(60) if not outcome(seed, slots, ROUTES[routes], Edges())]
-    assert not wrong
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=25)
+def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int) -> None:
+    assert outcome(data.draw(delegating(slots)), seed, ROUTES[routes], Edges())
 
 
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
-    assert all(outcome(seed, slots, ROUTES[routes], SomeEdges(*every)) for seed in range(20))
+    cases = st.tuples(delegating(slots), SEEDS)
+    assert not refuted(cases, lambda case: outcome(*case, ROUTES[routes], SomeEdges(*every)), 20)
     for kind in every:
         others = [k for k in every if k != kind]
-        assert not all(outcome(seed, slots, ROUTES[routes], SomeEdges(*others)) for seed in range(60)), kind
+        assert refuted(cases, lambda case, others=others: outcome(*case, ROUTES[routes], SomeEdges(*others))), kind
 
 
 def batches_of(count: int, others: int = 0) -> list[Batch]:
@@ -203,29 +197,37 @@ def test_streamed_weights_overlap_with_delegation(slots: int) -> None:
     assert forecast.seconds < (1.25 if slots == 3 else 1.7) * max(forecast.busy.values())
 
 
-def test_sweeps_delegate_decoding_sequences_on_the_host_apart_from_prompts() -> None:
-    rng = random.Random(8)
-    told = 0
-    for seed in range(60):
-        _, _, policy, rows = delegating(random.Random(seed), 2)
-        sweeps = sweeps_of(policy, rows)
-        while not sweeps.idle:
-            batches = sweeps.begin(lambda sequence, pages: None)
-            for batch in batches:
-                generated = [sweeps.live[p.sequence].generated > 0 for p in batch.pieces]
-                assert batch.delegated == (batch.cache_home == "host" and any(generated))
-                if batch.delegated:
-                    assert all(generated)
-                    assert all(p.decodes and p.final for p in batch.pieces)
-                    told += 1
-                assert len(batch.pieces) <= policy.gpu_batch_size
-                assert batch.tokens <= policy.prefill_tokens
-            sweeps.advance(batches, {s for s in sweeps.live if rng.random() < 0.05})
-    assert told > 100
-    for seed in range(20):  # and none where the policy does not say so
-        _, _, policy, rows = delegating(random.Random(seed), 2)
-        sweeps = sweeps_of(replace(policy, delegate=False), rows)
-        while not sweeps.idle:
-            batches = sweeps.begin(lambda sequence, pages: None)
-            assert not any(batch.delegated for batch in batches)
-            sweeps.advance(batches, set())
+@given(job=delegating(2), seed=SEEDS)
+def test_sweeps_delegate_decoding_sequences_on_the_host_apart_from_prompts(job: Job, seed: int) -> None:
+    _, _, policy, rows = job
+    rng, sweeps = random.Random(seed), sweeps_of(policy, rows)
+    while not sweeps.idle:
+        batches = sweeps.begin(lambda sequence, pages: None)
+        for batch in batches:
+            generated = [sweeps.live[p.sequence].generated > 0 for p in batch.pieces]
+            assert batch.delegated == (batch.cache_home == "host" and any(generated))
+            if batch.delegated:
+                assert all(generated)
+                assert all(p.decodes and p.final for p in batch.pieces)
+            assert len(batch.pieces) <= policy.gpu_batch_size
+            assert batch.tokens <= policy.prefill_tokens
+        sweeps.advance(batches, {s for s in sweeps.live if rng.random() < 0.05})
+
+
+def delegated(job: Job) -> int:
+    """Return the number of delegated gpu_batches in all sweeps of a job."""
+    sweeps, count = sweeps_of(job.policy, job.rows), 0
+    while not sweeps.idle:
+        batches = sweeps.begin(lambda sequence, pages: None)
+        count += sum(batch.delegated for batch in batches)
+        sweeps.advance(batches, set())
+    return count
+
+
+@given(job=delegating(2))
+def test_sweeps_delegate_nothing_where_the_policy_does_not_say_so(job: Job) -> None:
+    assert delegated(job._replace(policy=replace(job.policy, delegate=False))) == 0
+
+
+def test_some_jobs_delegate_in_several_sweeps() -> None:
+    assert refuted(delegating(2), lambda job: delegated(job) < 5)

@@ -1,0 +1,116 @@
+"""Programs: which tasks a sweep has, in which order, and what they name."""
+
+from collections import Counter
+
+import pytest
+
+from flexengine.schedule.order import (
+    Batch,
+    Cell,
+    Piece,
+)
+from flexengine.schedule.program import DIRECT, STAGED, Op, Program
+from tests.helpers.toy import ROUTES, Homes, tasks_of, uniform
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_each_streamed_unit_is_loaded_once_per_sweep(count: int, slots: int, routes: str) -> None:
+    streamed: Homes = [("host",), (), ("disk",), ("host", "disk"), (), ("disk",)]
+    done = tasks_of(Program(streamed, 5, slots, ROUTES[routes]), uniform(count), 4)
+    loads = Counter((t.cell.layer, t.home, t.hop) for tasks in done for t in tasks if t.op is Op.LOAD_WEIGHT)
+    legs = {home: range(len(lanes)) for home, lanes in ROUTES[routes].load.items()}
+    parts = [(unit, home) for unit, homes in enumerate(streamed) for home in homes]
+    assert loads == {(unit, home, hop): 4 for unit, home in parts for hop in legs[home]}
+    for n, tasks in enumerate(done):
+        assert [t.cell for t in tasks if t.op is Op.COMPUTE] == [Cell(n, j, k) for j in range(6) for k in range(count)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_stays_comes_in_the_first_sweep_in_the_order_of_use(slots: int) -> None:
+    """Each batch once, before its unit's own load and first cell and those of later units, so that nothing it would
+    wait for is ahead of it in its lane. Nobody waits for it in later sweeps."""
+    streamed: Homes = [("disk",), (), ("host",), ("disk",), (), (), ("disk", "host"), ()]
+    arriving = [0, 0, 1, 2, 4, 4, 4, 5, 6, 7]
+    program = Program(streamed, 6, slots, STAGED, arriving)
+    first, second = tasks_of(program, uniform(2), 2)
+    settled = [i for i, task in enumerate(first) if task.op is Op.SETTLE]
+    assert [first[i].cell.layer for i in settled] == arriving
+    assert {first[i].lane for i in settled} == {"disk_read"}
+    for i in settled:
+        j = first[i].cell.layer
+        assert all(task.cell.layer < j for task in first[:i] if task.op in (Op.LOAD_WEIGHT, Op.COMPUTE))
+    assert not any(task.op is Op.SETTLE or any(r[0] == "home" for r in task.reads) for task in second)
+    resident = Program([()] * 5, 4, slots, STAGED, [0, 2, 4])
+    assert [task.op for task in resident.sweep(0, uniform(1), False)][:4] == [Op.SETTLE] * 3 + [Op.COMPUTE]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_loads_run_ahead_only_if_more(slots: int) -> None:
+    streamed: Homes = [("host",), ("disk",), ("host",), (), ("disk",)]
+    program = Program(streamed, 4, slots, DIRECT)
+    for n, more in enumerate([True, False, False, True, True, False]):
+        before = program.issued
+        loads = [t.cell.layer for t in program.sweep(n, uniform(2), more) if t.op is Op.LOAD_WEIGHT]
+        assert program.issued == before + len(loads)
+        assert program.issued == 4 * (n + 1) + (slots if more else 0)
+        assert loads == [(0, 1, 2, 4)[i % 4] for i in range(before, program.issued)]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_a_load_is_at_most_slots_units_ahead_and_in_time(slots: int) -> None:
+    """When a unit is computed its load was emitted, into the slot it names, and no later load took that slot."""
+    streamed: Homes = [("host",), (), ("disk",), ("host",), ("disk",)]
+    filled: dict[int, int] = {}
+    ahead = 0
+    for tasks in tasks_of(Program(streamed, 4, slots, DIRECT), uniform(3), 3):
+        for task in tasks:
+            if task.op is Op.LOAD_WEIGHT:
+                filled[task.slot] = task.cell.layer
+                ahead = max(ahead, len(filled))
+            elif streamed[task.cell.layer]:
+                assert task.slot >= 0
+                assert ("w", task.slot, streamed[task.cell.layer][0]) in task.reads
+                if slots == 1:
+                    assert filled[task.slot] == task.cell.layer
+            else:
+                assert task.slot == -1
+    assert ahead == slots
+
+
+def test_lanes_and_staging_of_a_disk_cell() -> None:
+    batch = Batch((Piece(0, 4, 1, True),), "disk", "disk")
+    tasks = list(Program([("disk",), ("disk",)], 2, 1, STAGED).sweep(0, [batch], False))
+    cell = [(t.op, t.lane, t.hop) for t in tasks if t.cell.layer == 1]
+    assert cell == [
+        (Op.LOAD_CACHE, "disk_read", 0), (Op.LOAD_CACHE, "h2d", 1), (Op.LOAD_HIDDEN, "disk_read", 0),
+        (Op.LOAD_HIDDEN, "h2d", 1), (Op.LOAD_WEIGHT, "disk_read", 0), (Op.LOAD_WEIGHT, "h2d", 1),
+        (Op.COMPUTE, "device", 0), (Op.STORE_CACHE, "d2h", 0), (Op.STORE_CACHE, "disk_write", 1),
+    ] or set(cell) == {  # the order of loads is the program's business; what they are is not
+        (Op.LOAD_CACHE, "disk_read", 0), (Op.LOAD_CACHE, "h2d", 1), (Op.LOAD_HIDDEN, "disk_read", 0),
+        (Op.LOAD_HIDDEN, "h2d", 1), (Op.LOAD_WEIGHT, "disk_read", 0), (Op.LOAD_WEIGHT, "h2d", 1),
+        (Op.COMPUTE, "device", 0), (Op.STORE_CACHE, "d2h", 0), (Op.STORE_CACHE, "disk_write", 1),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_buffers_take_turns(slots: int) -> None:
+    """Each off-device cell takes the next buffer, so that `slots` of them are under way; no sweep starts anew."""
+    done = tasks_of(Program([()] * 3, 2, slots, STAGED), uniform(2, "host", "disk"), 3)
+    away = [t for tasks in done for t in tasks if t.op is Op.COMPUTE and t.cell.layer < 2]
+    for buffers in ([t.cache for t in away], [t.hidden for t in away]):
+        assert buffers == [(buffers[0] + i) % slots for i in range(12)]
+    ends = [t for tasks in done for t in tasks if t.op is Op.COMPUTE and t.cell.layer == 2]
+    assert {(t.cache, t.hidden) for t in ends} == {(-1, -1)}
+
+
+def test_nothing_moves_that_needs_not() -> None:
+    """Resident everything is compute alone; a prompt's first piece loads no cache; the last layer stores no hidden."""
+    assert {t.op for t in Program([(), ()], 1, 2, STAGED).sweep(0, uniform(3), True)} == {Op.COMPUTE}
+    fresh = list(Program([()] * 4, 3, 2, DIRECT).sweep(0, uniform(2, "host", "host", start=0), False))
+    count = Counter((t.op, t.cell.layer) for t in fresh)
+    assert [count[Op.LOAD_CACHE, j] for j in range(4)] == [0, 0, 0, 0]
+    assert [count[Op.STORE_CACHE, j] for j in range(4)] == [2, 2, 2, 0]
+    assert [count[Op.LOAD_HIDDEN, j] for j in range(4)] == [0, 2, 2, 0]
+    assert [count[Op.STORE_HIDDEN, j] for j in range(4)] == [2, 2, 0, 0]
