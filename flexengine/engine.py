@@ -28,6 +28,7 @@ from flexengine.model.linear import numerics
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
+from flexengine.plan.experts import demand_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
@@ -458,7 +459,8 @@ class Engine:
         streamed, arriving = weights.streamed, weights.arriving
         if arriving:
             watch.expect_loading(weights.missing)
-        program = Program(streamed, len(self.skeleton.layers), layout.policy.slots, self.machine.routes, arriving)
+        layers, demand = len(self.skeleton.layers), demand_of(self.facts, layout)
+        program = Program(streamed, layers, layout.policy.slots, self.machine.routes, arriving, demand)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
         apart = self.overlap and (away or self.machine.lanes == "stream")  # an inline lane would wait for the GPU
         executor = Executor(worker.perform, self.machine.lanes if apart else "inline", self.trace)
