@@ -11,6 +11,7 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
+from flexengine.plan.experts import demand_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
@@ -105,8 +106,9 @@ class Core:
         if weights.arriving:
             watch.expect_loading(weights.missing)
         program = Program(
-            weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving
-        )
+            weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving,
+            demand_of(self.facts, layout),
+        )  # fmt: skip
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer
         # Without overlap one lane does for all, except that an inline lane would wait for a GPU.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"

@@ -16,7 +16,7 @@ from torch import Tensor
 from flexengine.config import SamplingParams
 from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
-from flexengine.model.forward import Attend, Embed, Forward, Inputs, Layer, Pause
+from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
 from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.plan.facts import ModelFacts
@@ -128,7 +128,7 @@ class Trial:
         began = time.perf_counter()
         self.forward = Forward(self.skeleton.model, inputs, self.skeleton.mode(self.machine.compute))
         event = self.forward.resume()
-        assert isinstance(event, Embed)
+        assert isinstance(event, Rows)
         self.event = self._on(self.forward, (rows, inputs.positions - inputs.positions.min()))
         return began
 

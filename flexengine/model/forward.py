@@ -2,7 +2,7 @@
 
 The model is built on the meta device and runs inside a greenlet. It pauses
 
-    Embed     with token ids: give me rows of the embedding table and ids into them
+    Rows      where rows of weights are read that may be off the device; the ids of the rows are known only here
     Layer     before decoder layer j, with the hidden states: bind its weights, then go on
     Attend    inside layer j, with q, k, v: give me the attention output
     Head      before rows of the output projection: give me these rows (and their bias)
@@ -28,8 +28,24 @@ _HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_c
              "logits_to_keep"}  # fmt: skip
 
 
-class Embed(NamedTuple):
-    ids: Tensor  # [1, tokens]
+EMBEDDING = -1  # the `layer` of rows that are read before the first layer
+
+
+class Rows(NamedTuple):
+    """Rows of weights that the pass reads next. A row is one index of a tensor's first dimension.
+
+    The answer for an embedding is a pair: a tensor with the rows, and for each id its row in that tensor. For experts
+    the answer is None: the pass reads them where the module's parameters are bound.
+
+    Attributes:
+        layer: decoder layer, or EMBEDDING.
+        tensors: names of the parameters. The ids hold for each of them.
+        ids: int64, of any shape, in any order, with repeats.
+    """
+
+    layer: int
+    tensors: tuple[str, ...]
+    ids: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +76,11 @@ class Logits(NamedTuple):
     values: Tensor
 
 
-Pause = Embed | Layer | Attend | Head | Logits
+Pause = Rows | Layer | Attend | Head | Logits
 
 
-def _pause(event: Any) -> Any:
+def pause(event: Any) -> Any:
+    """Leave the forward pass with an event. Return the answer with which the pass is resumed."""
     parent = greenlet.getcurrent().parent
     if parent is None:
         raise RuntimeError("a flexengine model runs only inside Forward")
@@ -87,7 +104,7 @@ def attend(
         raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not honour")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    return _pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)), None
+    return pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)), None
 
 
 AttentionInterface.register(ATTENTION, attend)
@@ -108,22 +125,23 @@ class PausingLayer(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if "hidden_states" in kwargs:
-            kwargs["hidden_states"] = _pause(Layer(self.index, kwargs["hidden_states"]))
+            kwargs["hidden_states"] = pause(Layer(self.index, kwargs["hidden_states"]))
         else:
-            args = (_pause(Layer(self.index, args[0])), *args[1:])
+            args = (pause(Layer(self.index, args[0])), *args[1:])
         return self.layer(*args, **kwargs)
 
 
 class PausingEmbedding(nn.Module):
     """An embedding that gets only the rows it needs; scaling and the like stay the module's own."""
 
-    def __init__(self, embedding: nn.Embedding) -> None:
+    def __init__(self, embedding: nn.Embedding, name: str) -> None:
+        """name: of the table among the model's parameters."""
         super().__init__()
-        self.embedding = embedding
+        self.embedding, self.name = embedding, name
         embedding.padding_idx = None  # matters to gradients only, and is checked against the rows at hand
 
     def forward(self, ids: Tensor) -> Any:
-        rows, ids = _pause(Embed(ids))
+        rows, ids = pause(Rows(EMBEDDING, (self.name,), ids))
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
@@ -147,7 +165,7 @@ class PausingHead(nn.Module):
         logits: Tensor | None = None
         done = 0
         for chunk in range(self.chunks):
-            part = self.linear(hidden, *_pause(Head(chunk)))  # weight, bias, form
+            part = self.linear(hidden, *pause(Head(chunk)))  # weight, bias, form
             if part.shape[-1] == self.vocabulary:
                 return part
             if logits is None:

@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from flexengine.codec.packed import Packed
 from flexengine.kernels.cuda import has_grouped_product
+from flexengine.model.forward import Rows, pause
 from flexengine.model.linear import Product
 
 EXPERTS, GROUPED = "flexengine", "grouped_mm"
@@ -27,7 +28,8 @@ def is_experts(module: nn.Module) -> bool:
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """One expert after another over the tokens that chose it, added up in that order.
+    """One expert after another over the tokens that chose it, added up in that order. The pass pauses before that if
+    the module's experts are loaded by rows: see `load_by_rows`.
 
     On a GPU this waits once for the router's choice. Where the GPU multiplies groups of rows by different matrices in
     one call, nothing waits: see `_grouped`.
@@ -39,6 +41,9 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
     """
     if hidden.is_meta:
         return torch.empty_like(hidden)
+    if (by_rows := module.__dict__.get("by_rows")) is not None:
+        layer, names = by_rows
+        pause(Rows(layer, names, chosen))
     if _grouped(module, hidden):
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
     out = torch.zeros_like(hidden)
@@ -53,6 +58,18 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         out.index_add_(0, tokens, result.to(out.dtype))
         at += count
     return out
+
+
+def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
+    """Make the experts of a module pause with the experts that the tokens chose, before any is read.
+
+    Args:
+        layer: number of the decoder layer.
+        names: parameters whose first dimension is the expert; none ends the pauses.
+    """
+    module.__dict__.pop("by_rows", None)
+    if names:
+        module.__dict__["by_rows"] = (layer, names)
 
 
 def _grouped(module: Any, hidden: Tensor) -> bool:

@@ -16,7 +16,6 @@ from flexengine.model.form import Form
 from flexengine.model.forward import (
     ATTENTION,
     Attend,
-    Embed,
     Forward,
     Head,
     Inputs,
@@ -25,6 +24,7 @@ from flexengine.model.forward import (
     PausingEmbedding,
     PausingHead,
     PausingLayer,
+    Rows,
     attend,
 )
 from flexengine.model.fused import use_fused
@@ -242,7 +242,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     modules = getattr(parent, attribute)
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)
-    model.set_input_embeddings(PausingEmbedding(embedding))
+    model.set_input_embeddings(PausingEmbedding(embedding, f"{names[embedding]}.weight"))
     pausing = PausingHead(head.out_features, 1, product)
     model.set_output_embeddings(pausing)
     wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
@@ -288,7 +288,7 @@ def _trial(skeleton: Skeleton) -> None:
     answer: Any = None
     while not isinstance(event := forward.resume(answer), Logits):
         answer = None
-        if isinstance(event, Embed):
+        if isinstance(event, Rows):
             answer = torch.empty(vocabulary, hidden, device="meta", dtype=skeleton.model.dtype), event.ids
         elif isinstance(event, Layer):
             seen.append(f"layer {event.index}")

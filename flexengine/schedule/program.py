@@ -10,6 +10,8 @@
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
 | ("run", k) | the forward pass of batch k |
 | ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and on the host |
+| ("embedded", k) | embedding rows of batch k |
+| ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
 
 A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
 to the host, attention there, the output to the device, the rest of the layer. The rest of layer j comes right before
@@ -17,6 +19,13 @@ the start of layer j + 1 of the same batch, so that the host attends for it whil
 
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
+
+A cell that loads experts by rows is three: its layer up to the experts, their load, the rest of the layer. The rest
+comes behind the start of the next batch, so that the load runs while the device computes that. Experts stay in the
+layer's slot until its last batch is computed: a batch loads only those that no batch before it has loaded.
+
+    device     C00 C01 R00 C02 R01 R02 C10 ...                  C up to the experts, L load, R rest of layer j, batch k
+    disk_read      L00 L01     L02     ...
 """
 
 import enum
@@ -24,7 +33,9 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
+from flexengine.schedule.slots import Ring
 
 LOADING = "loading"  # what SETTLE counts as, beside the lanes: it happens once
 
@@ -42,13 +53,18 @@ class Op(enum.Enum):
     ATTEND = "attend"
     FETCH = "fetch attention"
     FINISH = "compute from attention on"
+    OPEN = "begin the forward pass"
+    LOAD_ROWS = "load rows"
+    RESUME = "compute from the rows on"
 
 
 class Task(NamedTuple):
-    """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1.
+    """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1; for OPEN and the LOAD_ROWS of embedding rows
+    `cell.layer` is -1.
 
     home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
     slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
+    by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads.
     """
 
     op: Op
@@ -61,6 +77,23 @@ class Task(NamedTuple):
     slot: int = -1
     cache: int = -1
     hidden: int = -1
+    by_rows: bool = False
+
+
+class Parts(NamedTuple):
+    """Tasks of one cell.
+
+    Attributes:
+        loads: of its KV and hidden states.
+        compute: the cell, or its start.
+        after: tasks that may run while the device computes other cells.
+        rest: the rest of the cell, emitted later; empty for a cell of one COMPUTE.
+    """
+
+    loads: Sequence[Task]
+    compute: Task
+    after: Sequence[Task]
+    rest: Sequence[Task]
 
 
 @dataclass(frozen=True)
@@ -84,7 +117,7 @@ class Program:
     streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
     layers: how many of the units are layers (hidden states move between those only). arriving: rising numbers of the
     units with weights that stay in memory and are not there yet, each as often as there are batches of them; they come
-    while the first sweep computes.
+    while the first sweep computes. demand: weights that are loaded by rows.
     """
 
     def __init__(
@@ -94,15 +127,16 @@ class Program:
         slots: int,
         routes: Routes,
         arriving: Sequence[int] = (),
+        demand: Demand = NOTHING,
     ) -> None:
         self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
-        self.arriving = list(arriving)
+        self.arriving, self.demand = list(arriving), demand
         self.first = bool(arriving)  # whether units may still have to wait for what is to stay
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
-        self.used = 0  # weight loads whose unit has been walked
-        self.held = 0  # 1 if the last of these units has a FINISH to come, which still reads its slot
-        self.issued = 0  # weight loads emitted
-        self.turn = {"c": 0, "h": 0}
+        self.weights = Ring("w", slots)
+        self.caches, self.hiddens = Ring("c", slots, first=1 % slots), Ring("h", slots, first=1 % slots)
+        self.by_rows = False  # whether weight loads of this sweep leave out experts
+        self.split = [False] * slots  # the same of the load that was last emitted for each slot
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
         """Tasks of one sweep in program order; `more` lets the loads of the next sweep begin.
@@ -112,56 +146,87 @@ class Program:
         emitted behind the last task that reads what its slot held. With fewer than three slots a streamed unit is
         finished before the next begins, as holding its slot for longer would leave nothing to load ahead into.
         """
-        horizon = self.used + len(self.cycle) + (min(self.slots, len(self.cycle)) if more else 0)
+        self.by_rows = self.demand.by_rows(sum(batch.tokens for batch in batches))
+        horizon = self.weights.passed + len(self.cycle) + (self._ahead if more else 0)
         if not self.cycle:
             yield from self._settle(number, len(self.streamed))
+        yield from self._embedded(number, batches)
         yield from self._weights(number, horizon)
         ahead = min(self.slots, len(batches)) - 1
-        waiting: dict[int, Task] = {}  # by batch: the rest of the unit before
+        waiting: dict[int, Sequence[Task]] = {}  # by batch: the rest of the unit before, which waits for attention
         for j, homes in enumerate(self.streamed):
-            started: dict[int, Task] = {}
+            started: dict[int, Sequence[Task]] = {}
+            late: Sequence[Task] = ()  # the rest of the cell before, which waits for experts
             yield from self._settle(number, j)
             for k, batch in enumerate(batches):
-                cell = Cell(number, j, k)
                 last = list(waiting) == [k]
-                if k in waiting:
-                    yield waiting.pop(k)
-                    self.held = 0 if last else self.held
-                loads, compute, stores, finish = self._cell(cell, batch, batches)
-                yield from loads
+                yield from waiting.pop(k, ())
+                if last:
+                    self.weights.give_back()
+                parts = self._cell(Cell(number, j, k), batch, batches)
+                yield from parts.loads
                 # With one slot the load cannot wait: this unit's own weights may still be due.
                 if k == ahead or self.slots == 1 or last:
                     yield from self._weights(number, horizon)
-                yield compute
-                yield from stores
-                if finish:
-                    started[k] = finish
+                yield parts.compute
+                yield from parts.after
+                if parts.rest and parts.compute.op is Op.PROJECT:
+                    started[k] = parts.rest
+                elif parts.rest:
+                    yield from late
+                    late = parts.rest
+                    if self.slots == 1:  # the next cell would use the same buffers
+                        yield from late
+                        late = ()
+            yield from late
             if homes:
-                self.used += 1
                 if self.slots < 3:
-                    yield from started.values()
+                    for rest in started.values():
+                        yield from rest
                     started = {}
-                self.held = 1 if started else 0
+                self.weights.leave(held=bool(started))
             waiting = started
         yield from self._weights(number, horizon)
         self.first = False
 
+    @property
+    def _ahead(self) -> int:
+        """Units of the next sweep that may be loaded in this one. Embedding rows of the next sweep, which every batch
+        waits for, are emitted behind these loads: so it is one unit where there are such rows."""
+        return min(1 if self.demand.embedding else self.slots, len(self.cycle))
+
+    def _embedded(self, sweep: int, batches: Sequence[Batch]) -> Iterator[Task]:
+        """Begin all forward passes and load the rows of the embedding that they need, if it is off the device."""
+        if not (home := self.demand.embedding):
+            return
+        yield from self._settle(sweep, 0)
+        cells = [Cell(sweep, -1, k) for k in range(len(batches))]
+        for cell in cells:
+            yield Task(Op.OPEN, cell, "device", self._home(0), (("run", cell.batch),))
+        for cell in cells:
+            k, lane = cell.batch, self.routes.load[home][0]
+            reads = (("run", k), *(self._home(0) if home == "host" else ()))
+            yield Task(Op.LOAD_ROWS, cell, lane, reads, (("embedded", k),), home)
+
     def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:
         """The loads that may be emitted by now, up to the horizon."""
-        while self.issued < min(self.used - self.held + self.slots, horizon):
-            unit = self.cycle[self.issued % len(self.cycle)]
-            slot = self.issued % self.slots
+        while self.weights.free and self.weights.taken < horizon:
+            unit = self.cycle[self.weights.taken % len(self.cycle)]
+            slot = self.weights.take()
             yield from self._settle(sweep, unit)
+            self.split[slot] = split = self.by_rows and bool(self.demand.of(unit))
+            # A unit with nothing but experts off the device has one load of no bytes, which reserves the slot.
+            homes = (self.demand.others[unit] or self.streamed[unit][:1]) if split else self.streamed[unit]
             # One of the loads speaks for the parts of the slot that this unit leaves empty.
-            empty = tuple(("w", slot, home) for home in self.routes.load if home not in self.streamed[unit])
-            for home in self.streamed[unit]:
-                task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot)
+            empty = self.weights.parts(slot, (home for home in self.routes.load if home not in homes))
+            for home in homes:
+                task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot, by_rows=split)
                 source = self._home(unit) if home == "host" else ()
-                *first, last = _route(task, self.routes.load, source, ("w", slot, home), ("wstage", slot))
+                target, stage = self.weights.part(slot, home), self.weights.stage(slot)
+                *first, last = _route(task, self.routes.load, source, target, stage)
                 yield from first
                 yield last._replace(writes=last.writes + empty)
                 empty = ()
-            self.issued += 1
 
     def _settle(self, sweep: int, unit: int) -> Iterator[Task]:
         """What the units up to this one still lack of the weights that stay in memory. Read in the order of use, so
@@ -176,57 +241,97 @@ class Program:
             return ()
         return (("home", unit),) if unit < self.layers else (("home", 0), ("home", self.layers))
 
-    def _next(self, kind: str) -> int:
-        self.turn[kind] += 1
-        return self.turn[kind] % self.slots
-
-    def _cell(
-        self, cell: Cell, batch: Batch, batches: Sequence[Batch]
-    ) -> tuple[list[Task], Task, list[Task], Task | None]:
-        """Loads, compute and stores of one cell. Hidden states and KV at home on the device need neither. Where
-        attention is delegated: no loads, the start of the layer, what attends, and the rest of the layer."""
+    def _cell(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> Parts:
+        """Return the tasks of one cell. Hidden states and KV at home on the device are neither loaded nor stored. Where
+        attention is delegated nothing is loaded before the start of the layer."""
         j, k = cell.layer, cell.batch
-        routes, loads, stores = self.routes, list[Task](), list[Task]()
-        writes: list[Hashable] = [("run", k)]
-        slot = self.used % self.slots if self.streamed[j] else -1
+        slot = self.weights.current if self.streamed[j] else -1
         # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
         reads = self._home(j)
-        reads += tuple(("w", slot, home) for home in self.routes.load) if self.streamed[j] else ()
-        if j < self.layers and batch.delegated:
-            start, *attend, rest = self._delegated(cell, batch.cache_home, slot, reads)
-            return [], start, attend, rest
-        cache = hidden = -1
-        if j < self.layers and batch.cache_home != "device":
-            cache = self._next("c")
-            buffer, stage = ("cbuf", cache), ("cstage", cache)
-            writes.append(buffer)
-            if any(p.start for p in batch.pieces):
-                earlier = tuple(("kv", j, other) for other in range(k) if _continues(batches[other], batch))
-                task = Task(Op.LOAD_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
-                loads += _route(task, routes.load, earlier, buffer, stage)
-            task = Task(Op.STORE_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
-            stores += _route(task, routes.store, (buffer,), ("kv", j, k), stage)
-        if j < self.layers and batch.hidden_home != "device":
-            hidden = self._next("h")
-            buffer, stage = ("hbuf", hidden), ("hstage", hidden)
-            writes.append(buffer)
-            if j > 0:
-                task = Task(Op.LOAD_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
-                loads += _route(task, routes.load, (("h", k),), buffer, stage)
-            if j < self.layers - 1:
-                task = Task(Op.STORE_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
-                stores += _route(task, routes.store, (buffer,), ("h", k), stage)
-        compute = Task(Op.COMPUTE, cell, "device", reads, tuple(writes), slot=slot, cache=cache, hidden=hidden)
-        return loads, compute, stores, None
+        reads += self.weights.parts(slot, self.routes.load) if self.streamed[j] else ()
+        experts = self.demand.of(j) if slot >= 0 and self.split[slot] else ()
+        compute = Task(Op.COMPUTE, cell, "device", reads, (("run", k),), slot=slot)
+        if j == 0 and self.demand.embedding:
+            compute = compute._replace(reads=(*reads, ("embedded", k)))
+        if j >= self.layers:
+            return Parts((), compute, (), ())
+        if batch.delegated:
+            return self._delegated(compute, batch.cache_home, reads, experts)
+        cache, cache_loads, cache_stores = self._cached(cell, batch, batches)
+        hidden, hidden_loads, hidden_stores = self._hidden(cell, batch)
+        buffers = (self.caches.buffer(cache),) * (cache >= 0), (self.hiddens.buffer(hidden),) * (hidden >= 0)
+        loads = (*cache_loads, *hidden_loads)
+        compute = compute._replace(writes=(("run", k), *buffers[0], *buffers[1]), cache=cache, hidden=hidden)
+        if not experts:
+            return Parts(loads, compute, (*cache_stores, *hidden_stores), ())
+        *rows, resume = self._rows(compute, reads, experts)
+        resume = resume._replace(writes=(("run", k), *buffers[1]), hidden=hidden)
+        return Parts(loads, compute, (*cache_stores, *rows), (resume, *hidden_stores))
 
-    def _delegated(self, cell: Cell, home: str, slot: int, weights: tuple[Hashable, ...]) -> Iterator[Task]:
+    def _cached(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[int, list[Task], list[Task]]:
+        """Return the buffer for a batch's KV, its loads and its stores; -1 and none where the KV is on the device."""
+        if batch.cache_home == "device":
+            return -1, [], []
+        j, k = cell.layer, cell.batch
+        cache, loads = self.caches.take(), list[Task]()
+        buffer, stage = self.caches.buffer(cache), self.caches.stage(cache)
+        if any(p.start for p in batch.pieces):
+            earlier = tuple(("kv", j, other) for other in range(k) if _continues(batches[other], batch))
+            task = Task(Op.LOAD_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
+            loads += _route(task, self.routes.load, earlier, buffer, stage)
+        task = Task(Op.STORE_CACHE, cell, "", (), (), batch.cache_home, cache=cache)
+        return cache, loads, list(_route(task, self.routes.store, (buffer,), ("kv", j, k), stage))
+
+    def _hidden(self, cell: Cell, batch: Batch) -> tuple[int, list[Task], list[Task]]:
+        """Return the buffer for a batch's hidden states, loads and stores; -1 and none where those are on the
+        device."""
+        if batch.hidden_home == "device":
+            return -1, [], []
+        j, k = cell.layer, cell.batch
+        hidden, loads, stores = self.hiddens.take(), list[Task](), list[Task]()
+        buffer, stage = self.hiddens.buffer(hidden), self.hiddens.stage(hidden)
+        if j > 0:
+            task = Task(Op.LOAD_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
+            loads += _route(task, self.routes.load, (("h", k),), buffer, stage)
+        if j < self.layers - 1:
+            task = Task(Op.STORE_HIDDEN, cell, "", (), (), batch.hidden_home, hidden=hidden)
+            stores += _route(task, self.routes.store, (buffer,), ("h", k), stage)
+        return hidden, loads, stores
+
+    def _delegated(
+        self, compute: Task, home: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
+    ) -> Parts:  # fmt: skip
+        """Return a cell whose attention is computed on the host. compute: the cell in one task."""
+        cell, slot = compute.cell, compute.slot
         j, k = cell.layer, cell.batch
         run, near, far = ("run", k), ("near", k), ("far", k)
-        yield Task(Op.PROJECT, cell, "device", weights, (run, near), slot=slot)
-        yield Task(Op.SEND, cell, self.routes.store[home][0], (near,), (far,), home)
-        yield Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home)
-        yield Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home)
-        yield Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot)
+        attend = (
+            Task(Op.SEND, cell, self.routes.store[home][0], (near,), (far,), home),
+            Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home),
+            Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home),
+        )
+        finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot)
+        rest = self._rows(compute, weights, experts) if experts else ()
+        return Parts((), compute._replace(op=Op.PROJECT, writes=(run, near)), attend, (finish, *rest))
+
+    def _rows(self, compute: Task, weights: tuple[Hashable, ...], experts: tuple[str, ...]) -> tuple[Task, ...]:
+        """Return the load of a cell's experts from their homes, then the rest of the cell.
+
+        compute: the cell up to its experts. The rest waits for the loads of earlier batches, too, as each load waits
+        for the one before: an expert may have come with one of those.
+        """
+        cell, slot, k = compute.cell, compute.slot, compute.cell.batch
+        rows = tuple(("rows", home, k) for home in experts)
+        loads = list[Task]()
+        for home, target in zip(experts, rows, strict=True):
+            task = Task(Op.LOAD_ROWS, cell, "", (), (), home, slot=slot, by_rows=True)
+            source = (("run", k), *(self._home(cell.layer) if home == "host" else ()))
+            *first, last = _route(task, self.routes.load, source, target, ("rowstage", home, k))
+            staging = (self.weights.stage(slot),) if first else ()  # not written to by the next unit meanwhile
+            before = (("rows", home, k - 1),) if k else ()
+            loads += [t._replace(reads=t.reads + staging) for t in first]
+            loads.append(last._replace(reads=last.reads + staging + before))
+        return (*loads, Task(Op.RESUME, cell, "device", (*weights, *rows), (("run", k),), slot=slot, by_rows=True))
 
 
 def _route(

@@ -1,11 +1,12 @@
 """Rows of the embedding for the tokens of a sweep.
 
-Which rows those are is worked out before the sweep, from token ids in RAM: within it, a GPU would have to wait until
-the host had been told. Off the device only the rows needed are read, and beside a GPU into locked memory, from which
-they are copied without waiting; each gpu_batch has a place of its own there until the next sweep.
+The ids are known before the sweep, in RAM. They are sorted and counted then: within the sweep, a GPU would have to wait
+until the host had read them from it. Rows of a table off the device are read by a task of their own, in the lane of the
+tier where the table lies. Beside a GPU they are read into locked memory, from which they are copied without waiting;
+each gpu_batch has a place of its own there until the next sweep.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import EMBEDDED, Layout
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
+
+READ_BYTES = 4 << 20  # of encoded rows that are read at once: decoding takes room beside the pass that computes
 
 
 class Read(NamedTuple):
@@ -30,24 +33,28 @@ class Read(NamedTuple):
     inside: Tensor
 
 
-class Rows(NamedTuple):
-    """What a gpu_batch needs of the embedding.
+@dataclass
+class Lookup:
+    """Rows of the embedding that a gpu_batch needs.
 
     Attributes:
         place: the row of each token among those brought, [1, tokens], on the device.
         ids: on the device, the rows to take of a table there; None: the table is taken as it is.
         reads: what to read of a table off the device.
         target: where in locked memory the rows go, [rows, width]; None: anywhere in RAM.
+        found: the rows that `read` has read, [rows, width], in RAM.
     """
 
     place: Tensor
     ids: Tensor | None = None
     reads: tuple[Read, ...] = ()
     target: Tensor | None = None
+    found: Tensor | None = None
 
 
 class Embedding:
-    """Finds the rows of a job's sweeps. `begin` a sweep, then `rows` of each gpu_batch, and `bring` them in a task.
+    """Finds the rows of a job's sweeps: `begin` a sweep, `look_up` each gpu_batch, `read` in the table's lane, `bring`
+    in the device's.
 
     Args:
         regions: takes the locked memory, and gives it back.
@@ -64,8 +71,8 @@ class Embedding:
         """Let the sweep's gpu_batches use all of the locked memory anew."""
         self._used = 0
 
-    def rows(self, ids: Tensor, staged: bool = True) -> Rows:
-        """Return the rows for the ids of a gpu_batch.
+    def look_up(self, ids: Tensor, staged: bool = True) -> Lookup:
+        """Return the rows for the ids of a gpu_batch; none is read yet.
 
         Args:
             ids: [1, tokens], in RAM.
@@ -73,16 +80,17 @@ class Embedding:
         """
         table, on = self.weights.table, self.machine.compute
         if table is not None and table.dtype == self.weights.dtype:
-            return Rows(ids.to(on))
+            return Lookup(ids.to(on))
         unique, inverse = torch.unique(ids, return_inverse=True)
         if table is not None:
-            return Rows(inverse.to(on), unique.to(on))
+            return Lookup(inverse.to(on), unique.to(on))
         form = self.weights.embedding_form
         if form is None:
             reads = [Read(unique.tolist(), unique)]
         else:
-            reads = [_blocks(some) for some in torch.split(unique, TOGETHER)]
-        return Rows(inverse.to(on), None, tuple(reads), self._target(len(unique)) if staged else None)
+            most = READ_BYTES // (form.packed.blocks[1] * form.packed.block_bytes)
+            reads = [_blocks(some) for some in torch.split(unique, max(1, min(TOGETHER, most)))]
+        return Lookup(inverse.to(on), None, tuple(reads), self._target(len(unique)) if staged else None)
 
     def _target(self, count: int) -> Tensor | None:
         if self._stage is None:
@@ -91,19 +99,10 @@ class Embedding:
         start, self._used = self._used, self._used + count * width
         return self._stage[start : self._used].view(count, width)
 
-    def bring(self, rows: Rows) -> tuple[Tensor, Tensor]:
-        """Embedding rows on the device, and each token's place among them."""
-        weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
-        if rows.reads:
-            return self._read(rows), rows.place
-        table = weights.table
-        assert table is not None
-        if rows.ids is None:
-            return table, rows.place
-        found = table[rows.ids] if form is None else form.packed.decode_rows(table, rows.ids)
-        return found.to(dtype), rows.place
-
-    def _read(self, rows: Rows) -> Tensor:
+    def read(self, rows: Lookup) -> None:
+        """Read the rows of a table off the device to RAM, in the compute dtype."""
+        if not rows.reads:
+            return
         weights, form = self.weights, self.weights.embedding_form
         if form is None:
             (read,) = rows.reads
@@ -114,9 +113,23 @@ class Embedding:
                     weights.gather(read.numbers).view(-1), read.inside)
                 for read in rows.reads
             ])  # fmt: skip
-        if rows.target is None:
-            return found.to(weights.dtype)
-        return rows.target.copy_(found).to(self.machine.compute, non_blocking=True)
+        rows.found = found.to(weights.dtype) if rows.target is None else rows.target.copy_(found)
+
+    def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
+        """Return embedding rows on the device, and each token's place among them."""
+        weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
+        if rows.reads:
+            if rows.found is None:
+                self.read(rows)
+            assert rows.found is not None
+            found, rows.found = rows.found, None
+            return found if rows.target is None else found.to(self.machine.compute, non_blocking=True), rows.place
+        table = weights.table
+        assert table is not None
+        if rows.ids is None:
+            return table, rows.place
+        found = table[rows.ids] if form is None else form.packed.decode_rows(table, rows.ids)
+        return found.to(dtype), rows.place
 
     def close(self) -> None:
         """Forget the locked memory, which `regions` gives back."""

@@ -2,6 +2,7 @@
 rows."""
 
 from collections import deque
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -163,9 +164,9 @@ class Weights:
         row = width * pieces[0].dtype.itemsize
         return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
 
-    def load(self, unit: int, slot: int, home: str, hop: int) -> None:
-        """Moves what unit streams from `home` one leg further: to staging, or into the slot."""
-        names = [n for n in self.units[unit] if self._tier(n) == home]
+    def load(self, unit: int, slot: int, home: str, hop: int, without: Collection[str] = ()) -> None:
+        """Moves what unit streams from `home`, but for some tensors, one leg further: to staging, or into the slot."""
+        names = [n for n in self.units[unit] if self._tier(n) == home and n not in without]
         views = self._slot_views(unit, slot)
         staged = home == "disk" and self.machine.capacity.staged
         stages = self._stage_homes(unit, slot) if staged else {}
@@ -177,6 +178,31 @@ class Weights:
             self.machine.host.load_all([(stages[n], views[n]) for n in names])
         else:
             self.machine.tier(home).load_all([pair for n in names for pair in _spread(sources[n], views[n])])
+
+    def load_rows(self, unit: int, slot: int, home: str, hop: int, names: Sequence[str], rows: Sequence[int]) -> None:
+        """Move rows of streamed tensors one leg further, to their own places in staging or in the slot.
+
+        Args:
+            names: tensors of the unit; those that lie elsewhere are skipped.
+            rows: rising indices of the tensors' first dimension.
+        """
+        names = [n for n in names if self._tier(n) == home]
+        views = self._slot_views(unit, slot)
+        staged = home == "disk" and self.machine.capacity.staged
+        stages = self._stage_homes(unit, slot) if staged else {}
+        source = self.machine.host if staged and hop else self.machine.tier(home)
+        pairs = list[Pair]()
+        for name in names:
+            pieces, shape = self.units[unit][name]
+            width = _nbytes(pieces) // shape[0]
+            for low, high in _runs(rows):
+                target: Tensor = views[name][low:high]
+                part = _part(pieces, low * width, (high - low) * width)
+                if staged:
+                    stage = stages[name].part(low * width, (high - low) * width)
+                    target, part = (target, [stage]) if hop else (self.machine.host.view(stage), part)
+                pairs += _spread(part, target)
+        source.load_all(pairs)
 
     def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
@@ -236,12 +262,9 @@ class Weights:
             width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
         row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
         pairs, at = list[Pair](), 0
-        while at < len(numbers):  # neighbours in the table are one read
-            end = at + 1
-            while end < len(numbers) and numbers[end] == numbers[end - 1] + 1:
-                end += 1
-            pairs += _spread(_part(pieces, numbers[at] * row, (end - at) * row), rows[at:end])
-            at = end
+        for low, high in _runs(numbers):  # neighbours in the table are one read
+            pairs += _spread(_part(pieces, low * row, (high - low) * row), rows[at : at + high - low])
+            at += high - low
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
         return rows
 
@@ -269,6 +292,17 @@ def _part(pieces: Pieces, start: int, nbytes: int) -> Pieces:
             found.append(piece.part(low - at, high - low))
         at += piece.nbytes
     return found
+
+
+def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of consecutive numbers among rising ones, as (first, last + 1)."""
+    runs = list[tuple[int, int]]()
+    for number in numbers:
+        if runs and runs[-1][1] == number:
+            runs[-1] = (runs[-1][0], number + 1)
+        else:
+            runs.append((number, number + 1))
+    return runs
 
 
 def _batches(pairs: list[Pair]) -> list[list[Pair]]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flexengine.config import SamplingParams
-from flexengine.model.forward import Attend, Embed, Forward, Head, Inputs, Layer, Logits, Pause
+from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Rows
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
@@ -18,7 +18,8 @@ from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.cache import Cache, View, packed
 from flexengine.worker.delegation import Delegation
-from flexengine.worker.embedding import Embedding, Rows
+from flexengine.worker.embedding import Embedding, Lookup
+from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
@@ -53,14 +54,15 @@ class Text:
 
 @dataclass
 class Run:
-    """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, and its rows of the
-    embedding."""
+    """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, its rows of the
+    embedding, and the experts that are to be loaded before its pass goes on."""
 
     batch: Batch
     forward: Forward
     view: View
-    rows: Rows
+    rows: Lookup
     event: Pause | None = None
+    lacking: list[int] = field(default_factory=list)
 
 
 class Worker:
@@ -84,6 +86,7 @@ class Worker:
             for what in _OTHERS & account.keys():
                 self._regions.keep_room(tier, account[what], what)
         self.embedding = Embedding(weights, cache.layout, self._regions)
+        self.experts = Experts(weights)
 
     def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
@@ -99,7 +102,7 @@ class Worker:
         mode = self.skeleton.mode(self.weights.machine.compute)
         return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch, live), rows)
 
-    def _inputs(self, batch: Batch) -> tuple[Inputs, Rows]:
+    def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup]:
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
@@ -112,7 +115,7 @@ class Worker:
         on = self.weights.machine.compute
         known = torch.tensor([ids])
         inputs = Inputs(known.to(on), torch.tensor([positions]).to(on), torch.tensor(keep, dtype=torch.int64).to(on))
-        return inputs, self.embedding.rows(known)
+        return inputs, self.embedding.look_up(known)
 
     def perform(self, task: Task) -> None:
         """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
@@ -120,7 +123,13 @@ class Worker:
         if task.op is Op.SETTLE:
             self.weights.settle(cell.layer)
         elif task.op is Op.LOAD_WEIGHT:
-            self.weights.load(cell.layer, task.slot, task.home, task.hop)
+            self._load_weight(task)
+        elif task.op is Op.OPEN:
+            self._open(self._runs[cell.batch])
+        elif task.op is Op.LOAD_ROWS:
+            self._load_rows(task, self._runs[cell.batch])
+        elif task.op is Op.RESUME:
+            self._resume(task, self._runs[cell.batch])
         elif task.op is Op.LOAD_CACHE:
             self.cache.load(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
         elif task.op is Op.STORE_CACHE:
@@ -135,6 +144,19 @@ class Worker:
             assert self.delegation is not None
             self._delegate(task, self.delegation)
 
+    def _load_weight(self, task: Task) -> None:
+        layer, slot = task.cell.layer, task.slot
+        without = self.experts.names[layer] if task.by_rows else ()
+        self.weights.load(layer, slot, task.home, task.hop, without)
+        if task.hop == len(self.weights.machine.routes.load[task.home]) - 1:
+            self.experts.loaded(layer, slot, task.by_rows)
+
+    def _load_rows(self, task: Task, run: Run) -> None:
+        if task.cell.layer == EMBEDDING:
+            self.embedding.read(run.rows)
+        else:
+            self.experts.load(task.cell.layer, task.slot, task.home, task.hop, run.lacking)
+
     def _delegate(self, task: Task, delegation: Delegation) -> None:
         k, run = task.cell.batch, self._runs[task.cell.batch]
         if task.op is Op.PROJECT:
@@ -146,34 +168,63 @@ class Worker:
         elif task.op is Op.FETCH:
             delegation.fetch(k)
         else:
-            run.event = run.forward.resume(delegation.answer(k))
+            run.event = self._up_to_rows(task, run, run.forward.resume(delegation.answer(k)))
 
     def _compute(self, task: Task) -> None:
-        j, k, run = task.cell.layer, task.cell.batch, self._runs[task.cell.batch]
-        if j < self.layers:
-            run.event = self._layer(task, run)
-            if isinstance(run.event, Layer) and task.hidden >= 0:
-                hidden = run.event.hidden
-                self.hidden.buffer(k, task.hidden).copy_(hidden)
-                hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
+        run = self._runs[task.cell.batch]
+        if task.cell.layer < self.layers:
+            attend = self._attention(task, run)
+            answer = self.cache.attend(attend, run.view, run.batch.cache_home, task.cache)
+            run.event = self._up_to_rows(task, run, run.forward.resume(answer))
         else:
             assert isinstance(run.event, Head)
             run.event = run.forward.resume(self.weights.head(run.event.chunk, task.slot))
+        self._end(task, run)
+
+    def _up_to_rows(self, task: Task, run: Run, event: Pause) -> Pause:
+        """Go on until experts have to be loaded. Return that pause or, if there are none, the one at the layer's
+        end."""
+        while isinstance(event, Rows):
+            missing = self.experts.lacking(event, task.slot)
+            if missing is not None:
+                run.lacking = missing
+                return event
+            event = run.forward.resume()
+        return event
+
+    def _resume(self, task: Task, run: Run) -> None:
+        """Compute the rest of a layer whose experts were loaded. A layer's second mixture of experts loads its own
+        here."""
+        event = run.event
+        if not isinstance(event, Rows):  # the layer has not read experts: it ended before
+            return
+        run.event = None
+        while isinstance(event := run.forward.resume(), Rows):
+            self.experts.bring(event, task.slot)
+        run.event = event
+        self._end(task, run)
+
+    def _end(self, task: Task, run: Run) -> None:
+        """Put away what a cell has computed, if it has ended."""
+        if isinstance(run.event, Layer) and task.hidden >= 0:
+            hidden = run.event.hidden
+            self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
+            hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
         if isinstance(run.event, Logits):
             self._sample(run, run.event.values)
             run.event = None
 
-    def _start(self, run: Run) -> Pause:
-        event = run.forward.resume()
-        assert isinstance(event, Embed)
-        rows = run.rows
+    def _open(self, run: Run) -> None:
+        """Begin a forward pass, up to the pause for its embedding rows."""
+        run.event = event = run.forward.resume()
+        assert isinstance(event, Rows)
         if event.ids.data_ptr() != run.forward.inputs.ids.data_ptr():
-            rows = self.embedding.rows(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU is waited for
-        return run.forward.resume(self.embedding.bring(rows))
+            run.rows = self.embedding.look_up(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU waits
 
-    def _layer(self, task: Task, run: Run) -> Pause:
-        attend = self._attention(task, run)
-        return run.forward.resume(self.cache.attend(attend, run.view, run.batch.cache_home, task.cache))
+    def _start(self, run: Run) -> Pause:
+        if run.event is None:  # a table on the device needs no task of its own
+            self._open(run)
+        return run.forward.resume(self.embedding.bring(run.rows))
 
     def _attention(self, task: Task, run: Run) -> Attend:
         """Computes a layer up to its attention."""
@@ -186,6 +237,9 @@ class Worker:
         run.event = event = None  # the layer's input must not outlive the layer
         attend = run.forward.resume(hidden)
         del hidden
+        while isinstance(attend, Rows):  # experts beside attention
+            self.experts.bring(attend, task.slot)
+            attend = run.forward.resume()
         assert isinstance(attend, Attend)
         return attend._replace(window=self.skeleton.windows[attend.layer])
 
@@ -212,4 +266,5 @@ class Worker:
         if self.delegation is not None:
             self.delegation.close()
         self.embedding.close()
+        self.experts.close()
         self._regions.free()

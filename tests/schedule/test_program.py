@@ -51,11 +51,11 @@ def test_loads_run_ahead_only_if_more(slots: int) -> None:
     streamed: Homes = [("host",), ("disk",), ("host",), (), ("disk",)]
     program = Program(streamed, 4, slots, DIRECT)
     for n, more in enumerate([True, False, False, True, True, False]):
-        before = program.issued
+        before = program.weights.taken
         loads = [t.cell.layer for t in program.sweep(n, uniform(2), more) if t.op is Op.LOAD_WEIGHT]
-        assert program.issued == before + len(loads)
-        assert program.issued == 4 * (n + 1) + (slots if more else 0)
-        assert loads == [(0, 1, 2, 4)[i % 4] for i in range(before, program.issued)]
+        assert program.weights.taken == before + len(loads)
+        assert program.weights.taken == 4 * (n + 1) + (slots if more else 0)
+        assert loads == [(0, 1, 2, 4)[i % 4] for i in range(before, program.weights.taken)]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -1,0 +1,61 @@
+"""Slots that tasks share: which one comes next, and the names under which tasks read and write it."""
+
+from collections.abc import Hashable, Iterable
+
+
+class Ring:
+    """Slots 0 .. count - 1 of one kind, handed out in ring order and given back in the same order.
+
+    Args:
+        kind: "w" for weights, "c" for KV pages, "h" for hidden states. Resource names begin with it.
+        count: number of slots.
+        first: the slot that is handed out first.
+
+    Attributes:
+        taken: times that a slot was handed out.
+        passed: units whose cells have all been emitted. Each such unit used one slot.
+    """
+
+    def __init__(self, kind: str, count: int, first: int = 0) -> None:
+        self.kind, self.count, self.first = kind, count, first
+        self.taken = self.passed = self._given_back = 0
+
+    def take(self) -> int:
+        """Return the next slot. Buffers of one cell need no `free`: their tasks wait for each other by their names."""
+        self.taken += 1
+        return (self.first + self.taken - 1) % self.count
+
+    @property
+    def free(self) -> bool:
+        """Whether a slot is free to be taken."""
+        return self.taken - self._given_back < self.count
+
+    @property
+    def current(self) -> int:
+        """The slot of the unit whose cells are being emitted."""
+        return (self.first + self.passed) % self.count
+
+    def leave(self, held: bool) -> None:
+        """Go on to the next unit. The slot is given back unless it is `held`: then some task is yet to read it."""
+        self.passed += 1
+        self._given_back = self.passed - held
+
+    def give_back(self) -> None:
+        """Give the slots of all units back that were passed."""
+        self._given_back = self.passed
+
+    def part(self, slot: int, home: str) -> Hashable:
+        """Return the name of the part of a slot that is filled from a home tier."""
+        return (self.kind, slot, home)
+
+    def parts(self, slot: int, homes: Iterable[str]) -> tuple[Hashable, ...]:
+        """Return the names of the parts of a slot that are filled from these home tiers."""
+        return tuple(self.part(slot, home) for home in homes)
+
+    def buffer(self, slot: int) -> Hashable:
+        """Return the name of a device buffer."""
+        return (f"{self.kind}buf", slot)
+
+    def stage(self, slot: int) -> Hashable:
+        """Return the name of the host staging of a slot or buffer."""
+        return (f"{self.kind}stage", slot)
