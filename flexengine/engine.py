@@ -459,7 +459,7 @@ class Engine:
         streamed, arriving = weights.streamed, weights.arriving
         if arriving:
             watch.expect_loading(weights.missing)
-        layers, demand = len(self.skeleton.layers), demand_of(self.facts, layout)
+        layers, demand = len(self.skeleton.layers), demand_of(self.facts, layout.homes)
         program = Program(streamed, layers, layout.policy.slots, self.machine.routes, arriving, demand)
         away = arriving or any(streamed) or layout.cache_buffer or layout.hidden_buffer
         apart = self.overlap and (away or self.machine.lanes == "stream")  # an inline lane would wait for the GPU
