@@ -107,7 +107,7 @@ class Core:
             watch.expect_loading(weights.missing)
         program = Program(
             weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving,
-            demand_of(self.facts, layout),
+            demand_of(self.facts, layout.homes),
         )  # fmt: skip
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer
         # Without overlap one lane does for all, except that an inline lane would wait for a GPU.

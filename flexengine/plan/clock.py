@@ -14,10 +14,13 @@ import numpy as np
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
+from flexengine.plan.experts import demand_of, expert_share, share
+from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
 from flexengine.schedule import sweeps
+from flexengine.schedule.demand import Demand
 from flexengine.schedule.order import Batch, Cell, Piece, pages_for
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
@@ -73,7 +76,7 @@ class Clock:
         """Tasks of all sweeps; `prices` gets each sweep's before its first task."""
         policy, layers = self.layout.policy, len(self.curves)
         routes = DIRECT if self.cost.hardware.shared else STAGED
-        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, routes)
+        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, routes, demand=self.demand)
         walk = sweeps.Sweeps(policy, self.layout.pools)
         for i, (prompt, outputs) in enumerate(rows):
             walk.add(sweeps.Sequence(i, prompt, outputs))
@@ -82,6 +85,11 @@ class Clock:
             prices[walk.sweep] = self.seconds(batches)
             yield from _closed(program.sweep(walk.sweep, batches, walk.another), walk.sweep)
             walk.advance(batches, set())
+
+    @property
+    def demand(self) -> Demand:
+        """Weights that the program loads by rows."""
+        return demand_of(self.cost.model, self.layout.homes)
 
     # What a task takes.
 
@@ -92,28 +100,37 @@ class Clock:
         hardware, live = self.cost.hardware, sum(final)
         bookkeeping = hardware.sweep_seconds + hardware.sequence_seconds * live
 
-        def compute(layer: int, k: int) -> float:
+        tokens = [batch.tokens for batch in batches]
+
+        def compute(layer: int, k: int, later: float) -> float:
             if layer < 0:
                 return bookkeeping
             if layer < len(self.curves):
-                work = float(self.curves[layer](batches[k].tokens)) + attention[k][layer]
+                work = (1 - later) * float(self.curves[layer](tokens[k])) + attention[k][layer]
             else:
                 work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(final[k]))
             return work + hardware.task_seconds
 
-        def delegated(task: Task) -> float:
+        def delegated(task: Task, later: float) -> float:
             j, k = task.cell.layer, task.cell.batch
             if task.op is Op.ATTEND:
                 return attention[k][j]
             before = projection_share(self.cost.model, j)
-            share = before if task.op is Op.PROJECT else 1 - before
-            return share * float(self.curves[j](batches[k].tokens)) + hardware.task_seconds
+            part = before if task.op is Op.PROJECT else max(0.0, 1 - before - later)
+            return part * float(self.curves[j](tokens[k])) + hardware.task_seconds
 
         def price(task: Task) -> float:
+            later = expert_share(self.cost.model, task.cell.layer) if task.by_rows else 0.0
+            if task.op is Op.OPEN:
+                return hardware.task_seconds
+            if task.op is Op.RESUME:
+                return later * float(self.curves[task.cell.layer](tokens[task.cell.batch])) + hardware.task_seconds
+            if task.op is Op.LOAD_ROWS:
+                return self._rows(task, tokens)
             if task.op in (Op.PROJECT, Op.ATTEND, Op.FINISH):
-                return delegated(task)
+                return delegated(task, later)
             if task.op is Op.COMPUTE:
-                return compute(task.cell.layer, task.cell.batch)
+                return compute(task.cell.layer, task.cell.batch, later)
             if task.op is Op.LOAD_WEIGHT:
                 return self._weight(task)
             return self._moved(task, batches[task.cell.batch])
@@ -121,8 +138,35 @@ class Clock:
         return price
 
     def _weight(self, task: Task) -> float:
-        nbytes = self.units[task.cell.layer][task.home]
-        if task.lane == "disk_read":
+        nbytes = float(self.units[task.cell.layer][task.home])
+        if task.by_rows:
+            nbytes = max(0.0, nbytes - self._experts(task.cell.layer, task.home))
+        return self._read(task.lane, nbytes)
+
+    def _experts(self, layer: int, home: str) -> int:
+        """Return the bytes of a layer's experts whose home is this tier."""
+        found = self.cost.model.layers[layer]
+        return sum(t.stored_bytes for t in found if t.experts and self.layout.homes[t.name] == home)
+
+    def _rows(self, task: Task, tokens: Sequence[int]) -> float:
+        """Return the seconds of loading rows: of the embedding, or of the experts that no gpu_batch before chose.
+
+        tokens: by gpu_batch.
+        """
+        layer, k, model = task.cell.layer, task.cell.batch, self.cost.model
+        if layer < 0:
+            t = model.embedding
+            row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
+            table = self.cost.hardware.checkpoint_read
+            least = max(row, table[0][0]) if task.lane == "disk_read" else row
+            return min(tokens[k], model.vocabulary) * self._read(task.lane, least)
+        experts = max(t.experts for t in model.layers[layer])
+        before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
+        return self._read(task.lane, (now - before) * self._experts(layer, task.home))
+
+    def _read(self, lane: str, nbytes: float) -> float:
+        """Return the seconds of bringing bytes of weights over a lane in one transfer."""
+        if lane == "disk_read":
             return nbytes / at(self.cost.hardware.checkpoint_read, max(nbytes, 1.0))
         return self.cost.hardware.link_seconds("h2d", nbytes, nbytes)
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from flexengine.plan.attention import Attention
 from flexengine.plan.chosen import Chosen, waiting
+from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
@@ -149,14 +150,16 @@ class Cost:
         model, hardware, rates = self.model, self.hardware, self.rates
         staged, layers = not hardware.shared, len(model.layers)
         found: Terms = {lane: {} for lane in ("device", "h2d", "d2h", "disk_read", "disk_write")}
-        found["device"][""] = self._compute(policy, sweeps, list(split)) + self._embedding(sweeps, layout)
+        found["device"][""] = self._compute(policy, sweeps, list(split))
+        if layout is not None and layout.homes[model.embedding.name] == "disk":
+            found["disk_read"][""] = self._embedding(sweeps)
 
         def link(lane: str, name: str, nbytes: Array, transfer: float) -> None:
             rate = at(hardware.links[lane if lane in hardware.links else "h2d"], max(transfer, 1.0))
             seconds = nbytes / rate
             found[lane][name] = found[lane][name] + seconds if name in found[lane] else seconds
 
-        weights = np.full(sweeps.times.shape, float(self.streamed_bytes))
+        weights = self.streamed_bytes - unused(model, sweeps.prompt + sweeps.decoding)
         pieces = {tier: self._transfer(layout, tier) for tier in ("host", "disk")}
         link("h2d", "wc", weights, pieces["host"])
         found["disk_read"]["wd"] = weights / at(hardware.checkpoint_read, max(pieces["disk"], 1.0))
@@ -198,11 +201,9 @@ class Cost:
             self._wait_for_values(found, policy, sweeps, chosen.full)
         return found
 
-    def _embedding(self, sweeps: Profile, layout: Layout | None) -> Array | float:
-        """Seconds that the device waits for embedding rows, where they come one by one from the disk."""
+    def _embedding(self, sweeps: Profile) -> Array:
+        """Return the seconds of reading embedding rows, which come one by one from the disk, by sweep."""
         t = self.model.edges[-1]
-        if layout is None or layout.homes[t.name] != "disk":
-            return 0.0
         row = t.stored_bytes / self.model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
         tokens = np.minimum(sweeps.prompt + sweeps.decoding, self.model.vocabulary)
         table = self.hardware.checkpoint_read

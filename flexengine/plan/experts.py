@@ -11,37 +11,77 @@ demand only where the share is at most SHARE: then loading them takes at most ha
 """
 
 import math
+from collections.abc import Mapping
+
+import numpy as np
 
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.layout import Layout
+from flexengine.plan.profile import Array
 from flexengine.schedule.demand import Demand
 
 SHARE = 0.5  # of a layer's experts, expected to be chosen in a sweep, up to which they are loaded on demand
+_HIDDEN = 4  # vectors of a token that a pass holds while its experts are loaded: residual, its norm and their casts
 
 
-def share(active: int, experts: int, tokens: float) -> float:
+def share(active: int, experts: int, tokens: float | Array) -> Array:
     """Return the share of the experts that this many tokens are expected to choose."""
-    return float(1 - (1 - min(1.0, active / experts)) ** tokens)
+    return np.asarray(1 - (1 - min(1.0, active / experts)) ** tokens)
 
 
 def most_tokens(model: ModelFacts) -> int:
     """Return the most tokens of a sweep that loads experts on demand; 0 if no sweep does."""
-    experts = min((t.experts for layer in model.layers for t in layer if t.experts), default=0)
+    experts = _fewest(model)
     if not 0 < model.active < experts:
         return 0
     return int(math.log(1 - SHARE) / math.log(1 - model.active / experts) + 1e-9)
 
 
-def demand_of(model: ModelFacts, layout: Layout) -> Demand:
-    """Return which weights a layout's program loads by rows: those off the device that are read by rows."""
+def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
+    """Return which weights a program loads by rows: those off the device that are read by rows. homes: tier of every
+    tensor by name."""
 
-    def homes(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
-        found = {layout.homes[t.name] for t in layer if bool(t.experts) == experts}
+    def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
+        found = {homes[t.name] for t in layer if bool(t.experts) == experts}
         return tuple(home for home in ("host", "disk") if home in found)
 
-    table = layout.homes[model.embedding.name]
+    table = homes[model.embedding.name]
     return Demand(
         table if table != "device" else "",
-        tuple(homes(layer, True) for layer in model.layers), tuple(homes(layer, False) for layer in model.layers),
+        tuple(of(layer, True) for layer in model.layers), tuple(of(layer, False) for layer in model.layers),
         most_tokens(model),
     )  # fmt: skip
+
+
+def suspended(model: ModelFacts, homes: Mapping[str, str], tokens: int) -> int:
+    """Return the bytes that the forward passes of a sweep of at most this many tokens hold on the device while their
+    experts are loaded: hidden states, and scores, shares and numbers of experts."""
+    if not any(t.experts and homes[t.name] != "device" for layer in model.layers for t in layer):
+        return 0
+    most = max(t.experts for layer in model.layers for t in layer)
+    token = _HIDDEN * model.hidden * model.itemsize + 3 * 4 * most + 2 * 8 * model.active
+    return min(tokens, most_tokens(model)) * token
+
+
+def unused(model: ModelFacts, tokens: Array) -> Array:
+    """Return, by sweep of so many tokens, the expected bytes of experts that are not loaded if all are off the
+    device."""
+    every = sum(t.stored_bytes for layer in model.layers for t in layer if t.experts)
+    if not every:
+        return np.zeros(tokens.shape)
+    left = 1 - share(model.active, _fewest(model), tokens)
+    return np.where(tokens <= most_tokens(model), every * left, 0.0)
+
+
+def expert_share(model: ModelFacts, layer: int) -> float:
+    """Return the share of a layer's products that its experts are."""
+
+    def products(found: list[TensorFact]) -> float:
+        return sum(t.elements * (model.active / t.experts if t.experts else 1) for t in found if t.matrix)
+
+    experts = products([t for t in model.layers[layer] if t.experts])
+    return experts / max(1.0, products(list(model.layers[layer])))
+
+
+def _fewest(model: ModelFacts) -> int:
+    """Return the number of experts of the layer that has the fewest; 0 if none has any."""
+    return min((t.experts for layer in model.layers for t in layer if t.experts), default=0)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
-from flexengine.plan import gpu
+from flexengine.plan import experts, gpu
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts, TensorFact
 from flexengine.plan.sizes import (
@@ -105,7 +105,8 @@ def lay_out(
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
-    layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy))
+    waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
+    layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
     _delegation(layout, model, capacity)
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")

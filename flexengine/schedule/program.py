@@ -64,7 +64,8 @@ class Task(NamedTuple):
 
     home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
     slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
-    by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads.
+    by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads; whether a COMPUTE or FINISH
+    ends before the experts, which RESUME computes.
     """
 
     op: Op
@@ -264,6 +265,7 @@ class Program:
         compute = compute._replace(writes=(("run", k), *buffers[0], *buffers[1]), cache=cache, hidden=hidden)
         if not experts:
             return Parts(loads, compute, (*cache_stores, *hidden_stores), ())
+        compute = compute._replace(by_rows=True)
         *rows, resume = self._rows(compute, reads, experts)
         resume = resume._replace(writes=(("run", k), *buffers[1]), hidden=hidden)
         return Parts(loads, compute, (*cache_stores, *rows), (resume, *hidden_stores))
@@ -310,7 +312,8 @@ class Program:
             Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home),
             Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home),
         )
-        finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot)
+        split = bool(experts)
+        finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot, by_rows=split)
         rest = self._rows(compute, weights, experts) if experts else ()
         return Parts((), compute._replace(op=Op.PROJECT, writes=(run, near)), attend, (finish, *rest))
 

@@ -199,7 +199,7 @@ def test_encoded_experts_come_alone_too(
     mixtures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, weights: str
 ) -> None:  # fmt: skip
     """The same tokens as with whole layers. One sequence chooses `active` experts a layer and token."""
-    known, prompts = mixtures(name), prompts_of((5,))
+    known, prompts = mixtures(name), prompts_of((9,))
     policy = Policy(1, 1, weights=(0, 0, 1), schedule="zigzag")
     found: list[tuple[list[list[int]], int]] = []
     counts: list[dict[int, int]] = []
