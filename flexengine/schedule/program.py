@@ -20,16 +20,18 @@ the start of layer j + 1 of the same batch, so that the host attends for it whil
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
 
-A cell that loads experts by rows is three: its layer up to the experts, their load, the rest of the layer. The rest
-comes behind the start of the next batch, so that the load runs while the device computes that. Experts stay in the
-layer's slot until its last batch is computed: a batch loads only those that no batch before it has loaded.
+A cell that loads experts by rows is three: its layer up to the experts, their load, the rest of the layer. The rests
+come behind the starts of all batches, so that loads run while the device computes; where hidden states pass through
+buffers, behind as many as there are buffers. Experts stay in the layer's slot until its last batch is computed: a batch
+loads only those that no batch before it has loaded.
 
-    device     C00 C01 R00 C02 R01 R02 C10 ...                  C up to the experts, L load, R rest of layer j, batch k
-    disk_read      L00 L01     L02     ...
+    device     C00 C01 C02 R00 R01 R02 C10 ...                  C up to the experts, L load, R rest of layer j, batch k
+    disk_read      L00 L01 L02             L10 ...
 """
 
 import enum
-from collections.abc import Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -157,13 +159,15 @@ class Program:
         waiting: dict[int, Sequence[Task]] = {}  # by batch: the rest of the unit before, which waits for attention
         for j, homes in enumerate(self.streamed):
             started: dict[int, Sequence[Task]] = {}
-            late: Sequence[Task] = ()  # the rest of the cell before, which waits for experts
+            late: deque[Sequence[Task]] = deque()  # the rests of cells that wait for experts
             yield from self._settle(number, j)
             for k, batch in enumerate(batches):
                 last = list(waiting) == [k]
                 yield from waiting.pop(k, ())
                 if last:
                     self.weights.give_back()
+                while batch.hidden_home != "device" and _buffered(late) == self.slots:
+                    yield from late.popleft()  # else this cell would use its buffer
                 parts = self._cell(Cell(number, j, k), batch, batches)
                 yield from parts.loads
                 # With one slot the load cannot wait: this unit's own weights may still be due.
@@ -174,12 +178,9 @@ class Program:
                 if parts.rest and parts.compute.op is Op.PROJECT:
                     started[k] = parts.rest
                 elif parts.rest:
-                    yield from late
-                    late = parts.rest
-                    if self.slots == 1:  # the next cell would use the same buffers
-                        yield from late
-                        late = ()
-            yield from late
+                    late.append(parts.rest)
+            for rest in late:
+                yield from rest
             if homes:
                 if self.slots < 3:
                     for rest in started.values():
@@ -250,7 +251,9 @@ class Program:
         # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
         reads = self._home(j)
         reads += self.weights.parts(slot, self.routes.load) if self.streamed[j] else ()
-        experts = self.demand.of(j) if slot >= 0 and self.split[slot] else ()
+        # With one slot the unit's own load may not have been emitted yet: then it will be in this sweep.
+        split = self.split[slot] if self.weights.taken > self.weights.passed else self.by_rows
+        experts = self.demand.of(j) if slot >= 0 and split else ()
         compute = Task(Op.COMPUTE, cell, "device", reads, (("run", k),), slot=slot)
         if j == 0 and self.demand.embedding:
             compute = compute._replace(reads=(*reads, ("embedded", k)))
@@ -350,6 +353,11 @@ def _route(
         reads = source if hop == 0 else (stage,)
         writes = (target,) if hop == len(lanes) - 1 else (stage,)
         yield task._replace(lane=lane, reads=reads, writes=writes, hop=hop)
+
+
+def _buffered(rests: Iterable[Sequence[Task]]) -> int:
+    """Return how many rests of cells still use a buffer for hidden states."""
+    return sum(any(task.op is Op.RESUME and task.hidden >= 0 for task in rest) for rest in rests)
 
 
 def _continues(earlier: Batch, later: Batch) -> bool:

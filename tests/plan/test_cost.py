@@ -377,7 +377,7 @@ def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
     read = [sum(t.stored_bytes for t in layer if layout.homes[t.name] != "disk") for layer in cost.model.layers]
     read[0] += layout.stored["device"] + layout.stored["host"] - sum(read)
     routes = Program([tuple(unit) for unit in clock.units], layers, layout.policy.slots, STAGED,
-                     range(layers) if settling else ())  # fmt: skip
+                     range(layers) if settling else (), clock.demand)  # fmt: skip
     price = clock.seconds(batches)
 
     def seconds(task: Task) -> float:

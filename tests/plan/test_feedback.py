@@ -26,7 +26,8 @@ def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Wat
     """A job's own sweeps: what Watch expects of each lane, and the sum over the program's own tasks."""
     layout = lay_out(cost.model, policy, cost.workload, cost.hardware.capacity)
     watch, clock = Watch(cost, layout), Clock.of(cost, layout)
-    program = Program([tuple(unit) for unit in clock.units], len(cost.model.layers), policy.slots, STAGED)
+    program = Program([tuple(unit) for unit in clock.units], len(cost.model.layers), policy.slots, STAGED,
+                      demand=clock.demand)  # fmt: skip
     sweeps, tasks = Sweeps(policy, layout.pools), Counter[str]()
     for i, (prompt, outputs) in enumerate(rows):
         sweeps.add(Sequence(i, prompt, outputs))

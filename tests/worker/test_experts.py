@@ -96,19 +96,19 @@ def expected_bytes(known: Mixture, prompts: list[list[int]], answers: list[list[
     return total
 
 
-@pytest.mark.parametrize("home", ["host", "disk"])
+@pytest.mark.parametrize(("home", "slots"), [("host", 1), ("host", 2), ("disk", 3)])
 @pytest.mark.parametrize(("name", "lengths", "shape"), [
     ("mixtral-8x7b", (5, 9), (2, 1)), ("mixtral-8x7b", (5, 9), (1, 2)), ("mixtral-8x7b", (6, 3, 5), (1, 3)),
     ("qwen3-30b-a3b", (3, 2, 4), (3, 1)), ("qwen3-30b-a3b", (3, 2, 4), (1, 3)), ("qwen3-30b-a3b", (9, 17, 5), (2, 2)),
     ("gpt-oss-20b", (9, 2), (1, 2)),
 ])  # fmt: skip
 def test_bytes_of_experts_are_those_of_the_routers_choices(
-    mixtures: Any, tmp_path: Path, name: str, lengths: tuple[int, ...], shape: tuple[int, int], home: str
+    mixtures: Any, tmp_path: Path, name: str, lengths: tuple[int, ...], shape: tuple[int, int], home: str, slots: int
 ) -> None:  # fmt: skip
     known, prompts = mixtures(name), prompts_of(lengths)
     answers = known.answers(prompts)
     split = {"host": (0, 1, 0), "disk": (0, 0, 1)}[home]
-    policy = Policy(*shape, weights=split, schedule="zigzag")
+    policy = Policy(*shape, weights=split, schedule="zigzag", slots=slots)
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         results = engine.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(NEW, ignore_eos=True))
         assert [r.token_ids for r in results] == answers

@@ -1,0 +1,240 @@
+"""Programs that load rows on demand: against the toy machine of test_delegated_program, an oracle, and counting."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from test_delegated_program import DelegatingToy, delegating
+from test_schedule import ROUTES, Homes, Rows, Shuffled, SomeEdges, feed, generate, random_case, weight
+
+from flexengine.schedule.demand import Demand
+from flexengine.schedule.edges import Edges
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
+from flexengine.schedule.simulate import simulate
+
+EXPERTS = 3  # of a toy layer, of which a token uses one of each home
+HOMES = ("host", "disk")
+
+
+def expert(unit: int, home: str, number: int) -> int:
+    return hash((unit, home, number, 99))
+
+
+def mixed(unit: int, value: int, found: dict[str, int]) -> int:
+    """What a unit's experts make of a value. found: by home, the expert that it uses."""
+    return hash((value, unit, *(found[home] for home in sorted(found)))) if found else value
+
+
+def oracle(demand: Demand, layers: int, rows: Rows) -> dict[int, list[int]]:
+    """What each sequence generates, token by token and without any schedule."""
+    answers: dict[int, list[int]] = {}
+    for s, (prompt, new) in enumerate(rows):
+        kv, tokens = [0] * layers, [feed(s, t) for t in range(prompt)]
+        for at in range(prompt + new - 1):
+            h = tokens[at]
+            for unit, homes in enumerate(demand.others):
+                if unit < layers:
+                    kv[unit] = hash((kv[unit], h))
+                h = hash((h, kv[unit] if unit < layers else 0, unit, *(weight(unit, home) for home in homes)))
+                h = mixed(unit, h, {home: expert(unit, home, h % EXPERTS) for home in demand.of(unit)})
+            if at >= prompt - 1:
+                tokens.append(h)
+        answers[s] = tokens[prompt:]
+    return answers
+
+
+class RowsToy(DelegatingToy):
+    """Also has experts, in slots and staging as narrow as the real ones, and an embedding."""
+
+    def __init__(self, demand: Demand, layers: int, slots: int, routes: Routes, rows: Rows) -> None:
+        super().__init__(list(demand.others), layers, slots, routes, rows)
+        self.demand = demand
+        self.filled: list[dict[tuple[str, int], int]] = [{} for _ in range(slots)]  # by home and expert
+        self.staged: list[dict[tuple[str, int], int]] = [{} for _ in range(slots)]
+        self.there: dict[tuple[int, int], set[int]] = {}  # by unit and slot: experts named so far
+        self.missing_rows: dict[int, list[int]] = {}  # by batch
+        self.embedded: set[int] = set()
+        self.brought: Counter[tuple[int, str]] = Counter()  # experts that were loaded, by unit and home
+        self.open: dict[int, tuple[int, str]] = {}
+
+    def begin(self, batches: list[Batch]) -> None:
+        super().begin(batches)
+        self.embedded, self.open = set(), {}
+
+    def perform(self, task: Task) -> None:
+        unit, k = task.cell.layer, task.cell.batch
+        if task.op is Op.OPEN:
+            self.open[k] = (k, "open")
+        elif task.op is Op.LOAD_ROWS and unit < 0:
+            assert k in self.open
+            self.embedded.add(k)
+        elif task.op is Op.LOAD_ROWS:
+            self._load_rows(task)
+        elif task.op is Op.RESUME:
+            self._finish(task, self.near.pop(k, {}))
+        elif task.op is Op.LOAD_WEIGHT:
+            self._load_unit(task)
+        else:
+            if unit == 0 and task.op in (Op.COMPUTE, Op.PROJECT) and self.demand.embedding and k not in self.embedded:
+                self.tokens = {s: [-77 for _ in t] for s, t in self.tokens.items()}
+            super().perform(task)
+            self._mix(task)
+
+    def _last(self, task: Task) -> bool:
+        return task.hop == len(self.routes.load[task.home]) - 1
+
+    def _load_unit(self, task: Task) -> None:
+        unit, slot = task.cell.layer, task.slot
+        if task.home in self.demand.others[unit]:
+            self._load_weight(task)
+        if not self._last(task):
+            self.staged[slot] = {} if task.by_rows else self._all(unit, task.home)
+            return
+        found = {} if task.by_rows else self._all(unit, task.home)
+        if task.hop and not task.by_rows:
+            found = {key: value for key, value in self.staged[slot].items() if key[0] == task.home}
+        self.filled[slot] = {key: v for key, v in self.filled[slot].items() if key[0] != task.home} | found
+        if task.by_rows:
+            self.there[unit, slot] = set()
+        else:
+            self.there.pop((unit, slot), None)
+
+    def _all(self, unit: int, home: str) -> dict[tuple[str, int], int]:
+        return {(home, e): expert(unit, home, e) for e in range(EXPERTS) if home in self.demand.of(unit)}
+
+    def _load_rows(self, task: Task) -> None:
+        unit, slot, home = task.cell.layer, task.slot, task.home
+        for e in self.missing_rows[task.cell.batch]:
+            value = expert(unit, home, e) if task.hop == 0 else self.staged[slot].get((home, e), -11)
+            if self._last(task):
+                self.filled[slot][home, e] = value
+                self.brought[unit, home] += 1
+            else:
+                self.staged[slot][home, e] = value
+
+    def _mix(self, task: Task) -> None:
+        """Behind a unit's other weights: apply its experts, or leave that to RESUME."""
+        unit, k = task.cell.layer, task.cell.batch
+        if task.op not in (Op.COMPUTE, Op.FINISH) or not self.demand.of(unit):
+            return
+        away = task.hidden >= 0 and unit < self.layers - 1
+        values = self.hbuf[task.hidden] if away else self.near[k]
+        if not task.by_rows:
+            self._finish(task, values)
+            return
+        named = {h % EXPERTS for row in values.values() for h in row}
+        self.missing_rows[k] = sorted(named - self.there[unit, task.slot])
+        self.there[unit, task.slot] |= named
+        self.near[k] = dict(values)
+
+    def _finish(self, task: Task, values: dict[int, list[int]]) -> None:
+        unit, k, homes = task.cell.layer, task.cell.batch, self.demand.of(task.cell.layer)
+        slot = self.filled[task.slot]
+        after = {s: [mixed(unit, h, {home: slot.get((home, h % EXPERTS), -13) for home in homes}) for h in row]
+                 for s, row in values.items()}  # fmt: skip
+        if task.hidden >= 0 and unit < self.layers - 1:
+            self.hbuf[task.hidden] = after
+        else:
+            self.near[k] = after
+
+
+def demanding(rng: random.Random, others: Homes, layers: int, most: int) -> tuple[Homes, Demand]:
+    """Return what a program streams, and what of that it loads by rows: experts of some layers, an embedding."""
+    kinds: Homes = [(), ("host",), ("disk",), ("host", "disk")]
+    experts = [rng.choice(kinds) if j < layers else () for j in range(len(others))]
+    streamed = [tuple(h for h in HOMES if h in (*a, *b)) for a, b in zip(others, experts, strict=True)]
+    return streamed, Demand(rng.choice(["", *HOMES]), experts, others, most)
+
+
+def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
+    """Whether a random job in a random interleaving gives what the oracle says, if it comes to an end at all."""
+    rng = random.Random(seed)
+    delegate = bool(seed % 2) and routes is STAGED
+    others, layers, policy, rows = delegating(rng, slots) if delegate else random_case(rng, slots)
+    streamed, demand = demanding(rng, others, layers, rng.choice([0, 2, 5, 1000]))
+    toy = RowsToy(demand, layers, slots, routes, rows)
+    program = Program(streamed, layers, slots, routes, demand=demand)
+    try:
+        generate(toy, Shuffled(toy, edges, rng).run, program, policy, rows)
+    except (KeyError, AssertionError) as error:  # rows or staging that nothing was brought to yet
+        if isinstance(edges, Edges):
+            raise
+        return "deadlock" in str(error)
+    return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(demand, layers, rows)
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3, 4])
+def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str) -> None:
+    wrong = [seed for seed in range(120) if not outcome(seed, slots, ROUTES[routes], Edges())]
+    assert not wrong
+
+
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
+    every = ("raw", "war", "waw")
+    assert all(outcome(seed, slots, ROUTES[routes], SomeEdges(*every)) for seed in range(20))
+    for kind in every:
+        others = [k for k in every if k != kind]
+        assert not all(outcome(seed, slots, ROUTES[routes], SomeEdges(*others)) for seed in range(60)), kind
+
+
+def batches_of(count: int, hidden: str = "device") -> list[Batch]:
+    return [Batch((Piece(k, 4, 1, True),), "device", hidden) for k in range(count)]
+
+
+def by_rows(slots: int, batches: int, embedding: str = "", hidden: str = "device") -> list[Task]:
+    """Three layers and a head from disk, whose layers have experts there; two sweeps, one after the other."""
+    disk: Homes = [("disk",)] * 4
+    demand = Demand(embedding, [*disk[:3], ()], disk, batches)
+    program = Program(disk, 3, slots, DIRECT, demand=demand)
+    return [t for n in range(2) for t in program.sweep(n, batches_of(batches, hidden), n == 0)]
+
+
+@pytest.mark.parametrize(("slots", "hidden", "order"), [
+    (1, "device", "C0 C1 C2 R0 R1 R2"), (2, "device", "C0 C1 C2 R0 R1 R2"),
+    (1, "host", "C0 R0 C1 R1 C2 R2"), (2, "host", "C0 C1 R0 C2 R1 R2"), (3, "disk", "C0 C1 C2 R0 R1 R2"),
+])  # fmt: skip
+def test_rests_come_behind_as_many_starts_as_have_buffers(slots: int, hidden: str, order: str) -> None:
+    names = {Op.COMPUTE: "C", Op.RESUME: "R"}
+    tasks = [t for t in by_rows(slots, 3, "", hidden) if t.lane == "device" and t.cell.sweep == 0]
+    for j in range(3):
+        assert " ".join(f"{names[t.op]}{t.cell.batch}" for t in tasks if t.cell.layer == j) == order
+    assert [t.op for t in tasks if t.cell.layer == 3] == [Op.COMPUTE] * 3
+
+
+def test_a_large_sweep_loads_whole_layers() -> None:
+    """And nothing is split: the tasks are those of a program without experts."""
+    disk: Homes = [("disk",)] * 4
+    demand = Demand("", [*disk[:3], ()], disk, 2)
+    large = [t for n in range(2) for t in Program(disk, 3, 2, DIRECT, demand=demand).sweep(n, batches_of(3), n == 0)]
+    plain = [t for n in range(2) for t in Program(disk, 3, 2, DIRECT).sweep(n, batches_of(3), n == 0)]
+    assert large == plain
+
+
+def test_loads_run_while_other_batches_compute() -> None:
+    """Starts of 1 s and rests of 1 s, loads of 1.5 s: with one batch a layer takes 3.5 s, with three the disk never
+    waits but at the layers' ends."""
+    seconds = {Op.COMPUTE: 1.0, Op.RESUME: 1.0, Op.LOAD_ROWS: 1.5, Op.LOAD_WEIGHT: 0.0}
+
+    def layer(batches: int) -> float:
+        spans = simulate(by_rows(2, batches), lambda task: seconds[task.op]).spans
+        ends = [end for t, _, end in spans if t.cell[:2] == (0, 0) and t.op is Op.RESUME]
+        return max(ends) - min(start for t, start, _ in spans if t.op is Op.COMPUTE)
+
+    assert layer(1) == 3.5
+    assert layer(3) == 1.0 + 3 * 1.5 + 1.0
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_embedding_rows_are_read_in_the_lane_of_their_tier(slots: int) -> None:
+    for home, lane in (("host", "h2d"), ("disk", "disk_read")):
+        tasks = by_rows(slots, 3, home)
+        rows = [t for t in tasks if t.op is Op.LOAD_ROWS and t.cell.layer < 0]
+        assert [(t.lane, *t.cell) for t in rows] == [(lane, n, -1, k) for n in range(2) for k in range(3)]
+        # In the lane, only the next sweep's first unit may be before the rows of that sweep.
+        first = tasks.index(rows[3])
+        assert sum(t.op is Op.LOAD_WEIGHT for t in tasks[:first]) == 4 + 1
