@@ -18,13 +18,13 @@ from flexengine.schedule.order import (
     cells,
     entrants,
     form_batches,
-    pages_for,
     peak_pages,
     split_prompt,
 )
+from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
 from flexengine.schedule.simulate import simulate
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps
 
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate)
 Homes = list[tuple[str, ...]]  # per unit, where its off-device weights come from
@@ -231,7 +231,7 @@ class Shuffled:
 
 
 def sweeps_of(policy: Policy, rows: Rows, pages: int = 10**6) -> Sweeps:
-    sweeps = Sweeps(policy, {t: Pool(pages, 4) for t, share in zip(TIERS, policy.cache, strict=True) if share})
+    sweeps = Sweeps(policy, {t: (Pool(pages, 4),) for t, share in zip(TIERS, policy.cache, strict=True) if share})
     for s, (prompt, new) in enumerate(rows):
         sweeps.add(Sequence(s, prompt, new))
     return sweeps
@@ -506,7 +506,7 @@ def test_peak_pages_against_stepping() -> None:
         page = rng.choice([1, 2, 5, 16])
         group = [Growing(rng.randint(1, 60), rng.randint(1, 40)) for _ in range(rng.randint(0, 9))]
         held = [sum(-(-(s.tokens + step) // page) for s in group if s.sweeps > step) for step in range(41)]
-        assert peak_pages(group, page) == max(held)
+        assert peak_pages(group, Pool(0, page)) == max(held)
 
 
 def test_split_prompt_covers_in_order() -> None:
@@ -526,7 +526,7 @@ def test_form_batches_bounds_and_order() -> None:
         size, budget, page = rng.randint(1, 4), rng.randint(3, 20), rng.choice([2, 4])
         pieces = [p for s in range(rng.randint(1, 9)) for p in split_prompt(s, 0, rng.randint(1, 25), budget)]
         room = rng.choice([None, max(pages_for(p.start + p.count, page) for p in pieces) + rng.randint(0, 4)])
-        formed = form_batches(pieces, size, budget, page, room)
+        formed = form_batches(pieces, size, budget, [Pool(0, page, room)])
         assert [p for batch in formed for p in batch] == pieces
 
         bounds = size, budget, page, room or 10**9
@@ -544,13 +544,13 @@ def test_form_batches_bounds_and_order() -> None:
 
 def test_pieces_of_one_sequence_are_never_together() -> None:
     pieces = [Piece(0, 0, 2, False), Piece(0, 2, 2, True), Piece(1, 0, 1, True)]
-    assert form_batches(pieces, 9, 99, 4, None) == [(pieces[0],), (pieces[1], pieces[2])]
+    assert form_batches(pieces, 9, 99) == [(pieces[0],), (pieces[1], pieces[2])]
 
 
 # Sweeps.
 
 
-def random_job(rng: random.Random, schedule: str) -> tuple[Policy, dict[str, Pool], Rows]:
+def random_job(rng: random.Random, schedule: str) -> tuple[Policy, dict[str, tuple[Pool, ...]], Rows]:
     cache = rng.choice([(1, 0, 0), (0.5, 0.5, 0), (0.4, 0.3, 0.3), (0, 0, 1)])
     hidden, budget = rng.choice([(1, 0, 0), (0.5, 0.25, 0.25)]), rng.choice([3, 8, 64])
     policy = Policy(rng.randint(1, 4), rng.randint(1, 4), cache=cache, schedule=schedule, activations=hidden,
@@ -562,14 +562,16 @@ def random_job(rng: random.Random, schedule: str) -> tuple[Policy, dict[str, Poo
             page = rng.choice([2, 4, 16])
             longest = max(pages_for(p + n - 1, page) for p, n in rows)
             pages, most = longest + rng.randint(0, 3 * longest), rng.choice([None, longest + rng.randint(0, 9)])
-            pools[tier] = Pool(pages, page, most)
+            pools[tier] = (Pool(pages, page, most),)
     return policy, pools, rows
 
 
 class Watched:
     """Runs Sweeps and checks at every step what must hold; ends sequences early at random."""
 
-    def __init__(self, rng: random.Random, policy: Policy, pools: dict[str, Pool], rows: Rows, early: float) -> None:
+    def __init__(
+        self, rng: random.Random, policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: Rows, early: float
+    ) -> None:
         self.rng, self.policy, self.pools, self.rows, self.early = rng, policy, pools, rows, early
         self.held: dict[int, int] = {}  # sequence -> pages
         self.done: dict[int, int] = {}  # sequence -> tokens computed
@@ -578,7 +580,8 @@ class Watched:
         for s, (prompt, new) in enumerate(rows):
             self.sweeps.add(Sequence(s, prompt, new))
 
-    def claim(self, sequence: Sequence, pages: int) -> None:
+    def claim(self, sequence: Sequence, tokens: int) -> None:
+        pages = -(-tokens // self.pools[sequence.home][0].page_tokens)
         self.held[sequence.id] = max(pages, self.held.get(sequence.id, 0))
 
     def step(self) -> None:
@@ -612,14 +615,14 @@ class Watched:
         assert all(per_tier[t] <= self.sweeps.places[t] for t in per_tier)
 
     def check_pages(self) -> None:
-        for tier, pool in self.pools.items():
+        for tier, (pool,) in self.pools.items():
             there = [s for s in self.sweeps.live.values() if s.home == tier]
             for s in there:
                 assert self.held[s.id] * pool.page_tokens >= s.cached + s.pending
             assert sum(self.held[s.id] for s in there) <= pool.pages
 
     def check_batch(self, batch: Batch) -> None:
-        pool = self.pools[batch.cache_home]
+        (pool,) = self.pools[batch.cache_home]
         assert 1 <= len(batch.pieces) <= self.policy.gpu_batch_size
         assert batch.tokens == sum(p.count for p in batch.pieces) <= self.policy.prefill_tokens
         assert len({p.sequence for p in batch.pieces}) == len(batch.pieces)
@@ -677,12 +680,12 @@ def test_rows_enter_in_order_and_fill_free_places() -> None:
 
 def test_admission_is_not_worst_case_reservation() -> None:
     """Two sequences whose longest lengths together exceed the pool share it, as one leaves before the other grows."""
-    sweeps = Sweeps(Policy(2, 1), {"device": Pool(10, 1)})
+    sweeps = Sweeps(Policy(2, 1), {"device": (Pool(10, 1),)})
     sweeps.add(Sequence(0, 5, 1))
     sweeps.add(Sequence(1, 1, 10))  # longest 10, alone as much as the pool
     sweeps.begin(lambda sequence, pages: None)
     assert set(sweeps.live) == {0, 1}
-    sweeps = Sweeps(Policy(2, 1), {"device": Pool(10, 1)})
+    sweeps = Sweeps(Policy(2, 1), {"device": (Pool(10, 1),)})
     sweeps.add(Sequence(0, 5, 6))
     sweeps.add(Sequence(1, 1, 10))
     sweeps.begin(lambda sequence, pages: None)

@@ -94,8 +94,9 @@ class Delegation:
         far, answer = (self.machine.host.view(part) for part in self._parts(self._far, k))
         q, keys, values = self._vectors(far, k)
         pool, form = cache.on_host(asked.layer)
-        self.kernels.append(keys, values, pool, view.pages, view.offsets, form)
-        out = self.kernels.decode(q, pool, view.tables, view.lengths, *asked.options, form, cache.topk)
+        at = cache.tables(view, asked.layer)
+        self.kernels.append(keys, values, pool, at.pages, at.offsets, form)
+        out = self.kernels.decode(q, pool, at.tables, at.lengths, *asked.options, form, cache.topk)
         answer.copy_(out.view(-1))
 
     def fetch(self, k: int) -> None:
