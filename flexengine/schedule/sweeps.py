@@ -21,8 +21,9 @@ class Sequence:
         cached: tokens whose KV is stored.
         home: tier of that KV.
         pages: page ids of each pool of that tier.
-        prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together share
-            the prompt's pages.
+        copied: of each pool, the shared page whose tokens the page being filled begins with; -1: none.
+        prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together
+            share the prompt's pages.
         source: the sequence that computes this one's prompt in the coming sweep, if another does.
         first: id of the first of the sequences that share the prompt's pages.
     """
@@ -34,6 +35,7 @@ class Sequence:
     generated: int = 0
     home: str = ""
     pages: list[list[int]] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
     prompt: int | None = None
     source: "Sequence | None" = None
     first: int = -1

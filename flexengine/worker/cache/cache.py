@@ -57,7 +57,9 @@ class Cache:
         """Give the sequence the pages that it lacks to hold `tokens` tokens."""
         self.pools.claim(sequence, tokens)
         if self.smooth and sequence.id not in self._place:
-            self._place[sequence.id] = self._places.take(1)[0]
+            source = sequence.source
+            (place,) = self._places.share([self._place[source.id]]) if source else self._places.take(1)
+            self._place[sequence.id] = place
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's pages back."""
@@ -69,8 +71,9 @@ class Cache:
         """The tables of one batch for one sweep."""
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
         groups = (
-            tables_of(batch, pool, [live[p.sequence].pages[g] for p in pieces], self.pools.page_shape(g, tier),
-                      compute, self._values is not None)
+            tables_of(batch, pool, [live[p.sequence].pages[g] for p in pieces],
+                      [live[p.sequence].copied[g] for p in pieces], self.pools.page_shape(g, tier), compute,
+                      self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
         return View(sum(p.count == 1 for p in pieces), tuple(groups), self._means_of(pieces, compute))
@@ -97,6 +100,7 @@ class Cache:
         pool = self.pools.near(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
         form = self.pools.form(layer, home)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
+        copy_pages(pool, tables)
         if n:
             self.kernels.append(k[:n], v[:n], pool, tables.pages[:n], tables.offsets[:n], form)
         if tables.closed is not None:
@@ -189,6 +193,12 @@ class Cache:
         self.pools.close()
         self.movement.close()
         self._regions.free()
+
+
+def copy_pages(pool: Tensor, tables: Tables) -> None:
+    """Copy the pages of a layer that sequences are about to write to and that others hold too."""
+    for source, target in tables.copies:
+        pool[target].copy_(pool[source])
 
 
 def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:

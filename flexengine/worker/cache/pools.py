@@ -9,7 +9,6 @@ from flexengine.codec.cache import CacheForm
 from flexengine.kv.pages import Pages
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
-from flexengine.schedule.pages import Pool
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
@@ -44,21 +43,24 @@ class Pools:
         self._near = [self._tensor(layer, "device") for layer in range(len(self.group))] if "device" in self.ids else []
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
-        """Give the sequence the pages that it lacks to hold `tokens` tokens, all free to be written to from its last
-        cached token on. It shares the pages of the prompt that its source computes, but for a partly filled one."""
+        """Give the sequence the pages that it lacks to hold `tokens` tokens.
+
+        It shares the pages of the prompt that its source computes. A shared page that it is about to write to is
+        replaced by one of its own (copy on write).
+        """
         pools, ids = self.layout.pools[sequence.home], self.ids[sequence.home]
         if not sequence.pages:
-            sequence.pages = [[] for _ in pools]
-            if sequence.source is not None:
-                prompt, pages = sequence.prompt_tokens, sequence.source.pages
-                sequence.pages = [_shared(prompt, *each) for each in zip(pools, ids, pages, strict=True)]
-        for pool, free, held in zip(pools, ids, sequence.pages, strict=True):
+            shared = sequence.source.pages if sequence.source else [[] for _ in pools]
+            sequence.pages = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
+        sequence.copied = [-1] * len(pools)
+        for g, (pool, free, held) in enumerate(zip(pools, ids, sequence.pages, strict=True)):
             if (more := pool.held(tokens) - len(held)) > 0:
                 held += free.take(more)
-            for i in pool.entries(pool.written(sequence.cached, tokens)) if sequence.cached else ():
-                if free.is_shared(held[i]):
-                    free.give([held[i]])
-                    held[i : i + 1] = free.take(1)
+            entry = pool.entry((tokens - 1) // pool.page_tokens)
+            if sequence.cached and free.is_shared(held[entry]):
+                sequence.copied[g] = held[entry] if sequence.cached % pool.page_tokens else -1
+                free.give([held[entry]])
+                held[entry : entry + 1] = free.take(1)
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's pages back."""
@@ -114,16 +116,3 @@ class Pools:
         """Drop all references to the memory."""
         self._near.clear()
         self._homes.clear()
-
-
-def _shared(prompt: int, pool: Pool, free: Pages, pages: list[int]) -> list[int]:
-    """Return the pages of another sequence of the same prompt, held once more; in place of a partly filled page, a page
-    of its own.
-
-    Args:
-        prompt: tokens of the prompt.
-    """
-    if not prompt % pool.page_tokens:
-        return free.share(pages)
-    i = pool.entry(prompt // pool.page_tokens)
-    return [*free.share(pages[:i]), *free.take(1), *free.share(pages[i + 1 :])]

@@ -51,6 +51,8 @@ class Tables:
         keys: pages of which only keys are loaded. Chosen values of the pages in `closed` are loaded later.
         store: pages to store after compute.
         rows: what is stored of decoding sequences at home in RAM, instead of their pages.
+        copies: (from, to) pages to copy within the pool before tokens are appended. Where pages pass through a buffer,
+            they are loaded from one page and stored to the other instead.
     """
 
     tables: Tensor
@@ -64,6 +66,7 @@ class Tables:
     store: Runs
     closed: Closed | None = None
     rows: tuple[Rows, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass
@@ -100,21 +103,29 @@ class _Moved:
         self.tokens: list[tuple[int, int, int]] = []  # page in the pool, page in the buffer, place in the page
         self._at = 0
 
-    def add(self, piece: Piece, ids: list[int]) -> list[int]:
-        """Note what the piece loads and stores. Return the buffer's pages for the sequence's page ids."""
+    def add(self, piece: Piece, ids: list[int], copied: int) -> list[int]:
+        """Note what the piece loads and stores. Return the buffer's pages for the sequence's page ids.
+
+        Args:
+            copied: as `Sequence.copied`, of the pool.
+        """
         pool, size = self.pool, self.pool.page_tokens
         here = list(range(self._at, self._at + pool.held(piece.start + piece.count)))
         self._at += len(here)
 
-        def pairs(numbers: range) -> Pairs:
+        def pairs(numbers: range, ids: list[int] = ids) -> Pairs:
             return [(ids[i], here[i]) for i in pool.entries(numbers)]
 
         read, filling = pool.read(piece.start), piece.start // size
+        sources = ids
+        if copied >= 0:
+            sources = ids.copy()
+            sources[pool.entry(filling)] = copied
         if self.single and piece.count == 1:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
-        self.load += _runs(pairs(read))
-        if piece.decodes and self.rows:
+        self.load += _runs(pairs(read, sources))
+        if piece.decodes and self.rows and copied < 0:
             ((far, near),) = pairs(range(filling, filling + 1))
             self.tokens.append((far, near, piece.start % size))
         else:
@@ -123,13 +134,15 @@ class _Moved:
 
 
 def tables_of(
-    batch: Batch, pool: Pool, owned: list[list[int]], shape: PageShape, device: torch.device, values: bool
-) -> Tables:
+    batch: Batch, pool: Pool, owned: list[list[int]], copied: list[int], shape: PageShape, device: torch.device,
+    values: bool,
+) -> Tables:  # fmt: skip
     """Return the tables of a gpu_batch for one group of layers.
 
     Args:
         pool: of the batch's tier.
         owned: page ids of the sequence of each piece, in packed order.
+        copied: the same of `Sequence.copied`.
         shape: layout of a page.
         device: where attention runs that is not delegated.
         values: whether values are loaded when they are chosen.
@@ -137,8 +150,13 @@ def tables_of(
     pieces = packed(batch)
     decode = sum(p.count == 1 for p in pieces)
     here, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
+    copies: list[tuple[int, int]] = []
     if batch.cache_home != "device" and not batch.delegated:
-        here = [moved.add(piece, ids) for piece, ids in zip(pieces, owned, strict=True)]
+        here = [moved.add(*each) for each in zip(pieces, owned, copied, strict=True)]
+    elif any(page >= 0 for page in copied):
+        filling = [pool.entry(piece.start // pool.page_tokens) for piece in pieces]
+        targets = [ids[i] for ids, i in zip(owned, filling, strict=True)]
+        copies = [(page, to) for page, to in zip(copied, targets, strict=True) if page >= 0]
     ends = [p.start + p.count for p in pieces]
     tables = [pool.table(ids, end) for ids, end in zip(here, ends, strict=True)]
     if moved.keys:
@@ -154,7 +172,7 @@ def tables_of(
         _int32([s % size for span in spans for s in span], on),
         _indices(pieces[decode:], spans[decode:], decode, on),
         _prompts(pieces[decode:], tables[decode:], decode, on), moved.load, moved.keys, moved.store, closed,
-        tuple(rows_of(shape, moved.tokens, device)),
+        tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
 
 
