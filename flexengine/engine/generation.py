@@ -119,7 +119,9 @@ class Generation:
         for number in range(sampling.n):
             stops = Stops(self.tokenizer, sampling, self.eos)
             self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops, request.forced)
-            self.resources.sweeps.add(Sequence(self._next, len(request.prompt_ids), sampling.max_tokens))
+            prompt = request.index if sampling.n > 1 else None
+            length = len(request.prompt_ids)
+            self.resources.sweeps.add(Sequence(self._next, length, sampling.max_tokens, prompt=prompt))
             self._next += 1
 
     def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:

@@ -27,7 +27,8 @@ class Past(NamedTuple):
 
     Attributes:
         pool, form: as above.
-        table: int32, at least ceil(length / page_tokens) entries.
+        table: int32, at least ceil(length / page_tokens) entries, each a page of the pool. Pages that lie before the
+            window of every query are not read.
         length: tokens, at least 1. What the last page holds beyond them is not read.
     """
 
@@ -95,7 +96,8 @@ class Kernels(ABC):
         """Attention of one new token per sequence over that sequence's cache, the whole batch in one call.
 
         q: [n, heads, head_dim], any token and head strides. n may be 0.
-        tables: int32 [n, max_pages]; entries past a sequence's last page are never looked at.
+        tables: int32 [n, max_pages]; entries past a sequence's last page are never looked at, and what pages before
+            its window hold does not count.
         lengths: int32 [n], tokens in the cache including the new one, at least 1.
         scale: factor on q . k, usually head_dim ** -0.5.
         window: a query sees the last `window` tokens only (sliding window), itself included.

@@ -103,14 +103,21 @@ const float* read_row(const Prompt& a, const Part& p, int64_t s, bool value, Blo
                  : a.k + p.b * a.k_prompt + i * a.k_row + p.j * a.k_head;
 }
 
-// The keys at positions s to s + n, transposed into panels; what is missing of KEYS is zero.
+// How many keys from position s on no query of the part sees: their pages may be gone.
+inline int64_t unseen(const Prompt& a, const Part& p, int64_t s) {
+    const int64_t first = a.window > 0 ? p.position + 1 - a.window : 0;
+    return first > s ? first - s : 0;
+}
+
+// The keys at positions s to s + n, transposed into panels; those that are unseen or missing of KEYS are zero.
 void read_keys(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
+    const int64_t low = unseen(a, p, s);
     for (int64_t i = 0; i < KEYS; i += W) {
         float* to = my.k + i / PANEL * PANEL * a.dim + i % PANEL;
         const float* row[W];
         for (int64_t e = 0; e < W; e++) {
             row[e] = my.rows + e * a.dim;
-            if (i + e < n) row[e] = read_row(a, p, s + i + e, false, my, my.rows + e * a.dim);
+            if (i + e >= low && i + e < n) row[e] = read_row(a, p, s + i + e, false, my, my.rows + e * a.dim);
             else memset(my.rows + e * a.dim, 0, size_t(a.dim) * 4);
         }
         for (int64_t d = 0; d < a.dim; d += W) {
@@ -123,10 +130,11 @@ void read_keys(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) 
     }
 }
 
-// The values at positions s to s + n, cut into panels; what is missing of KEYS is zero.
+// The values at positions s to s + n, cut into panels; those that are unseen or missing of KEYS are zero.
 void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
+    const int64_t low = unseen(a, p, s);
     for (int64_t i = 0; i < KEYS; i++) {
-        const float* row = i < n ? read_row(a, p, s + i, true, my, my.rows) : nullptr;
+        const float* row = i >= low && i < n ? read_row(a, p, s + i, true, my, my.rows) : nullptr;
         for (int64_t d = 0; d < my.wide; d += PANEL) {
             float* to = my.v + d * KEYS + i * PANEL;
             const int64_t there = !row ? 0 : a.dim - d < PANEL ? a.dim - d : PANEL;

@@ -28,7 +28,8 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.sizes import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.order import Batch, Piece, pages_for
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
@@ -85,9 +86,10 @@ class Trial:
         cache = Cache(model, layout, self.machine, kernels, self.dtype, lossy)
         try:
             live = {i: Sequence(i, tokens, 1, past, home=home) for i in range(sequences)}
-            for number in range(pages_for(tokens, layout.pools[home].page_tokens)):  # in turn, so that pages scatter
+            size = layout.pools[home][0].page_tokens
+            for number in range(pages_for(tokens, size)):  # in turn, so that pages scatter
                 for sequence in live.values():
-                    cache.claim(sequence, number + 1)
+                    cache.claim(sequence, (number + 1) * size)
             for layer in range(n):
                 fill(cache.on_host(layer)[0] if away else cache.on_device(layer))
             batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", delegated=away)
@@ -111,9 +113,9 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
     """The same where the cache lies on the host, as worker.delegation attends there."""
     pool, form = cache.on_host(number % cache.layers)
     q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
-    native = available.load()
-    native.append(k, v, pool, view.pages, view.offsets, form)
-    return native.decode(q, pool, view.tables, view.lengths, event.scale, event.window, event.softcap, None, form)
+    native, at = available.load(), cache.tables(view, event.layer)
+    native.append(k, v, pool, at.pages, at.offsets, form)
+    return native.decode(q, pool, at.tables, at.lengths, event.scale, event.window, event.softcap, None, form)
 
 
 @torch.no_grad()

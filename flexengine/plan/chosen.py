@@ -4,7 +4,7 @@ Keys, and the values of a page that is being filled, come ahead of computing lik
 layer has chosen, and the device waits for it: row by row from RAM, block by block from disk.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
-from flexengine.plan.profile import Array, Profile
+from flexengine.plan.profile import Array, LayerPages, Profile
 
 GAP = 64 << 10  # bytes between rows that a disk reads together, as tier.disk does
 PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
@@ -26,12 +26,22 @@ class Chosen(NamedTuple):
     full: Array
 
     @staticmethod
-    def of(sweeps: Profile, page_tokens: int, windows: Mapping[int | None, int]) -> "Chosen":
-        """windows: how many layers see so many tokens. A page is being filled unless the one before is just full."""
-        held = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0)
-        filling = np.minimum(held, np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) * (1 - 1 / page_tokens))
-        seen = sum(n * (sweeps.cached if w is None else sweeps.windows[w]) for w, n in windows.items())
-        return Chosen((held + filling) / 2, np.asarray(seen * (held - filling) / np.maximum(sweeps.cached, 1e-9)))
+    def of(sweeps: Profile, pages: Sequence[LayerPages], windows: Mapping[int | None, int]) -> "Chosen":
+        """A page is being filled unless the one before is just full; in the mean it is half full.
+
+        Args:
+            pages: of each group of layers.
+            windows: how many layers see so many tokens.
+        """
+        held, decoding = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0), sweeps.decoding * sweeps.counted
+        sizes = {group.away.window: group.away.page_tokens for group in pages}
+        filling = sum(group.layers * (group.away.page_tokens - 1) for group in pages)
+        full = np.zeros(held.shape)
+        for window, layers in windows.items():
+            seen = (sweeps.cached if window is None else sweeps.windows[window]) * sweeps.counted
+            size = sizes[window if window in sizes else None]
+            full = full + layers * np.maximum(seen - decoding * (size + 1) / 2, 0.0)
+        return Chosen((held + np.minimum(held, decoding * filling)) / 2, full)
 
 
 def wanted(model: ModelFacts, rows: float = 1.0) -> float:

@@ -21,7 +21,8 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.rates import Curve
 from flexengine.schedule import sweeps
 from flexengine.schedule.demand import Demand
-from flexengine.schedule.order import Batch, Cell, Piece, pages_for
+from flexengine.schedule.order import Batch, Cell, Piece
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
@@ -180,14 +181,15 @@ class Clock:
         if task.op in (Op.SEND, Op.FETCH):
             nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
             return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
-        page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
+        pool = self.layout.pool_of(task.home, task.cell.layer)
+        page = pool.page_tokens * model.kv_token
         if task.op is Op.LOAD_CACHE:
-            pages = sum(self._loaded(p, size) for p in batch.pieces)
+            pages = sum(self._loaded(p, pool) for p in batch.pieces)
             return self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
         single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
         whole = [p for p in batch.pieces if not (single and p.decodes)]
-        pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in whole)
-        rows = (len(batch.pieces) - len(whole)) * page / size
+        pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
+        rows = (len(batch.pieces) - len(whole)) * model.kv_token
         return (self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
                 + self.cost.hardware.link_seconds(lane, rows, max(rows, 1.0)))  # fmt: skip
 
@@ -196,21 +198,22 @@ class Clock:
         alone = self.cost.hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
         return page if alone else max(nbytes, page)
 
-    def _loaded(self, piece: Piece, page_tokens: int) -> float:
+    def _loaded(self, piece: Piece, pool: Pool) -> float:
         """Pages that come ahead of computing; of keys alone, half a page each."""
-        pages = pages_for(piece.start, page_tokens)
+        pages = pool.num_read(piece.start)
         if self.cost.model.topk is None or piece.count > 1:
             return pages
-        return (pages + (piece.start % page_tokens > 0)) / 2
+        return (pages + (piece.start % pool.page_tokens > 0)) / 2
 
     def _values(self, batch: Batch, window: int | None) -> float:
         """Seconds that one layer waits for chosen values."""
         model, home = self.cost.model, batch.cache_home
         if model.topk is None or home == "device" or batch.delegated:
             return 0.0
-        size = self.layout.pools[home].page_tokens
-        full = [(p.start // size * size, p.start + 1) for p in batch.pieces if p.decodes]
-        seen = sum(n * min(past, window or past) / past for n, past in full)
+        pools = {pool.window: pool for pool in self.layout.pools[home]}
+        size = pools[window if window in pools else None].page_tokens
+        starts = [p.start for p in batch.pieces if p.decodes]
+        seen = sum(max(0, at // size * size - (max(0, at + 1 - window) if window else 0)) for at in starts)
         lanes, handling = waiting(model, self.cost.hardware, home, seen, seen)
         return float(sum(lanes.values()) + handling)
 

@@ -25,9 +25,8 @@ from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import Linear, Phase
-from flexengine.plan.profile import Array, Pages, Profile, Unit, profile, unit
+from flexengine.plan.profile import Array, Pages, Profile, Unit, layer_pages, profile, unit
 from flexengine.plan.rates import Rates
-from flexengine.plan.sizes import PAGE_TOKENS, page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import form_batches, split_prompt
@@ -96,9 +95,10 @@ class Cost:
         self.rates = Rates.of(model, hardware)
         self.crosstalk = self.rates.crosstalk
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
-        self.away_page = page_tokens(model, "host", workload.longest)
+        self.pages = layer_pages(model, workload.longest)
+        self.away_page = sum(group.layers * group.away.page_tokens for group in self.pages)  # tokens, in the mean
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
-        ends = sum((p + n - 1) * times for (p, n), times in workload.sizes.items())
+        ends = sum(self._kept(p + n - 1) * times for (p, n), times in workload.sizes.items())
         self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of a mean sequence at its end
         streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
         head = model.edges[0]
@@ -111,6 +111,11 @@ class Cost:
 
     # The job's sweeps.
 
+    def _kept(self, tokens: int) -> float:
+        """Return how many of a sequence's tokens stay cached, in the mean of the layers."""
+        pools = ((group.layers, group.device) for group in self.pages)
+        return sum(layers * min(tokens, pool.held(tokens) * pool.page_tokens) for layers, pool in pools)
+
     def sweeps(self, policy: Policy, room: float = np.inf, share: float = 0.0) -> Profile:
         """The job's sweeps. room: page tokens there are; share: of the sequences whose cache lives off the device."""
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
@@ -122,7 +127,7 @@ class Cost:
         return profile(self._units(prefill_tokens, share), max(1, self.workload.count), schedule, shape, room)
 
     def _unit(self, prefill_tokens: int, share: float) -> Unit:
-        return unit(self.workload, prefill_tokens, Pages(PAGE_TOKENS, self.away_page, share), self.windows)
+        return unit(self.workload, prefill_tokens, Pages(self.pages, share), self.windows)
 
     def _prefill(self, gpu_batch_size: int, prefill_tokens: int) -> tuple[float, float, float]:
         """Of prompts alone: tokens of a mean gpu_batch, seconds of all layers per token, gpu_batches per token."""
@@ -131,7 +136,7 @@ class Cost:
         weights = np.array([times for _, times in sizes], dtype=float)
         chosen = rng.choice(len(sizes), min(SAMPLE, self.workload.count), p=weights / weights.sum())
         pieces = [p for i, k in enumerate(chosen) for p in split_prompt(i, 0, sizes[k][0][0], prefill_tokens)]
-        batches = form_batches(pieces, gpu_batch_size, prefill_tokens, PAGE_TOKENS, None)
+        batches = form_batches(pieces, gpu_batch_size, prefill_tokens)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
         return float(tokens.mean()), float(self.rates.stack(tokens).sum() / total), len(batches) / total
@@ -168,7 +173,7 @@ class Cost:
         together = page if hardware.kind == "cuda" else page * policy.gpu_batch_size
         coming = sweeps.loaded
         if model.topk is not None:
-            chosen = Chosen.of(sweeps, self.away_page, rates.windows)
+            chosen = Chosen.of(sweeps, self.pages, rates.windows)
             coming = sweeps.prompt_loaded + chosen.ahead
         loaded, stored = (x * model.kv_token * layers for x in (coming, sweeps.stored))
         hidden = (sweeps.prompt + sweeps.decoding) * model.hidden * model.itemsize * max(0, layers - 1)
@@ -384,8 +389,8 @@ class Cost:
         homes = places(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(TIERS, 0.0)
-        for tier, pool in layout.pools.items():
-            tokens = pool.pages * pool.page_tokens
+        for tier in layout.pools:
+            tokens = layout.room(tier)
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, live - sum(counts.values())))
             room += tokens
         whole = sum(counts.values()) or 1.0

@@ -3,6 +3,7 @@
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 ENCODED_ROWS = 16  # of a matrix that lie together when it is encoded
 
@@ -32,6 +33,18 @@ class TensorFact:
     @cached_property
     def held_bytes(self) -> int:
         return self.encoded or self.elements * self.held
+
+
+class CacheGroup(NamedTuple):
+    """Layers whose queries see equally many tokens; their KV pages are counted together.
+
+    Attributes:
+        window: tokens that a query sees, None for all.
+        layers: numbers of the layers.
+    """
+
+    window: int | None
+    layers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -113,6 +126,17 @@ class ModelFacts:
     def group_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Elements of each weight of `groups`."""
         return tuple(tuple(t.elements for t in group) for group in self.groups)
+
+    def cache_groups(self, longest: int) -> tuple[CacheGroup, ...]:
+        """Return the layers grouped by window, in the order of their first layers.
+
+        Args:
+            longest: tokens of the longest sequence; a window of as many counts as none.
+        """
+        groups: dict[int | None, list[int]] = {}
+        for j, window in enumerate(self.windows or (None,) * len(self.layers)):
+            groups.setdefault(None if window is not None and window >= longest else window, []).append(j)
+        return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
 
     @property
     def edges(self) -> list[TensorFact]:

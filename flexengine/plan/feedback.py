@@ -10,7 +10,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
 from flexengine.plan.profile import Array, Profile
 from flexengine.policy import TIERS
-from flexengine.schedule.order import Batch, pages_for
+from flexengine.schedule.order import Batch
 from flexengine.schedule.program import LOADING
 
 TOLERATED = 0.25  # relative error that is let pass
@@ -27,10 +27,10 @@ class _Sweep:
     decoding: int = 0
     prompt: int = 0
     cached: int = 0
-    loaded: int = 0
-    stored: int = 0
-    prompt_loaded: int = 0
-    prompt_stored: int = 0
+    loaded: float = 0.0
+    stored: float = 0.0
+    prompt_loaded: float = 0.0
+    prompt_stored: float = 0.0
     homes: tuple[int, ...] = (0, 0, 0)  # sequences by tier of their cache
     hidden: tuple[int, ...] = (0, 0, 0)  # tokens by tier of their hidden states
     windows: Mapping[int, int] = field(default_factory=dict)
@@ -68,9 +68,9 @@ class Watch:
 
     def _summed(self, batches: Sequence[Batch]) -> _Sweep:
         """One pass over the pieces; a prompt counts when its last piece is computed."""
-        windows, away = self.cost.windows, self.cost.away_page
+        windows, groups = self.cost.windows, [(g.layers * g.away.page_tokens, g.away) for g in self.cost.pages]
         entering = decoding = prompt = cached = 0
-        moved = [[0, 0], [0, 0]]  # tokens loaded and stored, for generated tokens and for prompts
+        moved = [[0.0, 0.0], [0.0, 0.0]]  # tokens loaded and stored, for generated tokens and for prompts
         homes, hidden = [0, 0, 0], [0, 0, 0]
         seen = dict.fromkeys(windows, 0)
         pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
@@ -91,8 +91,9 @@ class Watch:
                         late[window] += found if piece.start else 0
                 if batch.cache_home != "device":
                     tokens = moved[not piece.decodes]
-                    tokens[0] += pages_for(piece.start, away) * away
-                    tokens[1] += pages_for(end, away) * away - piece.start // away * away
+                    for page, pool in groups:
+                        tokens[0] += page * pool.num_read(piece.start)
+                        tokens[1] += page * pool.num_written(piece.start, end)
         (decode_loaded, decode_stored), (loaded, stored) = moved
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.plan import experts, gpu
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.facts import ENCODED_ROWS, ModelFacts, TensorFact
+from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
+from flexengine.plan.pools import empty_pools, shared_out
 from flexengine.plan.sizes import (
     ALIGN,
     TENSOR_ALIGN,
@@ -19,7 +20,6 @@ from flexengine.plan.sizes import (
     hidden_tokens,
     kernel_buffers,
     open_passes,
-    page_tokens,
     paused,
     slot_bytes,
     suspended,
@@ -28,9 +28,8 @@ from flexengine.plan.sizes import (
 )
 from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import pages_for
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import place_groups, places
-from flexengine.schedule.sweeps import Pool
 
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
 MEAN_KEYS = "mean keys"
@@ -53,7 +52,8 @@ class Layout:
     homes: tier of every tensor by name; stored: sum of their `stored_bytes` by tier; head_rows: vocabulary
     rows per head chunk.
     slot, stage: bytes of one weight slot and of its host staging.
-    pools: KV pages per tier; page_bytes: of one layer's page, per tier; cache_buffer: device bytes of one buffer.
+    groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
+    and group; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
     embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
@@ -67,8 +67,9 @@ class Layout:
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
-    pools: dict[str, Pool] = field(default_factory=dict)
-    page_bytes: dict[str, int] = field(default_factory=dict)
+    groups: tuple[CacheGroup, ...] = ()
+    pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
+    page_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     cache_buffer: int = 0
     values: int = 0
     embedded: int = 0
@@ -84,6 +85,16 @@ class Layout:
 
     def total(self, tier: str) -> int:
         return sum(self.account[tier].values())
+
+    def pool_of(self, tier: str, layer: int) -> Pool:
+        """Return the pool of a tier in which a layer has its pages."""
+        return next(p for p, group in zip(self.pools[tier], self.groups, strict=True) if layer in group.layers)
+
+    def room(self, tier: str) -> float:
+        """Return the tokens of all pages of a tier, in the mean of the layers."""
+        layers = sum(len(group.layers) for group in self.groups)
+        pools = zip(self.groups, self.pools[tier], strict=True)
+        return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
 
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
         """(first, last + 1) rows of each head chunk."""
@@ -217,15 +228,13 @@ def read_buffers(model: ModelFacts, layout: Layout) -> int:
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy, layers = layout.policy, len(model.layers)
-    homes = places(policy.block_size, policy.cache)
-    longest = workload.longest
-    for tier in homes:
-        tokens = page_tokens(model, tier, longest)
-        layout.page_bytes[tier] = tokens * model.kv_token
-        if tier != "device":
-            batch = workload.pages(min(policy.gpu_batch_size, homes[tier]), tokens)
-            layout.pools[tier] = Pool(0, tokens, batch)
-            layout.cache_buffer = max(layout.cache_buffer, batch * layout.page_bytes[tier])
+    homes, longest = places(policy.block_size, policy.cache), workload.longest
+    layout.groups = groups = model.cache_groups(longest)
+    for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
+        layout.pools[tier] = empty_pools(model, groups, tier, workload, min(policy.gpu_batch_size, count))
+        layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in layout.pools[tier])
+        buffers = zip(layout.pools[tier], layout.page_bytes[tier], strict=True)
+        layout.cache_buffer = max(layout.cache_buffer, *((pool.batch_pages or 0) * page for pool, page in buffers))
     layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
     if model.topk is not None:
         layout.values = aligned(min(CHOSEN, layout.cache_buffer // 2))
@@ -238,24 +247,30 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
     for tier in TIERS:
         _check(layout, tier, capacity, "weights, buffers and workspace")
-    for tier, count in homes.items():
-        page = layout.page_bytes[tier] * layers
-        tokens = page // (model.kv_token * layers)
-        needed = workload.pages(count, tokens)
-        room = _left(layout, tier, capacity)
-        pages = needed if room is None else min(needed, max(0, (room - ALIGN) // page))
-        if pages < pages_for(longest, tokens):
-            pages = 0 if len(homes) > 1 else pages_for(longest, tokens)
-        old = layout.pools.get(tier)
-        layout.pools[tier] = Pool(pages, tokens, old.batch_pages if old else None)
-        layout.book(tier, "KV cache", aligned(pages * page))
-        _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
-    if not any(p.pages for p in layout.pools.values()):
+    needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
+    if not any(pool.pages for pools in layout.pools.values() for pool in pools):
         tier = next(iter(homes))
-        page = layout.page_bytes[tier] * layers
-        needed = page * pages_for(longest, layout.pools[tier].page_tokens)
-        raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed,
+        raise OutOfMemory(tier, f"{ONE_SEQUENCE} of {longest:,} tokens", needed[tier],
                           _used(layout, tier, capacity), _limit(tier, capacity) or 0, _remedy(tier))  # fmt: skip
+
+
+def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:
+    """Give the pools of a tier their pages, and return the bytes that the longest sequence takes of them.
+
+    Args:
+        count: most sequences whose cache is there.
+    """
+    pools, longest, room = layout.pools[tier], workload.longest, _left(layout, tier, capacity)
+    sizes = [page * len(g.layers) for page, g in zip(layout.page_bytes[tier], layout.groups, strict=True)]
+    least = [pool.held(longest) for pool in pools]
+    needed = [workload.pages(count, pool) for pool in pools]
+    pages = shared_out(needed, least, sizes, None if room is None else room - ALIGN)
+    if not all(pages) and len(layout.pools) == 1:
+        pages = least
+    layout.pools[tier] = tuple(replace(pool, pages=n) for pool, n in zip(pools, pages, strict=True))
+    layout.book(tier, "KV cache", aligned(sum(n * size for n, size in zip(pages, sizes, strict=True))))
+    _check(layout, tier, capacity, f"{ONE_SEQUENCE} of {longest:,} tokens")
+    return sum(n * size for n, size in zip(least, sizes, strict=True))
 
 
 def _used(layout: Layout, tier: str, capacity: Capacity) -> int:

@@ -7,14 +7,18 @@ rule with numbers that need not be whole. That takes milliseconds for any number
 are alike.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.sizes import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import entrants
+from flexengine.schedule.pages import Pool
 
 Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
@@ -32,10 +36,10 @@ class Unit:
 
     stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
     the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
-    stored: that are written after, if its cache lives off the device. windows: `cached` as layers of each window see
-    it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by window (None: all); late: those of
-    `pairs` that pieces after a prompt's first compute; prompt_loaded, prompt_stored: what of `loaded` and `stored` its
-    prompt causes.
+    stored: that are written after, if its cache lives off the device; these three in the mean of the layers. windows:
+    `cached` as layers of each window see it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by
+    window (None: all); late: those of `pairs` that pieces after a prompt's first compute; prompt_loaded, prompt_stored:
+    what of `loaded` and `stored` its prompt causes.
     alike: whether all sequences hold as many pages at their end. together: whether all live as long.
     """
 
@@ -55,13 +59,37 @@ class Unit:
     together: bool = False
 
 
+class LayerPages(NamedTuple):
+    """Pages of the layers that see equally many tokens.
+
+    Attributes:
+        layers: share of all layers.
+        device, away: pools on the device and off it; only their page sizes and windows count.
+    """
+
+    layers: float
+    device: Pool
+    away: Pool
+
+
 @dataclass(frozen=True)
 class Pages:
-    """Tokens of a page on the device and off it, and the share of the sequences that live off it."""
+    """Pages by group of layers, and the share of the sequences whose cache is off the device."""
 
-    device: int
-    away: int
+    groups: tuple[LayerPages, ...]
     share: float
+
+
+def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
+    """Return the pages of a model's layers. longest: tokens of the longest sequence."""
+    return tuple(
+        LayerPages(
+            len(group.layers) / len(model.layers),
+            *(Pool(0, page_tokens(model, tier, longest, group.window), None, group.window)
+              for tier in ("device", "host")),
+        )
+        for group in model.cache_groups(longest)
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +136,7 @@ def classes(workload: Workload) -> tuple[Array, Array, Array]:
     return prompts, outputs, counts / counts.sum()
 
 
-def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozenset[int] = frozenset()) -> Unit:
+def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozenset[int] = frozenset()) -> Unit:
     """The mean sequence of a workload. windows: those that some layers have."""
     p, n, share = classes(workload)
     stride = max(1, -(-int(n.max()) // AGES))
@@ -117,15 +145,20 @@ def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozens
     step = np.minimum(stride, np.maximum(n - age, 0)) / stride * share  # the last step of a life may be shorter
     attended = np.where(age > 0, p + age, 0.0)
 
-    def held(tokens: Array, size: int) -> Array:
-        return np.ceil(np.maximum(tokens, 0) / size) * size
+    def mean(pages: Callable[[Pool], Array], device: bool = False) -> Array:
+        """Tokens of pages, in the mean of the layers."""
+        pools = ((group.layers, group.device if device else group.away) for group in paging.groups)
+        return np.asarray(sum(layers * pool.page_tokens * pages(pool) for layers, pool in pools))
 
-    at_peak = np.minimum(p + age + stride - 1, p + n - 1)
-    kept = (1 - pages.share) * held(at_peak, pages.device) + pages.share * held(at_peak, pages.away)
-    at_end = held(p + n - 1, pages.device) * (1 - pages.share) + held(p + n - 1, pages.away) * pages.share
-    chunks = np.ceil(p / prefill_tokens)
-    loaded = np.where(age > 0, held(p + age - 1, pages.away), prefill_tokens * chunks * (chunks - 1) / 2 / stride)
-    stored = np.where(age > 0, float(pages.away), held(p, pages.away) / stride)
+    def kept_by(tokens: Array) -> Array:
+        here, away = (mean(lambda pool: pool.held(tokens), device) for device in (True, False))
+        return (1 - paging.share) * here + paging.share * away
+
+    kept, at_end = kept_by(np.minimum(p + age + stride - 1, p + n - 1)), kept_by(p + n - 1)
+    prompt_loaded = mean(lambda pool: moved(pool, p, prefill_tokens)[0])
+    prompt_stored = mean(lambda pool: moved(pool, p, prefill_tokens)[1])
+    loaded = np.where(age > 0, mean(lambda pool: pool.num_read(p + age - 1)), prompt_loaded / stride)
+    stored = np.where(age > 0, mean(lambda pool: np.ones_like(p)), prompt_stored / stride)
     seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
     seeing = (None, *windows)
     pairs = {w: float((_pairs(p, w) * share).sum()) for w in seeing}
@@ -134,9 +167,23 @@ def unit(workload: Workload, prefill_tokens: int, pages: Pages, windows: frozens
     return Unit(
         stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
         (stored * step).sum(1), seen, float((p * share).sum()), pairs, late,
-        float((prefill_tokens * chunks * (chunks - 1) / 2 * share).sum()), float((held(p, pages.away) * share).sum()),
+        float((prompt_loaded * share).sum()), float((prompt_stored * share).sum()),
         len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
     )  # fmt: skip
+
+
+def moved(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
+    """Return the pages of one layer that computing prompts in pieces reads, and those that it writes.
+
+    Args:
+        prompts: tokens of each prompt.
+        prefill_tokens: most tokens of a piece.
+    """
+    before = np.ceil(prompts / prefill_tokens) - 1  # whole pieces before the last
+    starts = np.arange(0, before.max() + 1) * prefill_tokens
+    read, written = pool.num_read(starts), pool.num_written(starts, starts + prefill_tokens)
+    last, index = pool.num_written(before * prefill_tokens, prompts), before.astype(int)
+    return np.cumsum(read)[index], (np.cumsum(written) - written)[index] + last
 
 
 def _pairs(tokens: Array, window: int | None) -> Array:

@@ -120,7 +120,7 @@ def _resident(tried: Tried) -> bool:
 
 def _holds_all(tried: Tried, layout: Layout) -> bool:
     """Whether the pools are as large as a block ever needs."""
-    room = sum(pool.pages * pool.page_tokens for pool in layout.pools.values())
+    room = sum(layout.room(tier) for tier in layout.pools)
     return bool(room >= 0.98 * tried.cost.sweeps(layout.policy).peak)
 
 

@@ -115,11 +115,18 @@ def suspended(model: ModelFacts, policy: Policy) -> int:
     return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
 
 
-def page_tokens(model: ModelFacts, tier: str, longest: int) -> int:
-    """Tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, and whole ALIGN blocks."""
+def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None = None) -> int:
+    """Return the tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, or of the longest
+    sequence, and whole ALIGN blocks. A window has at least two pages: it is rounded up to whole pages, and its oldest
+    page is seen in part.
+
+    Args:
+        longest: tokens of the longest sequence.
+        window: tokens that the layers' queries see, None for all.
+    """
     if tier == "device":
         return PAGE_TOKENS
-    wanted = min(-(-EXTENT // model.kv_token), longest)
+    wanted = min(-(-EXTENT // model.kv_token), longest if window is None else min(longest, -(-window // 2)))
     tokens = aligned(wanted, PAGE_TOKENS)
     while tokens * model.kv_token % ALIGN:
         tokens += PAGE_TOKENS

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from flexengine.schedule.order import pages_for
+from flexengine.schedule.pages import Pool
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Workload:
         """Peak cached tokens of the longest sequence; the last token generated is never cached."""
         return max((n for n, _ in self._ends), default=1)
 
-    def pages(self, count: int, page_tokens: int) -> int:
-        """Pages that the `count` longest sequences take at their peak."""
-        return sum(times * pages_for(n, page_tokens) for n, times in _first(self._ends, count))
+    def pages(self, count: int, pool: Pool) -> int:
+        """Return the pages of a pool that the `count` longest sequences take at their peak."""
+        return sum(times * pool.held(n) for n, times in _first(self._ends, count))
 
     def prompt_tokens(self, count: int) -> int:
         """Tokens of the `count` longest prompts together."""

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flexengine.schedule.pages import Pool
+
 
 class Cell(NamedTuple):
     """One layer of one gpu_batch in one sweep: the unit of compute. `layer` counts layers, then head chunks."""
@@ -68,10 +70,17 @@ class Batch(NamedTuple):
 
 
 class Growing(NamedTuple):
-    """A sequence as the forecast sees it: tokens cached after the coming sweep, and sweeps until it leaves."""
+    """A sequence as the forecast sees it.
+
+    Attributes:
+        tokens: cached after the coming sweep.
+        sweeps: until it leaves.
+        shared: tokens of its prompt if another sequence that leaves no earlier counts the pages that they share.
+    """
 
     tokens: int
     sweeps: int
+    shared: int = 0
 
 
 def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
@@ -96,13 +105,9 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
     return block - live
 
 
-def pages_for(tokens: int, page_tokens: int) -> int:
-    """Pages that hold `tokens` tokens of one sequence."""
-    return -(-tokens // page_tokens)
-
-
-def peak_pages(sequences: Sequence[Growing], page_tokens: int) -> int:
-    """Most pages ever held if nobody else enters: each sequence grows one token per sweep and then leaves.
+def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
+    """Return the most pages ever held if no other sequence enters: each sequence grows one token per sweep and then
+    leaves. Pages that sequences share are counted once.
 
     The number of pages only falls when a sequence leaves, so the peak lies at one of the last sweeps of a sequence.
     """
@@ -111,7 +116,7 @@ def peak_pages(sequences: Sequence[Growing], page_tokens: int) -> int:
     tokens = np.array([s.tokens for s in sequences])
     sweeps = np.array([s.sweeps for s in sequences])
     at = np.unique(sweeps)[:, None]
-    held = -(-(tokens + at - 1) // page_tokens)
+    held = pool.held(tokens + at - 1) - np.array([pool.num_shared(s.shared) for s in sequences])
     return int(np.where(sweeps >= at, held, 0).sum(axis=1).max())
 
 
@@ -122,24 +127,25 @@ def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Pie
 
 
 def form_batches(
-    pieces: Iterable[Piece], gpu_batch_size: int, token_budget: int, page_tokens: int, page_budget: int | None
+    pieces: Iterable[Piece], gpu_batch_size: int, token_budget: int, pools: Sequence[Pool] = ()
 ) -> list[tuple[Piece, ...]]:
-    """Cuts pieces, in order, into gpu_batches of bounded sequences, tokens and (where given) cache pages.
+    """Cut pieces, in order, into gpu_batches of bounded sequences, tokens and, where a pool limits them, cache pages.
 
     Pieces of one sequence land in different batches, in order, so that a later one finds the cache of the earlier.
     """
+    limited = [(pool, pool.batch_pages) for pool in pools if pool.batch_pages is not None]
     batches: list[tuple[Piece, ...]] = []
     current: list[Piece] = []
-    tokens = pages = 0
+    tokens, pages = 0, [0] * len(limited)
     for piece in pieces:
-        needs = pages_for(piece.start + piece.count, page_tokens)
+        needs = [pool.held(piece.start + piece.count) for pool, _ in limited]
         full = len(current) == gpu_batch_size or tokens + piece.count > token_budget
-        full = full or (page_budget is not None and pages + needs > page_budget)
+        full = full or any(n + more > most for n, more, (_, most) in zip(pages, needs, limited, strict=True))
         if current and (full or current[-1].sequence == piece.sequence):
             batches.append(tuple(current))
-            current, tokens, pages = [], 0, 0
+            current, tokens, pages = [], 0, [0] * len(limited)
         current.append(piece)
-        tokens, pages = tokens + piece.count, pages + needs
+        tokens, pages = tokens + piece.count, [n + more for n, more in zip(pages, needs, strict=True)]
     if current:
         batches.append(tuple(current))
     return batches

@@ -4,17 +4,29 @@ The engine tells it what was sampled; `simulate` lets every sequence run to its 
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from flexengine.policy import TIERS, Policy
-from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, pages_for, peak_pages, split_prompt
+from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, peak_pages, split_prompt
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import place
 
 
 @dataclass
 class Sequence:
-    """One prompt and what it generates, in numbers. `cached`: tokens whose KV is stored; `home`: tier of that KV."""
+    """One prompt and what it generates, in numbers.
+
+    Attributes:
+        cached: tokens whose KV is stored.
+        home: tier of that KV.
+        pages: page ids of each pool of that tier.
+        copied: of each pool, the shared page whose tokens the page being filled begins with; -1: none.
+        prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together
+            share the prompt's pages.
+        source: the sequence that computes this one's prompt in the coming sweep, if another does.
+        first: id of the first of the sequences that share the prompt's pages.
+    """
 
     id: int
     prompt_tokens: int
@@ -22,16 +34,21 @@ class Sequence:
     cached: int = 0
     generated: int = 0
     home: str = ""
-    pages: list[int] = field(default_factory=list)
+    pages: list[list[int]] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+    prompt: int | None = None
+    source: "Sequence | None" = None
+    first: int = -1
 
     @property
     def pending(self) -> int:
         """Tokens the coming sweep computes: the prompt, or the last sampled token."""
         return 1 if self.generated else self.prompt_tokens
 
-    @property
-    def growing(self) -> Growing:
-        return Growing(self.cached + self.pending, self.max_tokens - self.generated)
+    def growing(self, follows: bool) -> Growing:
+        """Return how it will grow. follows: whether another sequence counts the pages that they share."""
+        shared = self.prompt_tokens if follows else 0
+        return Growing(self.cached + self.pending, self.max_tokens - self.generated, shared)
 
     @property
     def peak_tokens(self) -> int:
@@ -39,19 +56,14 @@ class Sequence:
         return self.prompt_tokens + self.max_tokens - 1
 
 
-@dataclass(frozen=True)
-class Pool:
-    """Page pool of one tier as admission sees it: pages per layer, tokens per page, most pages of one gpu_batch."""
-
-    pages: int
-    page_tokens: int
-    batch_pages: int | None = None
-
-
 class Sweeps:
-    """The sequences waiting and alive, and the batches of each sweep."""
+    """The sequences waiting and alive, and the batches of each sweep.
 
-    def __init__(self, policy: Policy, pools: dict[str, Pool]) -> None:
+    Attributes:
+        pools: by tier, a pool for each group of layers that see equally many tokens.
+    """
+
+    def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]]) -> None:
         self.policy, self.pools = policy, pools
         homes = place([1] * policy.block_size, policy.cache)
         self.places = {tier: homes.count(tier) for tier in TIERS}
@@ -67,49 +79,81 @@ class Sweeps:
         self.waiting.append(sequence)
 
     def begin(self, claim: Callable[[Sequence, int], None]) -> list[Batch]:
-        """Admits who may enter, then forms the sweep's batches; `claim(sequence, pages)` gives it its pages."""
+        """Admit waiting sequences, then form the sweep's batches.
+
+        Args:
+            claim: called with every live sequence and its cached tokens after the sweep; takes the pages for them.
+        """
         self.sweep += 1
         policy = self.policy
         room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
-        there = {tier: [s.growing for s in self.live.values() if s.home == tier] for tier in self.pools}
-        while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], there)):
+        there = {tier: self._growing(tier) for tier in self.pools}
+        sources: dict[tuple[int | None, str], Sequence] = {}  # by prompt and tier: who computes it
+        while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], there, sources)):
             sequence = self.waiting.popleft()
-            sequence.home = home
+            sequence.home, sequence.source = home, sources.get((sequence.prompt, home))
+            sequence.first = sequence.source.id if sequence.source else sequence.id
+            if sequence.prompt is not None:
+                sources.setdefault((sequence.prompt, home), sequence)
             self.live[sequence.id] = sequence
-            there[home].append(sequence.growing)
+            there[home].append(sequence.growing(sequence.source is not None))
             room -= 1
         for sequence in self.live.values():
-            claim(sequence, pages_for(sequence.cached + sequence.pending, self.pools[sequence.home].page_tokens))
+            claim(sequence, sequence.cached + sequence.pending)
         return self._batches()
 
-    def _home_for(self, sequence: Sequence, there: dict[str, list[Growing]]) -> str | None:
-        """The tier that can take it in, if any. there: who lives in each."""
-        for tier, pool in self.pools.items():
+    def _growing(self, tier: str) -> list[Growing]:
+        """Return how the live sequences of a tier will grow. Sequences that share pages have as many sweeps left: the
+        first of those that are alive counts the pages."""
+        firsts, found = set[int](), list[Growing]()
+        for sequence in self.live.values():
+            if sequence.home == tier:
+                found.append(sequence.growing(sequence.first in firsts))
+                firsts.add(sequence.first)
+        return found
+
+    def _home_for(
+        self, sequence: Sequence, there: dict[str, list[Growing]], sources: Mapping[tuple[int | None, str], Sequence]
+    ) -> str | None:
+        """Return the first tier with a free place and enough pages at the forecast peak, or None.
+
+        Args:
+            there: by tier, the sequences that live there.
+            sources: by prompt and tier, the sequences that compute a prompt in the coming sweep.
+        """
+        for tier, pools in self.pools.items():
             if len(there[tier]) >= self.places[tier]:
                 continue
-            if pool.batch_pages and pages_for(sequence.peak_tokens, pool.page_tokens) > pool.batch_pages:
+            if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue
-            if peak_pages([*there[tier], sequence.growing], pool.page_tokens) <= pool.pages:
+            growing = sequence.growing((sequence.prompt, tier) in sources)
+            if all(peak_pages([*there[tier], growing], pool) <= pool.pages for pool in pools):
                 return tier
         return None
 
+    @property
+    def joining(self) -> list[Sequence]:
+        """The sequences whose prompt another computes in the sweep in progress."""
+        return [s for s in self.live.values() if s.source is not None]
+
     def _batches(self) -> list[Batch]:
         policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, bool]]()
-        for tier, pool in self.pools.items():
-            there = sorted((s for s in self.live.values() if s.home == tier), key=lambda s: (s.pending > 1, s.cached))
+        for tier, pools in self.pools.items():
+            computed = (s for s in self.live.values() if s.home == tier and s.source is None)
+            there = sorted(computed, key=lambda s: (s.pending > 1, s.cached))
             delegated = [s for s in there if s.generated] if policy.delegate and tier == "host" else []
             # Pages of delegated sequences pass through no buffer, which is what bounds those of a gpu_batch.
-            formed += [(batch, tier, True) for batch in self._formed(delegated, replace(pool, batch_pages=None))]
+            formed += [(batch, tier, True) for batch in self._formed(delegated, ())]
             rest = [s for s in there if not s.generated] if delegated else there
-            formed += [(batch, tier, False) for batch in self._formed(rest, pool)]
+            formed += [(batch, tier, False) for batch in self._formed(rest, pools)]
         hidden = place([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
         return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
 
-    def _formed(self, sequences: list[Sequence], pool: Pool) -> list[tuple[Piece, ...]]:
+    def _formed(self, sequences: list[Sequence], pools: tuple[Pool, ...]) -> list[tuple[Piece, ...]]:
         policy, pieces = self.policy, list[Piece]()
         for s in sequences:
             pieces += split_prompt(s.id, s.cached, s.pending, policy.prefill_tokens)
-        return form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pool.page_tokens, pool.batch_pages)
+        return form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pools)
 
     def advance(self, batches: list[Batch], ended: set[int]) -> list[Sequence]:
         """Books one computed sweep; returns who left: sequences in `ended` and those at their limit."""
@@ -117,6 +161,10 @@ class Sweeps:
             sequence = self.live[piece.sequence]
             sequence.cached += piece.count
             sequence.generated += piece.final
+        for sequence in self.joining:
+            assert sequence.source is not None
+            sequence.cached, sequence.generated = sequence.source.cached, sequence.source.generated
+            sequence.source = None
         gone = [s for s in self.live.values() if s.id in ended or s.generated >= s.max_tokens]
         for sequence in gone:
             del self.live[sequence.id]

@@ -16,7 +16,7 @@ from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Home
 from flexengine.tier.machine import Machine
-from flexengine.worker.cache import Cache, View
+from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.regions import Regions
 
 
@@ -94,8 +94,10 @@ class Delegation:
         far, answer = (self.machine.host.view(part) for part in self._parts(self._far, k))
         q, keys, values = self._vectors(far, k)
         pool, form = cache.on_host(asked.layer)
-        self.kernels.append(keys, values, pool, view.pages, view.offsets, form)
-        out = self.kernels.decode(q, pool, view.tables, view.lengths, *asked.options, form, cache.topk)
+        at = cache.tables(view, asked.layer)
+        copy_pages(pool, at)
+        self.kernels.append(keys, values, pool, at.pages, at.offsets, form)
+        out = self.kernels.decode(q, pool, at.tables, at.lengths, *asked.options, form, cache.topk)
         answer.copy_(out.view(-1))
 
     def fetch(self, k: int) -> None:

@@ -1,5 +1,6 @@
 """Does what tasks say: the one place where models, tiers and kernels meet."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,6 +81,7 @@ class Worker:
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
+        self._joining: Mapping[int, list[int]] = {}  # sequences whose prompt another computes, by its id
         # Torch and the reader of files allocate for themselves; the ledgers keep room for that.
         self._regions = Regions(weights.machine)
         for tier, account in cache.layout.account.items():
@@ -91,6 +93,10 @@ class Worker:
     def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
         """Prepares the forward passes of one sweep."""
         self._texts, self.sampled = texts, {}
+        self._joining = joining = defaultdict[int, list[int]](list)
+        for sequence in live.values():
+            if sequence.source is not None:
+                joining[sequence.source.id].append(sequence.id)
         self.hidden.begin(batches)
         self.embedding.begin()
         if self.delegation is not None:
@@ -247,9 +253,17 @@ class Worker:
         final = [p.sequence for p in packed(run.batch) if p.final]
         if not final:
             return
-        texts = [self._texts[s] for s in final]
+        values = logits[0].float()
+        self._draw(values, final)
+        for i, others in enumerate(self._joining.get(s, []) for s in final):
+            if others:
+                self._draw(values[i : i + 1].expand(len(others), -1), others)
+
+    def _draw(self, logits: Tensor, sequences: list[int]) -> None:
+        """Sample the next token of sequences. logits: [sequences, vocabulary]."""
+        texts = [self._texts[s] for s in sequences]
         draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated, t.forced) for t in texts]
-        self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
+        self.sampled.update(zip(sequences, sample(logits, draws), strict=True))
 
     def drop(self) -> None:
         """Ends the forward passes under way. In the thread that computes: elsewhere they could not be unwound, and

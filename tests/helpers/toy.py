@@ -16,8 +16,9 @@ from flexengine.schedule.order import (
     Batch,
     Piece,
 )
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps
 
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate)
 Homes = list[tuple[str, ...]]  # per unit, where its off-device weights come from
@@ -221,7 +222,7 @@ class Shuffled:
 
 
 def sweeps_of(policy: Policy, rows: Rows, pages: int = 10**6) -> Sweeps:
-    sweeps = Sweeps(policy, {t: Pool(pages, 4) for t, share in zip(TIERS, policy.cache, strict=True) if share})
+    sweeps = Sweeps(policy, {t: (Pool(pages, 4),) for t, share in zip(TIERS, policy.cache, strict=True) if share})
     for s, (prompt, new) in enumerate(rows):
         sweeps.add(Sequence(s, prompt, new))
     return sweeps

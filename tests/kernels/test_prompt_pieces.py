@@ -95,6 +95,24 @@ class TestPieces:
     def test_borders(self, kernel: Kernels, past: int, count: int, page_tokens: int) -> None:
         agree(kernel, torch.float32, (3, 3, 20), past, count, page_tokens=page_tokens)
 
+    @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, 8, 2], ids=str)
+    @pytest.mark.parametrize(("past", "count", "window"), [(150, 20, 40), (300, 9, 3), (200, 130, 90), (65, 1, 2)])
+    def test_pages_before_the_window_are_never_looked_at(
+        self, kernel: Kernels, kind: Any, past: int, count: int, window: int
+    ) -> None:
+        """They hold NaN, and lie on one page."""
+        whole, old_k, old_v = cached(kind, past, 2, 32)
+        gone = max(0, past + 1 - window) // 16
+        pool, table = whole.pool.clone(), whole.table.clone()
+        spare = next(page for page in range(len(pool)) if page not in table)
+        pool[spare] = math.nan if pool.is_floating_point() else 255
+        table[:gone] = spare
+        q, (k, v) = torch.randn(count, 4, 32), torch.randn(2, count, 2, 32)
+        given = whole._replace(pool=pool, table=table)
+        found = kernel.attend_prompt(q[None], k[None], v[None], 0.2, window=window, past=given)
+        expected = dense(q, torch.cat([old_k, k]), torch.cat([old_v, v]), 0.2, window)
+        torch.testing.assert_close(found[0].double(), expected, atol=4e-6, rtol=4e-6)
+
     def test_in_small_blocks(self, kernel: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("flexengine.kernels.reference.SCORES", 4 * 40 * 7)
         monkeypatch.setattr("flexengine.kernels.reference.CACHED", 2 * 2 * 32 * 40)

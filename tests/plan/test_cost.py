@@ -15,9 +15,10 @@ from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.rates import Rates
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import STAGED, Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.plan.test_layout import model_of
 
 DEVICE: Split = (1, 0, 0)
@@ -154,7 +155,9 @@ def test_latency_is_how_long_rows_live() -> None:
         assert cost.predict(layout).latency == pytest.approx(np.mean(lives), rel=0.1)
 
 
-def lifetimes(policy: Policy, pools: dict[str, Pool], rows: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def lifetimes(
+    policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
     """First and last sweep of every row."""
     walk, first, lives = Sweeps(policy, pools), dict[int, int](), []
     for i, (prompt, most) in enumerate(rows):

@@ -227,12 +227,12 @@ def test_limited_memory_is_never_overbooked_and_well_used(shared: bool) -> None:
         assert within(layout, capacity)
         needed = lay_out(model, policy, work, replace(FREE, staged=not shared)).pools
         longest = max(p + n - 1 for p, n in lengths_of(work))
-        assert any(pool.pages for pool in layout.pools.values())
-        for tier, pool in layout.pools.items():
+        assert any(pool.pages for (pool,) in layout.pools.values())
+        for tier, (pool,) in layout.pools.items():
             assert pool.pages == 0 or pool.pages * pool.page_tokens >= longest
-            assert pool.pages <= needed[tier].pages
-            if not shared and longest <= pool.pages * pool.page_tokens and pool.pages < needed[tier].pages:
-                page = layout.page_bytes[tier] * len(model.layers)
+            assert pool.pages <= needed[tier][0].pages
+            if not shared and longest <= pool.pages * pool.page_tokens and pool.pages < needed[tier][0].pages:
+                page = layout.page_bytes[tier][0] * len(model.layers)
                 assert sizes[tier] - layout.total(tier) < page + 2 * 4096  # not one page more would have fitted
 
 
@@ -260,8 +260,8 @@ def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, flo
         free = lay_out(model, policy, work, FREE)
         rest = free.total(tier) - free.account[tier]["KV cache"]
         longest = max(p + n - 1 for p, n in lengths_of(work))
-        pool = free.pools[tier]
-        one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier] * len(model.layers)
+        (pool,) = free.pools[tier]
+        one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier][0] * len(model.layers)
         for limit in (rest - 1, rest + one - 1):
             capacity = replace(FREE, **{tier: limit})
             with pytest.raises(OutOfMemory, match=f"^{tier} memory: ") as caught:

@@ -13,8 +13,8 @@ from flexengine.plan.problem import Memory
 from flexengine.plan.sizes import ALIGN, sweep_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy, Split
-from flexengine.schedule.order import pages_for
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.pages import pages_for
+from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.plan.test_cost import opt
 
 MODEL = opt(6, 256, 4, 512)
@@ -39,7 +39,7 @@ def program(shape: Policy, work: Workload = WORK) -> tuple[Memory, ...]:
         split = tuple(float(t == tier) for t in TIERS)
         corners[tier] = laid_out(replace(shape, weights=split, cache=split, activations=split), work)  # type: ignore[arg-type]
     cache = {tier: float(sum(pages_bytes(work, tokens, shape.block_size))) for tier, tokens in
-             ((t, layout.pools[t].page_tokens) for t, layout in corners.items())}  # fmt: skip
+             ((t, layout.pools[t][0].page_tokens) for t, layout in corners.items())}  # fmt: skip
     return memories(corners, cache, LIMITED)
 
 
@@ -62,8 +62,8 @@ def fractions(policy: Policy) -> dict[str, float]:
 def rounding(layout: Layout) -> int:
     """Half a tensor's worth of each edge of a share, one sequence's pages, one gpu_batch's hidden states."""
     largest = max(t.held_bytes for t in MODEL.tensors)
-    page = max(layout.page_bytes.values()) * len(MODEL.layers)
-    sequence = page * max(pages_for(WORK.longest, pool.page_tokens) for pool in layout.pools.values())
+    page = max(page for pages in layout.page_bytes.values() for page in pages) * len(MODEL.layers)
+    sequence = page * max(pages_for(WORK.longest, pool.page_tokens) for (pool,) in layout.pools.values())
     tensors = 2 * largest * (1 + layout.policy.slots)  # of what lies there and of the slots or staging
     return tensors + sequence + SHAPE.prefill_tokens * ROW + (len(MODEL.tensors) + 64) * ALIGN
 
@@ -115,8 +115,7 @@ def test_no_sweep_holds_more_than_is_booked(schedule: str, hidden: Split) -> Non
     sizes = [RAGGED[i % len(RAGGED)] for i in range(40)]
     work = Workload.of(sizes)
     layout = laid_out(policy, work)
-    sweeps = Sweeps(policy, {tier: Pool(pool.pages, pool.page_tokens, pool.batch_pages)
-                             for tier, pool in layout.pools.items()})  # fmt: skip
+    sweeps = Sweeps(policy, layout.pools)
     for i, (prompt, new) in enumerate(sizes):
         sweeps.add(Sequence(i, prompt, new))
     computed = 0

@@ -6,14 +6,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from flexengine.plan.profile import CLASSES, Pages, Profile, classes, profile, unit
+from flexengine.plan.profile import CLASSES, LayerPages, Pages, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
-from flexengine.schedule.order import Piece, pages_for
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.order import Piece
+from flexengine.schedule.pages import Pool, pages_for
+from flexengine.schedule.sweeps import Sequence, Sweeps
 
 SUMS = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
 WINDOW = 40
+PAGES = (LayerPages(1.0, Pool(0, 16), Pool(0, 64)),)
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate), in order
 
 
@@ -46,7 +48,7 @@ def case_of(rng: random.Random, schedule: str, uniform: bool, limited: bool, cou
 
 def told(case: Case) -> Profile:
     policy, away = case.policy, float(case.home != "device")
-    each = unit(Workload.of(case.rows), policy.prefill_tokens, Pages(16, 64, away), frozenset([WINDOW]))
+    each = unit(Workload.of(case.rows), policy.prefill_tokens, Pages(PAGES, away), frozenset([WINDOW]))
     shape = (policy.gpu_batch_size, policy.num_gpu_batches)
     return profile(each, len(case.rows), policy.schedule, shape, case.room)
 
@@ -60,7 +62,7 @@ def totals(found: Profile) -> dict[str, float]:
 
 def walked(case: Case, only_sweeps: bool = False) -> dict[str, float]:
     """The same from real sweeps. only_sweeps: how many there are, which is much less to count."""
-    walk = Sweeps(case.policy, {case.home: case.pool})
+    walk = Sweeps(case.policy, {case.home: (case.pool,)})
     for i, (prompt, most) in enumerate(case.rows):
         walk.add(Sequence(i, prompt, most))
     found = dict.fromkeys(("sweeps", "peak", *SUMS, f"window {WINDOW}", "pairs None", f"pairs {WINDOW}"), 0.0)
@@ -218,7 +220,7 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
     rows = [(100, 20)] * 1920 if uniform else [rng.choice(sizes) for _ in range(1920)]
     policy = Policy(16, 4, schedule=schedule)
     case = Case(rows, policy, "device", Pool(600, 16))
-    each = unit(Workload.of(rows), policy.prefill_tokens, Pages(16, 64, 0.0))
+    each = unit(Workload.of(rows), policy.prefill_tokens, Pages(PAGES, 0.0))
     many = profile(each, 100_000, schedule, (16, 4), case.room)
     real = walked(case)
     assert float((many.entering * many.times).sum()) == pytest.approx(100_000)
@@ -232,7 +234,7 @@ def test_pools_too_small_end_all_the_same() -> None:
     rng = random.Random(8)
     for _ in range(200):
         rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
-        each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(16, 64, rng.random()))
+        each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(PAGES, rng.random()))
         room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
         shape = (rng.randint(1, 9), rng.randint(1, 4))
         found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)

@@ -12,10 +12,10 @@ from flexengine.schedule.order import (
     cells,
     entrants,
     form_batches,
-    pages_for,
     peak_pages,
     split_prompt,
 )
+from flexengine.schedule.pages import Pool, pages_for
 
 
 def test_cells_are_layer_major() -> None:
@@ -33,12 +33,12 @@ def test_entrants(schedule: str, free: dict[int, int]) -> None:
 
 @given(
     page=st.sampled_from([1, 2, 5, 16]),
-    group=st.lists(st.builds(Growing, st.integers(1, 60), st.integers(1, 40)), max_size=9),
+    group=st.lists(st.builds(Growing, st.integers(1, 60), st.integers(1, 40), st.just(0)), max_size=9),
 )
 @settings(max_examples=300)
 def test_peak_pages_against_stepping(page: int, group: list[Growing]) -> None:
     held = [sum(-(-(s.tokens + step) // page) for s in group if s.sweeps > step) for step in range(41)]
-    assert peak_pages(group, page) == max(held)
+    assert peak_pages(group, Pool(0, page)) == max(held)
 
 
 @given(start=st.integers(0, 9), count=st.integers(1, 40), budget=st.integers(1, 15))
@@ -62,7 +62,7 @@ def test_form_batches_bounds_and_order(
     """spare: pages of a batch above what the largest piece takes, None: without a limit."""
     pieces = [p for s, tokens in enumerate(prompts) for p in split_prompt(s, 0, tokens, budget)]
     room = None if spare is None else max(pages_for(p.start + p.count, page) for p in pieces) + spare
-    formed = form_batches(pieces, size, budget, page, room)
+    formed = form_batches(pieces, size, budget, [Pool(0, page, room)])
     assert [p for batch in formed for p in batch] == pieces
 
     def fits(batch: tuple[Piece, ...]) -> bool:
@@ -78,7 +78,7 @@ def test_form_batches_bounds_and_order(
 
 def test_pieces_of_one_sequence_are_never_together() -> None:
     pieces = [Piece(0, 0, 2, False), Piece(0, 2, 2, True), Piece(1, 0, 1, True)]
-    assert form_batches(pieces, 9, 99, 4, None) == [(pieces[0],), (pieces[1], pieces[2])]
+    assert form_batches(pieces, 9, 99) == [(pieces[0],), (pieces[1], pieces[2])]
 
 
 @given(start=st.integers(0, 30), count=st.integers(1, 30), window=st.none() | st.integers(1, 40))

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from flexengine.policy import TIERS, Policy
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import DIRECT, STAGED, Program, Task
 from flexengine.schedule.slots import Ring
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps
 
 RECORDED = Path(__file__).parent / "recorded_tasks.json"
 SEEDS = 40  # of policies and rows, for each combination of slots and routes
@@ -32,7 +33,7 @@ def tasks(slots: int, routes: str, seed: int) -> Iterator[Task]:
         slots=slots, schedule=rng.choice(["row", "zigzag", "diagonal", "continuous"]),
         prefill_tokens=rng.choice([2, 3, 50]), delegate=delegate,
     )  # fmt: skip
-    sweeps = Sweeps(policy, {t: Pool(10**6, 4) for t, share in zip(TIERS, policy.cache, strict=True) if share})
+    sweeps = Sweeps(policy, {t: (Pool(10**6, 4),) for t, share in zip(TIERS, policy.cache, strict=True) if share})
     for s in range(rng.randint(1, 7)):
         sweeps.add(Sequence(s, rng.randint(1, 7), rng.randint(1, 4)))
     program = Program(streamed, layers, slots, {"staged": STAGED, "direct": DIRECT}[routes], arriving)

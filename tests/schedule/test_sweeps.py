@@ -12,9 +12,9 @@ from flexengine.policy import TIERS, Policy
 from flexengine.schedule.order import (
     Batch,
     Piece,
-    pages_for,
 )
-from flexengine.schedule.sweeps import Pool, Sequence, Sweeps
+from flexengine.schedule.pages import Pool, pages_for
+from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import (
     Rows,
@@ -23,7 +23,7 @@ from tests.helpers.toy import (
 
 
 @st.composite
-def workloads(draw: st.DrawFn, schedule: str) -> tuple[Policy, dict[str, Pool], Rows]:
+def workloads(draw: st.DrawFn, schedule: str) -> tuple[Policy, dict[str, tuple[Pool, ...]], Rows]:
     """Draw a policy, pools that hold the longest row, and at most 30 rows."""
     cache = draw(st.sampled_from([(1, 0, 0), (0.5, 0.5, 0), (0.4, 0.3, 0.3), (0, 0, 1)]))
     policy = Policy(
@@ -38,14 +38,16 @@ def workloads(draw: st.DrawFn, schedule: str) -> tuple[Policy, dict[str, Pool], 
             page = draw(st.sampled_from([2, 4, 16]))
             longest = max(pages_for(p + n - 1, page) for p, n in rows)
             most = draw(st.none() | st.integers(longest, longest + 9))
-            pools[tier] = Pool(longest + draw(st.integers(0, 3 * longest)), page, most)
+            pools[tier] = (Pool(longest + draw(st.integers(0, 3 * longest)), page, most),)
     return policy, pools, rows
 
 
 class Watched:
     """Runs Sweeps and checks at every step what must hold; ends sequences early at random."""
 
-    def __init__(self, rng: random.Random, policy: Policy, pools: dict[str, Pool], rows: Rows, early: float) -> None:
+    def __init__(
+        self, rng: random.Random, policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: Rows, early: float
+    ) -> None:
         self.rng, self.policy, self.pools, self.rows, self.early = rng, policy, pools, rows, early
         self.held: dict[int, int] = {}  # sequence -> pages
         self.done: dict[int, int] = {}  # sequence -> tokens computed
@@ -54,7 +56,8 @@ class Watched:
         for s, (prompt, new) in enumerate(rows):
             self.sweeps.add(Sequence(s, prompt, new))
 
-    def claim(self, sequence: Sequence, pages: int) -> None:
+    def claim(self, sequence: Sequence, tokens: int) -> None:
+        pages = -(-tokens // self.pools[sequence.home][0].page_tokens)
         self.held[sequence.id] = max(pages, self.held.get(sequence.id, 0))
 
     def step(self) -> None:
@@ -88,14 +91,14 @@ class Watched:
         assert all(per_tier[t] <= self.sweeps.places[t] for t in per_tier)
 
     def check_pages(self) -> None:
-        for tier, pool in self.pools.items():
+        for tier, (pool,) in self.pools.items():
             there = [s for s in self.sweeps.live.values() if s.home == tier]
             for s in there:
                 assert self.held[s.id] * pool.page_tokens >= s.cached + s.pending
             assert sum(self.held[s.id] for s in there) <= pool.pages
 
     def check_batch(self, batch: Batch) -> None:
-        pool = self.pools[batch.cache_home]
+        (pool,) = self.pools[batch.cache_home]
         assert 1 <= len(batch.pieces) <= self.policy.gpu_batch_size
         assert batch.tokens == sum(p.count for p in batch.pieces) <= self.policy.prefill_tokens
         assert len({p.sequence for p in batch.pieces}) == len(batch.pieces)
@@ -152,12 +155,12 @@ def test_rows_enter_in_order_and_fill_free_places() -> None:
 
 def test_admission_is_not_worst_case_reservation() -> None:
     """Two sequences whose longest lengths together exceed the pool share it, as one leaves before the other grows."""
-    sweeps = Sweeps(Policy(2, 1), {"device": Pool(10, 1)})
+    sweeps = Sweeps(Policy(2, 1), {"device": (Pool(10, 1),)})
     sweeps.add(Sequence(0, 5, 1))
     sweeps.add(Sequence(1, 1, 10))  # longest 10, alone as much as the pool
     sweeps.begin(lambda sequence, pages: None)
     assert set(sweeps.live) == {0, 1}
-    sweeps = Sweeps(Policy(2, 1), {"device": Pool(10, 1)})
+    sweeps = Sweeps(Policy(2, 1), {"device": (Pool(10, 1),)})
     sweeps.add(Sequence(0, 5, 6))
     sweeps.add(Sequence(1, 1, 10))
     sweeps.begin(lambda sequence, pages: None)

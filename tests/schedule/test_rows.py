@@ -1,18 +1,21 @@
-"""Programs that load rows on demand: against the toy machine of test_delegated_program, an oracle, and counting."""
+"""Programs that load rows on demand: against the toy machine of test_delegation, an oracle, and counting."""
 
 import random
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from test_delegated_program import DelegatingToy, delegating
-from test_schedule import ROUTES, Homes, Rows, Shuffled, SomeEdges, feed, generate, random_case, weight
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
 from flexengine.schedule.simulate import simulate
+from tests.helpers.strategies import SEEDS, refuted
+from tests.helpers.toy import KINDS, ROUTES, Homes, Job, Rows, Shuffled, SomeEdges, feed, generate, jobs, weight
+from tests.schedule.test_delegation import DelegatingToy, delegating
 
 EXPERTS = 3  # of a toy layer, of which a token uses one of each home
 HOMES = ("host", "disk")
@@ -140,46 +143,60 @@ class RowsToy(DelegatingToy):
             self.near[k] = after
 
 
-def demanding(rng: random.Random, others: Homes, layers: int, most: int) -> tuple[Homes, Demand]:
-    """Return what a program streams, and what of that it loads by rows: experts of some layers, an embedding."""
-    kinds: Homes = [(), ("host",), ("disk",), ("host", "disk")]
-    experts = [rng.choice(kinds) if j < layers else () for j in range(len(others))]
-    streamed = [tuple(h for h in HOMES if h in (*a, *b)) for a, b in zip(others, experts, strict=True)]
-    return streamed, Demand(rng.choice(["", *HOMES]), experts, others, most)
+class Demanding(NamedTuple):
+    """A random job, of whose weights some are loaded by rows.
+
+    Attributes:
+        streamed: per unit, the tiers that its weights come from, experts included.
+    """
+
+    job: Job
+    streamed: Homes
+    demand: Demand
 
 
-def outcome(seed: int, slots: int, routes: Routes, edges: Any) -> bool:
-    """Whether a random job in a random interleaving gives what the oracle says, if it comes to an end at all."""
-    rng = random.Random(seed)
-    delegate = bool(seed % 2) and routes is STAGED
-    others, layers, policy, rows = delegating(rng, slots) if delegate else random_case(rng, slots)
-    streamed, demand = demanding(rng, others, layers, rng.choice([0, 2, 5, 1000]))
+@st.composite
+def demanding(draw: st.DrawFn, slots: int, routes: Routes) -> Demanding:
+    """Draw a job, some of which delegate attention, with experts in some layers and an embedding anywhere."""
+    job = draw(delegating(slots) | jobs(slots) if routes is STAGED else jobs(slots))
+    experts = [draw(st.sampled_from(KINDS)) if j < job.layers else () for j in range(len(job.streamed))]
+    streamed = [tuple(h for h in HOMES if h in (*a, *b)) for a, b in zip(job.streamed, experts, strict=True)]
+    table, most = draw(st.sampled_from(["", *HOMES])), draw(st.sampled_from([0, 2, 5, 1000]))
+    return Demanding(job, streamed, Demand(table, experts, job.streamed, most))
+
+
+def outcome(case: Demanding, seed: int, routes: Routes, edges: Any) -> bool:
+    """Return whether a job in a random interleaving ends, and gives what the oracle says."""
+    (_, layers, policy, rows), streamed, demand = case
+    rng, slots = random.Random(seed), policy.slots
     toy = RowsToy(demand, layers, slots, routes, rows)
     program = Program(streamed, layers, slots, routes, demand=demand)
     try:
         generate(toy, Shuffled(toy, edges, rng).run, program, policy, rows)
-    except (KeyError, AssertionError) as error:  # rows or staging that nothing was brought to yet
+    except (KeyError, AssertionError):  # rows or staging that nothing was brought to yet, or a deadlock
         if isinstance(edges, Edges):
             raise
-        return "deadlock" in str(error)
+        return False
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(demand, layers, rows)
 
 
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
-def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str) -> None:
-    wrong = [seed for seed in range(120) if not outcome(seed, slots, ROUTES[routes], Edges())]
-    assert not wrong
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=60)
+def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int) -> None:
+    assert outcome(data.draw(demanding(slots, ROUTES[routes])), seed, ROUTES[routes], Edges())
 
 
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
-    assert all(outcome(seed, slots, ROUTES[routes], SomeEdges(*every)) for seed in range(20))
+    cases = st.tuples(demanding(slots, ROUTES[routes]), SEEDS)
+    assert not refuted(cases, lambda case: outcome(*case, ROUTES[routes], SomeEdges(*every)), 20)
     for kind in every:
         others = [k for k in every if k != kind]
-        assert not all(outcome(seed, slots, ROUTES[routes], SomeEdges(*others)) for seed in range(60)), kind
+        assert refuted(cases, lambda case, others=others: outcome(*case, ROUTES[routes], SomeEdges(*others))), kind
 
 
 def batches_of(count: int, hidden: str = "device") -> list[Batch]:

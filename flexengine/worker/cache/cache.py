@@ -1,0 +1,215 @@
+"""Attention over the KV cache of a job, wherever its pages are."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from flexengine.codec.cache import CacheForm
+from flexengine.kernels.base import Kernels, Past
+from flexengine.kv.pages import Pages
+from flexengine.kv.smoothing import mean_key, rotation, turned
+from flexengine.lossy import EXACT, Lossy
+from flexengine.model.forward import Attend
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import MEAN_KEYS, Layout
+from flexengine.schedule.order import Batch, Piece
+from flexengine.schedule.sweeps import Sequence
+from flexengine.tier.machine import Machine
+from flexengine.worker.cache.movement import Movement
+from flexengine.worker.cache.pools import Pools
+from flexengine.worker.cache.tables import MeanKeys, Tables, View, packed, tables_of
+from flexengine.worker.regions import Regions
+from flexengine.worker.values import Values
+
+
+class Cache:
+    """Pools, buffers, and attention over them."""
+
+    def __init__(
+        self, model: ModelFacts, layout: Layout, machine: Machine, kernels: Kernels, dtype: torch.dtype,
+        lossy: Lossy = EXACT,
+    ) -> None:  # fmt: skip
+        self.model, self.layout, self.machine, self.kernels = model, layout, machine, kernels
+        self.bits, self.topk = lossy.cache_bits, lossy.topk
+        dtype = torch.bfloat16 if lossy.cache == "bf16" else dtype
+        dtype = torch.uint8 if self.bits else dtype  # of the elements of pages
+        self.layers = len(model.layers)
+        self._regions = Regions(machine)
+        self.pools = Pools(model, layout, machine, self._regions, dtype, self.bits)
+        self.movement = Movement(layout, machine, self._regions, self.pools, dtype)
+        self._values = Values(layout, machine, self._regions) if layout.values else None
+        self._turn = rotation(model.head_dim).to(machine.compute) if self.smooth else None
+        self._places = Pages("device", layout.policy.block_size if self.smooth else 0)
+        self._place: dict[int, int] = {}  # by sequence: of its mean keys
+        self._means: Tensor | None = None
+        if self.smooth:
+            home = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
+            shape = (self.layers, layout.policy.block_size, model.kv_heads, model.head_dim)
+            self._means = machine.device.view(home).view(-1)[: prod(shape)].view(shape)
+
+    @property
+    def smooth(self) -> bool:
+        """Whether keys and values are smoothed before they are encoded: of 8 bits they need not be."""
+        return 0 < self.bits < 8
+
+    def claim(self, sequence: Sequence, tokens: int) -> None:
+        """Give the sequence the pages that it lacks to hold `tokens` tokens."""
+        self.pools.claim(sequence, tokens)
+        if self.smooth and sequence.id not in self._place:
+            source = sequence.source
+            (place,) = self._places.share([self._place[source.id]]) if source else self._places.take(1)
+            self._place[sequence.id] = place
+
+    def release(self, sequence: Sequence) -> None:
+        """Take the sequence's pages back."""
+        if sequence.id in self._place:
+            self._places.give([self._place.pop(sequence.id)])
+        self.pools.release(sequence)
+
+    def view(self, batch: Batch, live: dict[int, Sequence]) -> View:
+        """The tables of one batch for one sweep."""
+        tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
+        groups = (
+            tables_of(batch, pool, [live[p.sequence].pages[g] for p in pieces],
+                      [live[p.sequence].copied[g] for p in pieces], self.pools.page_shape(g, tier), compute,
+                      self._values is not None)
+            for g, pool in enumerate(self.layout.pools[tier])
+        )  # fmt: skip
+        return View(sum(p.count == 1 for p in pieces), tuple(groups), self._means_of(pieces, compute))
+
+    def tables(self, view: View, layer: int) -> Tables:
+        """Return the part of a view that belongs to a layer."""
+        return view.groups[self.pools.group[layer]]
+
+    def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
+        """Copy the batch's cached pages of one layer one leg further: to staging, or to its device buffer."""
+        self.movement.load(layer, home, self.tables(view, layer), buffer, hop)
+
+    def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
+        """Copy what this sweep appended one leg further: pages to staging or to their home, rows to their home."""
+        self.movement.store(layer, home, self.tables(view, layer), buffer, hop)
+
+    def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
+        """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
+
+        Tokens of prompts are appended last: their pages may be those of tokens that the piece still sees.
+        """
+        layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
+        width, event = event.v.shape[-1], self.prepared(event, view)
+        pool = self.pools.near(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
+        form = self.pools.form(layer, home)
+        qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
+        copy_pages(pool, tables)
+        if n:
+            self.kernels.append(k[:n], v[:n], pool, tables.pages[:n], tables.offsets[:n], form)
+        if tables.closed is not None:
+            self._choose(event, q[:n], pool, tables, home, buffer)
+        out = self._attend(event, qkv, pool, tables, form)
+        if n < len(k):
+            k, v = (x[n:] if tables.kept is None else x[tables.kept] for x in (k, v))
+            self.kernels.append(k, v, pool, tables.pages[n:], tables.offsets[n:], form)
+        return self.restored(out, width)
+
+    def prepared(self, event: Attend, view: View) -> Attend:
+        """The same attention as pages are laid out and encoded."""
+        return self._smoothed(fit(event, self.model.kv_heads, self.model.head_dim), view)
+
+    def restored(self, out: Tensor, width: int) -> Tensor:
+        """The output of prepared attention as the model knows it. width: of its heads."""
+        out = out if self._turn is None else turned(out, self._turn)
+        return out if width == out.shape[-1] else out[..., :width]
+
+    def on_device(self, layer: int) -> Tensor:
+        """The device's pool of a layer."""
+        return self.pools.near(layer)
+
+    def on_host(self, layer: int) -> tuple[Tensor, CacheForm | None]:
+        """The host's pool of a layer where it lies, and how it is encoded."""
+        return self.pools.far(layer), self.pools.form(layer, "host")
+
+    def _means_of(self, pieces: list[Piece], on: torch.device) -> MeanKeys | None:
+        if not self.smooth:
+            return None
+        opening, of, at = [], [], 0
+        for piece in pieces:
+            place = self._place[piece.sequence]
+            if not piece.start:
+                opening.append((place, at, at + piece.count))
+            of += [place] * piece.count
+            at += piece.count
+        return MeanKeys(opening, torch.tensor(of).to(on))
+
+    def _smoothed(self, event: Attend, view: View) -> Attend:
+        """The same attention with queries, keys and values as they are to be encoded (kv.smoothing)."""
+        if self._turn is None or self._means is None or view.means is None:
+            return event
+        q, k, v = event.q, event.k, event.v
+        if event.softcap is None and event.sinks is None:
+            keys, means = k[0].transpose(0, 1), self._means[event.layer]
+            for place, first, end in view.means.opening:
+                means[place] = mean_key(keys[first:end])
+            k = (keys - means[view.means.of].to(k.dtype)).transpose(0, 1)[None]
+        return event._replace(q=turned(q, self._turn), k=turned(k, self._turn), v=turned(v, self._turn))
+
+    def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int) -> None:
+        """Load the values that decoding sequences are about to read, of pages that were loaded without.
+
+        Args:
+            q: of the decoding sequences.
+        """
+        assert tables.closed is not None
+        assert self._values is not None
+        assert self.topk is not None
+        layer = event.layer
+        chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, event.scale, self.topk, event.window,
+                                     event.softcap, self.pools.form(layer, home))  # fmt: skip
+        shape = self.pools.page_shape(self.pools.group[layer], home)
+        far, near = self.pools.home(layer, home), self.movement.room(layer, home, buffer)
+        self._values.bring(chosen, tables.closed, home, far, near, shape)
+
+    def _attend(
+        self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheForm | None
+    ) -> Tensor:
+        q, k, v = qkv
+        options = (event.scale, event.window, event.softcap, event.sinks)
+        n = len(tables.lengths)
+        if n == q.shape[0]:
+            return self.kernels.decode(q, pool, tables.tables, tables.lengths, *options, form, self.topk)[None]
+        out = q.new_empty(q.shape)
+        if n:
+            out[:n] = self.kernels.decode(q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk)
+        for p in tables.prompts:
+            span = slice(p.first, p.first + p.rows * p.length)
+            qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
+            # New keys and values are used as computed, not as rounded for the cache.
+            past = None if p.table is None else Past(pool, p.table, p.past, form)
+            out[span] = self.kernels.attend_prompt(qs, ks, vs, *options, past).flatten(0, 1)
+        return out[None]
+
+    def close(self) -> None:
+        """Free all memory of the pools and buffers, whatever still refers to this cache."""
+        self._means = self._values = None
+        self.pools.close()
+        self.movement.close()
+        self._regions.free()
+
+
+def copy_pages(pool: Tensor, tables: Tables) -> None:
+    """Copy the pages of a layer that sequences are about to write to and that others hold too."""
+    for source, target in tables.copies:
+        pool[target].copy_(pool[source])
+
+
+def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:
+    """The same attention with that many KV heads of that width, in which all layers' pages are laid out.
+
+    Zeros beyond a head's width add nothing to a score, and zeros to the output; a KV head may be given several times.
+    """
+    q, k, v = (
+        x if x.shape[-1] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))
+        for x in (event.q, event.k, event.v)
+    )
+    if (copies := kv_heads // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)
+    return event._replace(q=q, k=k, v=v)
