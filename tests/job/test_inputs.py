@@ -17,6 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -25,6 +27,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job import inputs, tables
 from flexengine.job.inputs import Row, Rows, row_of, survey
 from flexengine.job.prompts import Request, encode
+from tests.helpers.strategies import flipped, mutated
 
 DEFAULTS = SamplingParams(max_tokens=4)
 
@@ -508,20 +511,6 @@ def test_row_of():
 # Mutations
 
 
-def mutate(line: bytes, rng: random.Random) -> bytes:
-    at, kind = rng.randrange(len(line)), rng.randrange(7)
-    junk = [b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r", b'"', b"}", b"NaN", b"\\ud800", b"[[", b"\xe2\x82", b",", b"\t"]
-    if kind == 0:
-        return line[:at]
-    if kind == 1:
-        return line[:at] + line[at + rng.randrange(1, 9) :]
-    if kind == 2:
-        return line[:at] + bytes([line[at] ^ 1 << rng.randrange(8)]) + line[at + 1 :]
-    if kind == 3:
-        return line * 2
-    return line[:at] + rng.choice(junk) * rng.randrange(1, 4) + line[at:]
-
-
 def judge(line: bytes) -> bool:
     """Whether a line is a JSON object by RFC 8259, by the standard library's default reading plus its NaN rule."""
     try:
@@ -545,44 +534,50 @@ FORMS = [
 
 
 @pytest.mark.parametrize(("name", "good", "head", "without"), FORMS, ids=range(len(FORMS)))
-def test_2000_mutated_lines(tmp_path, name, good, head, without):
+def test_mutated_lines(tmp_path, name, good, head, without):
     """Every line gives one row; nothing raises; an error always names its line. (With quotes in them, CSV lines can
     join: those have a test of their own.)"""
-    rng = random.Random(good)
-    lines = [mutate(good, rng).replace(b"\n", b" ").replace(without or b"\n", b"'") for _ in range(2000)]
-    first = 1 + head.count(b"\n")
-    blank = b" \r\n" if head else None
-    numbers = [n for n, line in enumerate(lines, first) if line.strip(blank)]
-    rows = rows_of(tmp_path, head + b"\n".join(lines), name)
-    assert [r.index for r in rows] == list(range(len(numbers)))
-    assert [r.line for r in rows] == numbers
-    assert all(r.error is None or r.error.startswith(f"line {r.line}: ") for r in rows)
-    tokenizer = make_tokenizer()
-    requests = [encode(row, tokenizer, 64, DEFAULTS) for row in rows]
-    assert all(isinstance(r, Request) or r.error.startswith(f"line {r.line}: ") for r in requests)
-    assert [r.index for r in requests] == list(range(len(numbers)))
-    assert sum(isinstance(r, Request) for r in requests) > 50
-    assert sum(isinstance(r, Row) for r in requests) > 50
+    tokenizer, refused = make_tokenizer(), list[int]()
+
+    @given(lines=st.lists(mutated(good), min_size=1, max_size=40))
+    def every_line_is_a_row(lines):
+        lines = [*(line.replace(without or b"\n", b"'") for line in lines), good]
+        first = 1 + head.count(b"\n")
+        blank = b" \r\n" if head else None
+        numbers = [n for n, line in enumerate(lines, first) if line.strip(blank)]
+        rows = rows_of(tmp_path, head + b"\n".join(lines), name)
+        assert [r.index for r in rows] == list(range(len(numbers)))
+        assert [r.line for r in rows] == numbers
+        assert all(r.error is None or r.error.startswith(f"line {r.line}: ") for r in rows)
+        requests = [encode(row, tokenizer, 64, DEFAULTS) for row in rows]
+        assert all(isinstance(r, Request) or r.error.startswith(f"line {r.line}: ") for r in requests)
+        assert [r.index for r in requests] == list(range(len(numbers)))
+        assert isinstance(requests[-1], Request)
+        refused.append(sum(isinstance(r, Row) for r in requests))
+
+    every_line_is_a_row()
+    assert sum(refused) > 20
 
 
-def test_json_lines_are_judged_as_by_the_json_module(tmp_path):
-    rng = random.Random(0)
-    lines = [mutate(PLAIN, rng).replace(b"\n", b" ") for _ in range(500)]
+@given(lines=st.lists(mutated(PLAIN), min_size=1, max_size=40))
+def test_json_lines_are_judged_as_by_the_json_module(tmp_path, lines):
     rows = rows_of(tmp_path, b"\n".join(lines))
     lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
     assert [r.error is None for r in rows] == [judge(line) for line in lines if line.strip()]
 
 
 @pytest.mark.parametrize("name", ["in.csv", "in.tsv"])
-def test_2000_mutated_csv_records_with_quotes(tmp_path, name):
+def test_mutated_csv_records_with_quotes(tmp_path, name):
     """A broken record never takes more than the records it has joined: between mutated records stand whole ones, and
     after the last broken one everything is read."""
-    rng, delimiter = random.Random(4), {"in.csv": b",", "in.tsv": b"\t"}[name]
+    delimiter = {"in.csv": b",", "in.tsv": b"\t"}[name]
     whole = delimiter.join([b'"hello ""world"" \xe2\x82\xac"', b"3", b'"a, b"', b"7"])
     head = delimiter.join([b"prompt", b"max_tokens", b"note", b"id"]) + b"\n"
-    read = 0
-    for _ in range(2000):
-        broken = mutate(whole, rng).replace(b"\n", b" ")
+    read = list[int]()
+
+    @given(broken=mutated(whole))
+    @settings(max_examples=300)
+    def the_whole_ones_are_read(broken):
         rows = rows_of(tmp_path, head + b"\n".join([whole, broken, whole, whole, whole]), name)
         assert rows[0].error is None
         assert 3 <= len(rows) <= 5
@@ -590,24 +585,27 @@ def test_2000_mutated_csv_records_with_quotes(tmp_path, name):
         assert all(a.line < b.line for a, b in pairwise(rows))
         assert rows[-1].line in (4, 5, 6)
         assert all(r.error is None or r.error.startswith(f"line {r.line}: ") for r in rows)
-        read += sum(r.error is None and r.fields["note"] == "a, b" for r in rows[1:])
-    assert read > 0.9 * 3 * 2000
+        read.append(sum(r.error is None and r.fields["note"] == "a, b" for r in rows[1:]))
+
+    the_whole_ones_are_read()
+    assert sum(read) > 0.9 * 3 * len(read)
 
 
 def test_parquet_files_with_flipped_bits(tmp_path):
     """Rows or InvalidInput, whatever the bits."""
     pa = pytest.importorskip("pyarrow")
     whole = arrow_file(tmp_path / "t.parquet", pa.table({"prompt": ["hello"] * 50, "n": [1] * 50})).read_bytes()
-    rng = random.Random(5)
-    for _ in range(300):
-        data = bytearray(whole)
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        with_fault = written(tmp_path, bytes(data), "f.parquet")
+
+    @given(data=flipped(whole))
+    @settings(max_examples=200)
+    def rows_or_an_error(data):
         try:
-            rows = list(Rows(with_fault))
+            rows = list(Rows(written(tmp_path, data, "f.parquet")))
         except InvalidInput:
-            continue
+            return
         assert [r.index for r in rows] == list(range(len(rows)))
+
+    rows_or_an_error()
 
 
 def test_kinds_of_sampling_fields_are_known():

@@ -1,7 +1,6 @@
 """GGUF files made safetensors: compared with what a file was made from, and with transformers."""
 
 import json
-import random
 import struct
 from pathlib import Path
 
@@ -10,6 +9,8 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
 from gguf.quants import dequantize, quantize
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     GenerationConfig,
@@ -25,6 +26,7 @@ from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model import gguf
 from flexengine.model.prepare import prepared_gguf
 from tests.helpers.prepared import tensors_of
+from tests.helpers.strategies import flipped
 
 pytestmark = pytest.mark.usefixtures("cache")
 Q = GGMLQuantizationType
@@ -220,22 +222,30 @@ def test_what_transformers_would_drop_or_invent_is_refused(tmp_path):
 def test_damaged_gguf_headers_are_refused_cleanly(tmp_path):
     good = tiny_gguf(tmp_path / "m.gguf").read_bytes()
     start = min(tensor.offset for tensor in gguf.read_header(tmp_path / "m.gguf").tensors)
-    bad, rng = tmp_path / "bad.gguf", random.Random(0)
-    for size in [*range(0, 64), *rng.sample(range(len(good)), 200)]:
+    bad, refused = tmp_path / "bad.gguf", list[bool]()
+
+    @given(size=st.integers(0, 64) | st.integers(0, len(good) - 1))
+    @settings(max_examples=200)
+    def cut_is_refused(size):
         bad.write_bytes(good[:size])
         with pytest.raises(BadCheckpoint, match=r"bad\.gguf"):
             gguf.read_header(bad)
-    refused = 0
-    for _ in range(1500):
+
+    @given(changes=st.lists(st.tuples(st.integers(0, start - 1), st.integers(0, 255)), min_size=1, max_size=3))
+    @settings(max_examples=500)
+    def changed_is_read_or_refused(changes):
         data = bytearray(good)
-        for _ in range(rng.randrange(1, 4)):
-            data[rng.randrange(start)] = rng.randrange(256)
+        for at, byte in changes:
+            data[at] = byte
         bad.write_bytes(data)
         try:
             gguf.read_header(bad)
         except FlexError:
-            refused += 1
-    assert refused > 300
+            refused.append(True)
+
+    cut_is_refused()
+    changed_is_read_or_refused()
+    assert len(refused) > 50
 
 
 BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "num_attention_heads": 4,
@@ -339,17 +349,19 @@ def test_hostile_gguf_values(tmp_path, cache, key, value):
 
 @pytest.mark.filterwarnings("ignore")
 def test_damaged_gguf_files_convert_or_are_refused(tmp_path, cache):
-    path, rng, refused = tmp_path / "m.gguf", random.Random(2), 0
+    path, refused = tmp_path / "m.gguf", list[bool]()
     good = tiny_gguf(path).read_bytes()
     start = min(tensor.offset for tensor in gguf.read_header(path).tensors)
-    for _ in range(60):
-        data = bytearray(good)
-        for _ in range(rng.randrange(1, 4)):
-            data[rng.randrange(start)] ^= 1 << rng.randrange(8)
-        path.write_bytes(data)
+
+    @given(header=flipped(good[:start]).flatmap(flipped))
+    @settings(max_examples=60)
+    def converts_or_is_refused(header):
+        path.write_bytes(header + good[start:])
         try:
             prepared_gguf(path)
         except FlexError:
-            refused += 1
-    assert refused > 20
+            refused.append(True)
+
+    converts_or_is_refused()
+    assert len(refused) > 20
     assert not list(cache.glob("*.tmp-*"))

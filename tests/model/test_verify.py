@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexengine import Engine, Lossy, SamplingParams, run
 from flexengine.errors import BadCheckpoint, InvalidInput
@@ -65,20 +66,36 @@ def flip(file: Path, bit: int) -> None:
         stream.write(bytes([byte ^ 1 << bit % 8]))
 
 
+def place_of(bit: int, files: list[Path], sizes: list[int]) -> tuple[Path, int]:
+    """Return the file that holds a bit of all files together, and its place there."""
+    for file, size in zip(files, sizes, strict=True):
+        if bit < 8 * size:
+            return file, bit
+        bit -= 8 * size
+    raise IndexError(bit)
+
+
 def all_found(directory: Path, check: Callable[[Path], None], times: int) -> None:
     """Bits are flipped one at a time, half of them anywhere, half in a file that each is as likely as the others."""
-    generator = random.Random(str(directory.name))
     files = sorted(f for f in directory.iterdir() if f.name != SUMS and f.stat().st_size)
     sizes = [f.stat().st_size for f in files]
     check(directory)
-    for number in range(times):
-        (file,) = generator.choices(files, sizes if number % 2 else None)
-        bit = generator.randrange(8 * file.stat().st_size)
+    places = st.integers(0, 8 * sum(sizes) - 1).map(lambda bit: place_of(bit, files, sizes))
+    in_any_file = st.sampled_from(files).flatmap(
+        lambda file: st.tuples(st.just(file), st.integers(0, 8 * file.stat().st_size - 1))
+    )
+
+    @given(place=places | in_any_file)
+    @settings(max_examples=times)
+    def is_found(place: tuple[Path, int]) -> None:
+        file, bit = place
         flip(file, bit)
         message = rf"1 of {len(files)} files are not as .*: {re.escape(file.name)} \(has"
         with pytest.raises(BadCheckpoint, match=message):
             check(directory)
         flip(file, bit)
+
+    is_found()
     check(directory)
 
 
