@@ -23,7 +23,7 @@ from flexengine.run import main
 from flexengine.survey import Refused
 from flexengine.worker.opened import Opened, open_model
 from tests.helpers.families import NEW
-from tests.plan.test_cost import machine_of
+from tests.helpers.plans import machine_of
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
