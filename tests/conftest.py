@@ -22,7 +22,6 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import torch
 
-pytest.register_assert_rewrite("tests.helpers")
 from tests.helpers.families import Family
 
 
@@ -65,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: paths.index(item.path))
         return
     order = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (order.get(item.path.relative_to(HERE).with_suffix("").as_posix(), len(order)), -tests[item.path]))
+    names = {path: path.relative_to(HERE).with_suffix("").as_posix() for path in tests}
+    items.sort(key=lambda item: (order.get(names[item.path], len(order)), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
