@@ -338,6 +338,7 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
     assert agreement(found.likeliest, scored_by(speaker, EXACT).likeliest) == 1
 
 
+@pytest.mark.slow
 def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is so slow here that it would show; a job of the engine's own has it in its first sweep."""
     settle, slow = Weights.settle, 0.4

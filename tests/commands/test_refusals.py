@@ -121,6 +121,7 @@ def test_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     assert "invalid choice: 'tpu'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_as_a_program(job: Job) -> None:
     job.write([*job.family.rows[:2], "nonsense"])
     arguments = [sys.executable, "-m", "flexengine.run", *job.arguments("--json", "--device", "cpu")]

@@ -47,6 +47,7 @@ def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float
     assert errors[-1] < worst
 
 
+@pytest.mark.slow
 def test_lanes_do_the_work_of_their_tasks() -> None:
     """Lane by lane. Blocks are full: how the last, smaller one is spread over the tiers is another matter."""
     rng = random.Random(2)
