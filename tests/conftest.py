@@ -39,10 +39,15 @@ def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 # Files whose tests take minutes together, the longest first: a worker that has one of them last ends alone.
-LONGEST = ("e2e/test_exactness", "e2e/test_architectures", "e2e/test_demo", "kernels/test_cache", "e2e/test_faults",
-           "model/test_fused", "engine/test_lossy", "plan/test_explain", "engine/test_planning",
-           "worker/test_delegation", "e2e/test_invariance", "plan/test_search", "plan/test_profile", "e2e/test_resume",
-           "e2e/test_accounting", "worker/test_topk", "bench/test_harness", "engine/test_recovery")  # fmt: skip
+LONGEST = (
+    "e2e/test_architectures", "e2e/test_exactness", "e2e/resume/test_signals", "plan/test_search", "e2e/test_faults",
+    "kernels/test_cache", "e2e/test_demo", "plan/test_command", "worker/test_topk", "engine/test_lossy",
+    "e2e/test_accounting", "plan/test_policies", "plan/test_clock", "plan/test_profile", "plan/test_explain",
+    "engine/calibration/test_jobs", "kernels/test_kernels", "schedule/test_delegation", "e2e/test_invariance",
+    "worker/test_waiting", "worker/test_delegation", "e2e/test_readme", "measure/test_model", "measure/test_store",
+    "engine/test_planning", "bench/test_harness", "bench/test_compare", "bench/test_plan", "engine/test_recovery",
+    "kernels/test_build", "schedule/test_edges", "e2e/hostile/test_configs",
+)  # fmt: skip
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -59,7 +64,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: paths.index(item.path))
         return
     order = {name: i for i, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: (order.get(f"{item.path.parent.name}/{item.path.stem}", len(order)), -tests[item.path]))
+    names = {path: path.relative_to(HERE).with_suffix("").as_posix() for path in tests}
+    items.sort(key=lambda item: (order.get(names[item.path], len(order)), -tests[item.path]))
 
 
 def pytest_collection_finish() -> None:
@@ -84,8 +90,8 @@ settings.register_profile(
 )  # fmt: skip
 settings.load_profile("flexengine")
 
-ROOT = Path(__file__).parents[1]
-BUILT = ROOT / "build" / "test-kernels"  # git ignores it
+HERE = Path(__file__).parent
+BUILT = HERE.parent / "build" / "test-kernels"  # git ignores it
 KEPT = 12  # libraries: three builds of four versions of the kernels
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from flexengine.config import SamplingParams, from_fields, parse_size
 from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
 from flexengine.schedule.place import place, place_groups
+from tests.helpers.strategies import RANDOMS
 
 
 @pytest.mark.parametrize(
@@ -153,23 +155,23 @@ def random_split(rng: random.Random) -> list[float]:
     return [cuts[0] / 20, (cuts[1] - cuts[0]) / 20, (20 - cuts[1]) / 20]
 
 
-def test_json_round_trip(tmp_path: Path) -> None:
-    rng = random.Random(0)
+@given(rng=RANDOMS)
+@settings(max_examples=50)
+def test_json_round_trip(tmp_path: Path, rng: random.Random) -> None:
     path = tmp_path / "policy.json"
-    for _ in range(50):
-        fields = {
-            "gpu_batch_size": rng.randint(1, 99), "num_gpu_batches": rng.randint(1, 9), "weights": random_split(rng),
-            "cache": random_split(rng), "activations": random_split(rng), "slots": rng.randint(1, 4),
-            "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
-        }  # fmt: skip
-        on_device = fields["activations"] == [1, 0, 0]
-        fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
-        path.write_text(json.dumps(fields))
-        policy = Policy.load(path)
-        assert policy == Policy(**fields)  # type: ignore[arg-type]
-        assert policy.to_json() == fields
-        path.write_text(json.dumps(policy.to_json()))
-        assert Policy.load(str(path)) == policy
+    fields = {
+        "gpu_batch_size": rng.randint(1, 99), "num_gpu_batches": rng.randint(1, 9), "weights": random_split(rng),
+        "cache": random_split(rng), "activations": random_split(rng), "slots": rng.randint(1, 4),
+        "schedule": rng.choice(["row", "zigzag", "diagonal", "continuous"]), "prefill_tokens": rng.randint(1, 9999),
+    }  # fmt: skip
+    on_device = fields["activations"] == [1, 0, 0]
+    fields["delegate"] = bool(on_device and fields["cache"][1] and rng.random() < 0.5)  # type: ignore[index]
+    path.write_text(json.dumps(fields))
+    policy = Policy.load(path)
+    assert policy == Policy(**fields)  # type: ignore[arg-type]
+    assert policy.to_json() == fields
+    path.write_text(json.dumps(policy.to_json()))
+    assert Policy.load(str(path)) == policy
 
 
 def test_missing_fields_are_defaults(tmp_path: Path) -> None:
@@ -253,35 +255,35 @@ def test_place(sizes: list[int], split: tuple[float, float, float], homes: list[
     assert place(sizes, split) == homes
 
 
-def test_place_keeps_within_half_an_item_of_the_split() -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=200)
+def test_place_keeps_within_half_an_item_of_the_split(rng: random.Random) -> None:
     """Cumulative midpoints: at each border at most half the item that straddles it lands on the wrong side."""
-    rng = random.Random(1)
-    for _ in range(500):
-        sizes = [rng.randint(1, 50) for _ in range(rng.randint(1, 30))]
-        device, host, disk = split = tuple(random_split(rng))
-        homes = place(sizes, split)  # type: ignore[arg-type]
-        assert homes == sorted(homes, key=["disk", "host", "device"].index)
-        assert all(dict(device=device, host=host, disk=disk)[home] > 0 for home in homes)
-        total = sum(sizes)
-        for border, names in ((disk, ("disk",)), (disk + host, ("disk", "host"))):
-            got = sum(s for s, home in zip(sizes, homes, strict=True) if home in names)
-            assert abs(got - border * total) <= max(sizes) / 2 + 1e-6
+    sizes = [rng.randint(1, 50) for _ in range(rng.randint(1, 30))]
+    device, host, disk = split = tuple(random_split(rng))
+    homes = place(sizes, split)  # type: ignore[arg-type]
+    assert homes == sorted(homes, key=["disk", "host", "device"].index)
+    assert all(dict(device=device, host=host, disk=disk)[home] > 0 for home in homes)
+    total = sum(sizes)
+    for border, names in ((disk, ("disk",)), (disk + host, ("disk", "host"))):
+        got = sum(s for s, home in zip(sizes, homes, strict=True) if home in names)
+        assert abs(got - border * total) <= max(sizes) / 2 + 1e-6
 
 
-def test_groups_make_up_for_each_others_rounding() -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=200)
+def test_groups_make_up_for_each_others_rounding(rng: random.Random) -> None:
     """However coarse a group's items are, the whole keeps within one item of the split."""
-    rng = random.Random(2)
-    for _ in range(500):
-        groups = [[rng.randint(1, 50) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 40))]
-        device, host, disk = split = tuple(random_split(rng))
-        homes = place_groups(tuple(map(tuple, groups)), split)  # type: ignore[arg-type]
-        assert [len(at) for at in homes] == [len(sizes) for sizes in groups]
-        pairs = [pair for sizes, at in zip(groups, homes, strict=True) for pair in zip(sizes, at, strict=True)]
-        total, largest = sum(s for s, _ in pairs), max(s for s, _ in pairs)
-        for name, share in (("device", device), ("host", host), ("disk", disk)):
-            got = sum(s for s, home in pairs if home == name)
-            assert abs(got - share * total) <= largest
-            assert share or not got
+    groups = [[rng.randint(1, 50) for _ in range(rng.randint(1, 9))] for _ in range(rng.randint(1, 40))]
+    device, host, disk = split = tuple(random_split(rng))
+    homes = place_groups(tuple(map(tuple, groups)), split)  # type: ignore[arg-type]
+    assert [len(at) for at in homes] == [len(sizes) for sizes in groups]
+    pairs = [pair for sizes, at in zip(groups, homes, strict=True) for pair in zip(sizes, at, strict=True)]
+    total, largest = sum(s for s, _ in pairs), max(s for s, _ in pairs)
+    for name, share in (("device", device), ("host", host), ("disk", disk)):
+        got = sum(s for s, home in pairs if home == name)
+        assert abs(got - share * total) <= largest
+        assert share or not got
 
 
 def test_opt_layers_at_27_percent() -> None:

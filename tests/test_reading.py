@@ -16,7 +16,7 @@ from flexengine.errors import BadCheckpoint
 from flexengine.model import checkpoint, encoding, gguf, gguf_header, loading, prepare, verify
 from flexengine.model import identity as identity_of
 from flexengine.reading import PAUSES, opened
-from tests.model.test_gguf import tiny_gguf
+from tests.helpers.tiny_gguf import tiny_gguf
 
 CONTENT = bytes(range(256)) * 100
 

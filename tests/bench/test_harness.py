@@ -164,6 +164,7 @@ def test_a_failing_side_becomes_an_error_with_its_last_words() -> None:
     assert "no_such_side" in failed["stderr"]
 
 
+@pytest.mark.slow
 def test_a_side_stopped_by_its_timeout_tells_how_long_it_generated(monkeypatch: pytest.MonkeyPatch) -> None:
     code = "from bench import harness; import time; {}; time.sleep(60)"
     run = limit.run

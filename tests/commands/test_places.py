@@ -15,8 +15,8 @@ from flexengine.engine.options import MachineOptions
 from flexengine.errors import InvalidInput
 from flexengine.kernels import build
 from flexengine.measure import store
-from tests.commands.test_run import Job
-from tests.model.test_gguf import tiny_gguf
+from tests.helpers.job import Job
+from tests.helpers.tiny_gguf import tiny_gguf
 
 ON_DISK = {"gpu_batch_size": 8, "num_gpu_batches": 1, "cache": [0, 0, 1]}
 

@@ -1,5 +1,5 @@
-"""What lossy choices cost: statistics by hand, the report, the bundled texts, and a small model whose
-likelihoods transformers computes in one pass over each stretch."""
+"""What lossy choices cost: statistics by hand, the report, the bundled texts, and a small model whose likelihoods
+transformers computes in one pass over each stretch."""
 
 import contextlib
 import json
@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality
@@ -22,6 +21,7 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.worker.weights import Weights
+from tests.helpers.tokenizers import byte_tokenizer
 
 EXACT_ROWS, OTHER_ROWS = ((-1.0, -2.0), (-3.0, -2.0)), ((-1.5, -2.5), (-3.25, -2.25))
 ROWS, PROMPT, INT8, INT2 = 4, 32, Lossy(weights="int8"), Lossy(weights="int2")
@@ -111,18 +111,6 @@ def test_bundled_texts_hold_nothing_but_the_works() -> None:
         assert not any(line in texts.text(other) for line in own)
 
 
-def byte_tokenizer(directory: Path | None = None) -> Any:
-    """A token per byte, from 3 on; <s> before every text."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({"<s>": 0, "</s>": 1, "<unk>": 2} | {c: 3 + i for i, c in enumerate(letters)}, []))
-    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made = transformers.PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>")
-    if directory is not None:
-        made.save_pretrained(directory)
-    return made
-
-
 def test_stretches_are_spread_and_begin_as_texts_do() -> None:
     tokenizer = byte_tokenizer()
     rows = stretches(Text("t", "abcdefghij" * 20, rows=3, tokens=21), tokenizer, context=21)
@@ -171,8 +159,6 @@ def test_unreadable_text(tmp_path: Path) -> None:
 
 
 # The report.
-
-
 COSTS = [
     cost(EXACT, scored(), scored()),
     cost(Lossy(weights="int4"), scored(), scored(OTHER_ROWS, weights=1_000_000)),
@@ -354,6 +340,7 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
     assert agreement(found.likeliest, scored_by(speaker, EXACT).likeliest) == 1
 
 
+@pytest.mark.slow
 def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which is so slow here that it would show; a job of the engine's own has it in its first sweep."""
     settle, slow = Weights.settle, 0.4

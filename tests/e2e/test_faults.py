@@ -13,7 +13,9 @@ from flexengine import kernels
 
 ROOT = Path(__file__).parents[2]
 MEMORY = Path("/dev/shm")
-PARTS = [["protocol", "crashes", "journal"], ["engine", "shared", "input", "files"]]  # one process each
+PARTS = [["protocol", "crashes", "journal"], ["engine", "shared", "input", "files", "bits"]]  # one process each
+# Bits that are flipped.
+BITS = {"model": 25, "encoded weights": 25, "found by the command": 2, "converted from GGUF": 25}
 
 
 @pytest.mark.slow
@@ -32,3 +34,5 @@ def test_survived(families: Any, parts: list[str], tmp_path: Path) -> None:
     for record in records:
         assert record["tried"] == record["survived"] > 0
         assert record["lost"] == record["repeated"] == 0
+    flipped = {record["kind"]: record["tried"] for record in records if record["part"] == "bits"}
+    assert flipped == ({f"flipped bits: {kind}": bits for kind, bits in BITS.items()} if "bits" in parts else {})

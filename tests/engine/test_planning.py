@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.commands.exit_codes import DONE, REFUSED
@@ -22,27 +24,29 @@ from flexengine.plan.least import smallest
 from flexengine.plan.workload import Workload
 from flexengine.worker.opened import Opened, open_model
 from tests.helpers.families import NEW
-from tests.plan.test_cost import machine_of
+from tests.helpers.plans import machine_of
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
 
 
+POLICIES = st.builds(
+    Policy, st.integers(1, 8), st.integers(1, 3), *3 * [st.sampled_from(SPLITS)], st.integers(1, 3),
+    st.sampled_from(["row", "zigzag", "diagonal", "continuous"]), st.sampled_from([16, 64, 2048]),
+)  # fmt: skip
+
+
 @pytest.mark.slow
-def test_ledger_peaks_of_twenty_random_policies_are_those_predicted(families: Any, tmp_path: Path) -> None:
-    known, rng = families("llama"), random.Random(5)
+@given(policy=POLICIES)
+@settings(max_examples=20)
+def test_ledger_peaks_of_any_policy_are_those_predicted(families: Any, tmp_path: Path, policy: Policy) -> None:
+    known = families("llama")
     work = Workload.of((len(p), NEW) for p in known.prompts)
-    schedules = ["row", "zigzag", "diagonal", "continuous"]
-    for _ in range(20):
-        policy = Policy(
-            rng.randint(1, 8), rng.randint(1, 3), *(rng.choice(SPLITS) for _ in range(3)), rng.randint(1, 3),
-            rng.choice(schedules), rng.choice([16, 64, 2048]),
-        )  # fmt: skip
-        with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
-            prediction = engine.planner.cost(work).predict(engine.plan(work))
-            assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected, policy
-            predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
-            assert engine.summary["peak_bytes"] == predicted, policy
+    with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
+        prediction = engine.planner.cost(work).predict(engine.plan(work))
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
+        assert engine.summary["peak_bytes"] == predicted
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -112,9 +112,14 @@ def reload(directory: Path) -> Any:
 
 def reference(
     config: Any, directory: Path, prompts: list[list[int]], model: Any, first: tuple[list[int], float]
-) -> list[list[int]]:
-    """The answers of a model in `directory`, or of one saved there with other weights, whose reloaded copy answers
-    decisively. model, first: the reloaded copy of what is there, and its continuation of the first prompt."""
+) -> tuple[list[list[int]], int]:
+    """Return the answers of a model whose reloaded copy answers decisively, and the seed of its weights.
+
+    Args:
+        directory: holds the model of seed 0. A model of another seed replaces it.
+        model: the reloaded copy of seed 0.
+        first: its continuation of the first prompt.
+    """
     why = ""
     for seed in range(SEEDS):
         if seed:
@@ -130,7 +135,7 @@ def reference(
         why = f"least gap {min(gaps):.1e}, {varied:.1f} different tokens a prompt"
         print(f"seed {seed}: {why}, first {answers[0]}")
         if min(gaps) >= GAP and varied >= VARIED:
-            return list(answers)
+            return list(answers), seed
     raise NoReferenceError(f"its answers are not decisive: {why}")
 
 
@@ -161,11 +166,14 @@ def refusal(directory: Path, error: FlexError) -> str:
     return one_line(re.sub(named, "", str(error).replace(f"{directory}/", "")))
 
 
-def compare(directory: Path, prompts: list[list[int]], expected: list[list[int]]) -> tuple[str, str]:
-    """Verdict and reason of the engine on the model in `directory`."""
+def compare(
+    directory: Path, in_memory: Engine, prompts: list[list[int]], expected: list[list[int]]
+) -> tuple[str, str]:
+    """Return verdict and reason of the engine on the model in `directory`. in_memory: opened on a CPU; closed here."""
     spread = Policy(gpu_batch_size=3, num_gpu_batches=2, weights=(0.4, 0.3, 0.3), cache=(0.4, 0.3, 0.3))
-    for name, options in (("spread", dict(policy=spread, device="sim")), ("in memory", dict(device="cpu"))):
-        for j, answer in enumerate(engine_answers(opened(directory, **options), prompts)):
+    engines = {"in memory": lambda: in_memory, "spread": lambda: opened(directory, policy=spread, device="sim")}
+    for name, engine in engines.items():
+        for j, answer in enumerate(engine_answers(engine(), prompts)):
             if answer != expected[j]:
                 check_reference(directory, prompts[j], expected[j], answer)
                 at = next(i for i, (a, b) in enumerate(zip(answer, expected[j], strict=True)) if a != b)
@@ -187,13 +195,16 @@ def examine(kind: Any, directory: Path) -> tuple[str, str]:
         first = continuation(model, prompts[0])
         verdict = "crash"
         try:
-            opened(directory, device="cpu").close()
+            engine = opened(directory, device="cpu")
         except FlexError as error:
             return "refused", refusal(directory, error)
         verdict = "no reference"
-        expected = reference(config, directory, prompts, model, first)
+        expected, seed = reference(config, directory, prompts, model, first)
         verdict = "crash"
-        return compare(directory, prompts, expected)
+        if seed:  # the engine was opened on the weights of seed 0
+            engine.close()
+            engine = opened(directory, device="cpu")
+        return compare(directory, engine, prompts, expected)
     except NoReferenceError as error:
         return "no reference", one_line(str(error))
     except Exception as error:

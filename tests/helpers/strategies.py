@@ -9,6 +9,7 @@ from hypothesis.errors import NoSuchExample
 
 Drawn = TypeVar("Drawn")
 SEEDS = st.integers(0, 2**32 - 1)  # of interleavings and noise, whose draws are too many to be shrunk
+RANDOMS = st.randoms(use_true_random=False)  # generators whose every draw is an example's
 JUNK = (b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r", b'"', b"}", b"NaN", b"\\ud800", b"[[", b"\xe2\x82", b",", b"\t")
 
 

@@ -1,8 +1,6 @@
-"""Input files into rows. A line is judged by the json and csv modules on that line alone, a table by what wrote it."""
+"""Input files into rows. A line is judged by the json and csv modules on that line alone."""
 
 import csv
-import datetime
-import decimal
 import hashlib
 import io
 import json
@@ -13,44 +11,20 @@ import subprocess
 import sys
 import threading
 import tracemalloc
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job import inputs, tables
-from flexengine.job.inputs import Rows, survey
+from flexengine.job.inputs import Rows
 from flexengine.job.prompts import Request, encode
 from flexengine.job.rows import Row, row_of
-
-DEFAULTS = SamplingParams(max_tokens=4)
-
-
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<unk>", "hello", "world", "user", ":"]
-    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Whitespace()
-    chat = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}"
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=chat)
-
-
-def written(tmp_path: Path, data: bytes, name: str = "in.jsonl") -> Path:
-    path = tmp_path / name
-    path.write_bytes(data)
-    return path
-
-
-def rows_of(tmp_path: Path, data: bytes, name: str = "in.jsonl", **options) -> list[Row]:
-    return list(Rows(written(tmp_path, data, name), **options))
+from tests.helpers.inputs import DEFAULTS, make_tokenizer, rows_of, written
 
 
 # Lines
-
-
 def test_lines_and_indices(tmp_path):
     rows = rows_of(tmp_path, b'\xef\xbb\xbf{"prompt": "a"}\r\n\n  \r\n{"prompt": "b", "id": 9}\n{"prompt": "c"}')
     assert [(r.index, r.line, r.fields["prompt"]) for r in rows] == [(0, 1, "a"), (1, 4, "b"), (2, 5, "c")]
@@ -118,8 +92,6 @@ def test_prompt_column_of_json_lines(tmp_path):
 
 
 # Files
-
-
 def test_rows_are_read_anew_every_time(tmp_path):
     rows = Rows(written(tmp_path, b'{"prompt": "a"}\n{"prompt": "b"}\n'))
     first, second = iter(rows), iter(rows)
@@ -224,8 +196,6 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
 
 
 # CSV and TSV
-
-
 def test_csv_as_the_csv_module_writes_it(tmp_path):
     rng = random.Random(2)
     pieces = ["a", "é", "€", '"', ",", "\n", "\r\n", "\t", " ", "\x00", "x" * 50, "'", "\\"]
@@ -333,282 +303,11 @@ def test_values_out_of_range_are_refused_by_encode(tmp_path):
     assert "line 2: temperature is nan" in encode(row, make_tokenizer(), 64, DEFAULTS).error
 
 
-# Parquet and Arrow
-
-
-def arrow_file(path: Path, table) -> Path:
-    pa = pytest.importorskip("pyarrow")
-    if path.suffix == ".parquet":
-        pytest.importorskip("pyarrow.parquet").write_table(table, path, row_group_size=300)
-    elif path.suffix == ".feather":
-        pytest.importorskip("pyarrow.feather").write_feather(table, path)
-    else:
-        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-            writer.write_table(table, max_chunksize=300)
-    return path
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow", ".feather"])
-def test_tables(tmp_path, suffix):
-    pa = pytest.importorskip("pyarrow")
-    count = 1000
-    messages = [None if i % 3 else [{"role": "user", "content": f"hello {i}", "name": None}] for i in range(count)]
-    ids = [[1, i % 5] if i % 3 == 1 else None for i in range(count)]
-    columns = {
-        "prompt": [f"world {i}" if i % 3 == 2 else None for i in range(count)], "messages": messages,
-        "prompt_token_ids": ids, "id": list(range(count)), "max_tokens": [None if i % 2 else 7.0 for i in range(count)],
-    }  # fmt: skip
-    rows = Rows(arrow_file(tmp_path / f"t{suffix}", pa.table(columns)), limit=900)
-    for _ in range(2):
-        found = list(rows)
-        assert [r.line for r in found] == list(range(1, 901))
-        assert [r.fields for r in found] == [{name: columns[name][i] for name in columns} for i in range(900)]
-    tokenizer = make_tokenizer()
-    requests = [encode(r, tokenizer, 64, DEFAULTS) for r in found]
-    assert all(isinstance(r, Request) for r in requests)
-    assert {r.sampling.max_tokens for r in requests[::2]} == {7}
-    assert {r.sampling.max_tokens for r in requests[1::2]} == {4}
-    assert requests[1].prompt_ids == (1, 1)
-    assert requests[3].prompt_ids == tuple(tokenizer("user : hello 3")["input_ids"])
-
-
-def test_streams_as_the_datasets_library_saves_them(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    table = pa.table({"prompt": ["a", "b"]})
-    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    assert [r.fields for r in Rows(tmp_path / "t.arrow")] == [{"prompt": "a"}, {"prompt": "b"}]
-
-
-def test_prompt_column_of_tables(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    table = pa.table({"q": ["a", None], "text": [b"caf\xc3\xa9", b"\xff"], "prompt": ["x", "y"]})
-    path = arrow_file(tmp_path / "t.parquet", table)
-    assert [r.request for r in Rows(path)] == [r.fields for r in Rows(path)]
-    first, second = Rows(path, "q")
-    assert first.request["prompt"] == "a"
-    assert second.error == "line 2: has no 'q', which is to hold the prompt; it has ['prompt', 'q', 'text']"
-    first, second = Rows(path, "text")
-    assert first.request["prompt"] == "café"
-    assert second.error == "line 2: invalid UTF-8 at byte 0"
-    with pytest.raises(InvalidInput, match=r"no column z; its columns are \['q', 'text', 'prompt'\]"):
-        Rows(path, "z")
-    with pytest.raises(InvalidInput, match="no column prompt or messages or prompt_token_ids"):
-        Rows(arrow_file(tmp_path / "u.arrow", pa.table({"a": [1]})))
-
-
-def test_values_that_json_has_not(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    noon, zone = datetime.datetime(2024, 2, 29, 12, 30, 15, 250), datetime.timezone(datetime.timedelta(hours=2))
-    expected = {
-        "ts": (pa.array([noon], pa.timestamp("us")), "2024-02-29T12:30:15.000250"),
-        "zoned": (pa.array([noon.replace(tzinfo=zone)], pa.timestamp("us", "UTC")), "2024-02-29T10:30:15.000250+00:00"),
-        "date": (pa.array([noon.date()]), "2024-02-29"),
-        "time": (pa.array([noon.time()], pa.time64("us")), "12:30:15.000250"),
-        "span": (pa.array([datetime.timedelta(days=1, seconds=1)]), "1 day, 0:00:01"),
-        "money": (pa.array([decimal.Decimal("12.50")]), "12.50"),
-        "raw": (pa.array([b"\x00\xff"]), "AP8="),
-        "nan": (pa.array([float("nan")]), None),
-        "inf": (pa.array([float("-inf")]), None),
-        "float": (pa.array([0.1]), 0.1),
-        "whole": (pa.array([2**64 - 1], pa.uint64()), 2**64 - 1),
-        "flag": (pa.array([True]), True),
-        "list": (pa.array([[noon.date(), None]]), ["2024-02-29", None]),
-        "struct": (pa.array([{"x": decimal.Decimal("1.0"), "y": [b"a"]}]), {"x": "1.0", "y": ["YQ=="]}),
-        "map": (pa.array([[("k", 1.5)]], pa.map_(pa.string(), pa.float64())), [["k", 1.5]]),
-        "kind": (pa.array(["red"]).dictionary_encode(), "red"),
-        "nothing": (pa.nulls(1), None),
-    }
-    table = pa.table({"prompt": ["a"], **{name: array for name, (array, _) in expected.items()}})
-    for suffix in (".parquet", ".arrow"):
-        (row,) = Rows(arrow_file(tmp_path / f"t{suffix}", table))
-        assert row.error is None
-        assert {name: row.fields[name] for name in expected} == {name: value for name, (_, value) in expected.items()}
-        json.dumps(row.fields, allow_nan=False)
-
-
-def test_cells_that_cannot_be_converted_cost_their_row_alone(tmp_path):
-    pa = pytest.importorskip("pyarrow")
-    offsets, data = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0\3\0\0\0"), pa.py_buffer(b"a\xffb")
-    prompts = pa.StringArray.from_buffers(3, offsets, data)
-    nanoseconds = pa.array([0, 1, 10**18 + 1], pa.timestamp("ns"))
-    rows = list(Rows(arrow_file(tmp_path / "t.arrow", pa.table({"prompt": prompts, "when": nanoseconds}))))
-    assert [r.fields.get("prompt") for r in rows] == ["a", None, "b"]
-    assert [r.error is None for r in rows] == [True, False, True]
-    assert rows[1].error.startswith("line 2: column prompt: 'utf-8' codec")
-    assert rows[2].fields["when"].endswith("00000001")
-
-
-@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
-def test_damaged_tables(tmp_path, suffix):
-    pa = pytest.importorskip("pyarrow")
-    rng = random.Random(3)
-    texts = ["".join(rng.choices("abcdefgh ", k=50)) for _ in range(2000)]
-    whole = arrow_file(tmp_path / f"t{suffix}", pa.table({"prompt": texts})).read_bytes()
-    for cut in (0, 3, 100, len(whole) // 2, len(whole) - 1):
-        with pytest.raises(InvalidInput, match=suffix):
-            Rows(written(tmp_path, whole[:cut], f"cut{suffix}"))
-    middle = whole[: len(whole) // 2] + bytes(2000) + whole[len(whole) // 2 + 2000 :]
-    try:
-        found = f"{len(list(Rows(written(tmp_path, middle, f'hole{suffix}'))))} rows"
-    except InvalidInput as error:
-        found = str(error)
-    assert found == "2000 rows" or "is damaged after row" in found  # pyarrow need not notice that values changed
-
-
-def test_without_pyarrow(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(InvalidInput, match=r'pip install "flexengine\[parquet\]"'):
-        Rows(written(tmp_path, b"PAR1", "t.parquet"))
-
-
-# Batches
-
-
-def batch(custom_id: str, **body) -> dict:
-    return {"custom_id": custom_id, "method": "POST", "url": "/v1/completions", "body": {"prompt": "hello", **body}}
-
-
-def test_batch_lines_are_told_from_plain_ones(tmp_path):
-    lines = [
-        batch("a", max_tokens=3), {"prompt": "hello", "url": "http://x", "body": "text"}, {"prompt": "world"},
-        {"custom_id": "b", "method": "POST", "url": "/v1/completions"}, {**batch("c"), "method": "GET"},
-        {"prompt": "hello", "custom_id": "mine", "method": "plain"},
-    ]  # fmt: skip
-    data = "\n".join(map(json.dumps, lines)).encode() + b"\n{broken"
-    rows = rows_of(tmp_path, data)
-    assert [r.custom_id for r in rows] == ["a", None, None, "b", "c", None, ""]
-    assert [r.error is None for r in rows] == [True, True, True, False, False, True, False]
-    assert rows[0].request == {"prompt": "hello", "max_tokens": 3}
-    assert [r.fields for r in rows] == [*lines, {}]
-    data = b"{broken\n" + "\n".join(map(json.dumps, (lines[1], lines[0]))).encode()
-    plain_first = rows_of(tmp_path, data)
-    assert [r.custom_id for r in plain_first] == [None, None, "a"]
-    named = rows_of(tmp_path, b'{"url": "/v1/x", "body": "hello"}', prompt_column="body")
-    assert [r.request for r in named] == [{"url": "/v1/x", "prompt": "hello"}]
-
-
-def test_survey_counts_rows_and_refuses_repeated_ids(tmp_path):
-    lines = [batch("a"), {"prompt": "x", "custom_id": "a"}, batch("b"), batch("", n=0), batch("")]
-    assert survey(Rows(written(tmp_path, "\n".join(map(json.dumps, lines)).encode()))) == 5
-    lines.append(batch("a", n=0))  # refused for another reason, but answered under its id
-    rows = Rows(written(tmp_path, "\n\n".join(map(json.dumps, lines)).encode()))
-    with pytest.raises(InvalidInput, match=r"'a' \(lines 1 and 11\)"):
-        survey(rows)
-
-
 # Rows
-
-
 def test_row_of():
     assert row_of("hi", 2) == Row(2, 0, {"prompt": "hi"})
     assert row_of({"prompt_token_ids": [1]}, 0).fields == {"prompt_token_ids": [1]}
     assert row_of(17, 5).error == "prompt 5: is int; it must be a string or a row (dict)"
-
-
-# Mutations
-
-
-def mutate(line: bytes, rng: random.Random) -> bytes:
-    at, kind = rng.randrange(len(line)), rng.randrange(7)
-    junk = [b"\x00", b"\xff", b"\xef\xbb\xbf", b"\r", b'"', b"}", b"NaN", b"\\ud800", b"[[", b"\xe2\x82", b",", b"\t"]
-    if kind == 0:
-        return line[:at]
-    if kind == 1:
-        return line[:at] + line[at + rng.randrange(1, 9) :]
-    if kind == 2:
-        return line[:at] + bytes([line[at] ^ 1 << rng.randrange(8)]) + line[at + 1 :]
-    if kind == 3:
-        return line * 2
-    return line[:at] + rng.choice(junk) * rng.randrange(1, 4) + line[at:]
-
-
-def judge(line: bytes) -> bool:
-    """Whether a line is a JSON object by RFC 8259, by the standard library's default reading plus its NaN rule."""
-    try:
-        value = json.loads(line.strip(b"\r\n").decode("utf-8"))
-        return isinstance(value, dict) and not ({"NaN", "Infinity", "-Infinity"} & set(str(value).split()))
-    except ValueError:
-        return False
-
-
-PLAIN = b'{"prompt": "hello \xe2\x82\xac world", "max_tokens": 3, "id": 12.5, "tags": ["a", null]}'
-CHAT = (
-    b'{"custom_id": "r-1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "n": 2,'
-    b' "messages": [{"role": "user", "content": "hello \xe2\x82\xac"}], "max_tokens": 3, "stop": ["x"]}}'
-)
-FORMS = [
-    ("in.jsonl", PLAIN, b"", b""), ("in.jsonl", json.dumps(batch("r-1", top_p=0.5, logprobs=2)).encode(), b"", b""),
-    ("in.jsonl", CHAT, b"", b""), ("in.txt", b"hello \xe2\x82\xac world", b"", b""),
-    ("in.csv", b"hello \xe2\x82\xac world,3,0.5,7", b"prompt,max_tokens,temperature,id\n", b'"'),
-    ("in.tsv", b"hello \xe2\x82\xac world\t3\t0.5\t7", b"prompt\tmax_tokens\ttemperature\tid\n", b'"'),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "good", "head", "without"), FORMS, ids=range(len(FORMS)))
-def test_2000_mutated_lines(tmp_path, name, good, head, without):
-    """Every line gives one row; nothing raises; an error always names its line. (With quotes in them, CSV lines can
-    join: those have a test of their own.)"""
-    rng = random.Random(good)
-    lines = [mutate(good, rng).replace(b"\n", b" ").replace(without or b"\n", b"'") for _ in range(2000)]
-    first = 1 + head.count(b"\n")
-    blank = b" \r\n" if head else None
-    numbers = [n for n, line in enumerate(lines, first) if line.strip(blank)]
-    rows = rows_of(tmp_path, head + b"\n".join(lines), name)
-    assert [r.index for r in rows] == list(range(len(numbers)))
-    assert [r.line for r in rows] == numbers
-    assert all(r.error is None or r.error.startswith(f"line {r.line}: ") for r in rows)
-    tokenizer = make_tokenizer()
-    requests = [encode(row, tokenizer, 64, DEFAULTS) for row in rows]
-    assert all(isinstance(r, Request) or r.error.startswith(f"line {r.line}: ") for r in requests)
-    assert [r.index for r in requests] == list(range(len(numbers)))
-    assert sum(isinstance(r, Request) for r in requests) > 50
-    assert sum(isinstance(r, Row) for r in requests) > 50
-
-
-def test_json_lines_are_judged_as_by_the_json_module(tmp_path):
-    rng = random.Random(0)
-    lines = [mutate(PLAIN, rng).replace(b"\n", b" ") for _ in range(500)]
-    rows = rows_of(tmp_path, b"\n".join(lines))
-    lines[0] = lines[0].removeprefix(b"\xef\xbb\xbf")
-    assert [r.error is None for r in rows] == [judge(line) for line in lines if line.strip()]
-
-
-@pytest.mark.parametrize("name", ["in.csv", "in.tsv"])
-def test_2000_mutated_csv_records_with_quotes(tmp_path, name):
-    """A broken record never takes more than the records it has joined: between mutated records stand whole ones, and
-    after the last broken one everything is read."""
-    rng, delimiter = random.Random(4), {"in.csv": b",", "in.tsv": b"\t"}[name]
-    whole = delimiter.join([b'"hello ""world"" \xe2\x82\xac"', b"3", b'"a, b"', b"7"])
-    head = delimiter.join([b"prompt", b"max_tokens", b"note", b"id"]) + b"\n"
-    read = 0
-    for _ in range(2000):
-        broken = mutate(whole, rng).replace(b"\n", b" ")
-        rows = rows_of(tmp_path, head + b"\n".join([whole, broken, whole, whole, whole]), name)
-        assert rows[0].error is None
-        assert 3 <= len(rows) <= 5
-        assert [r.index for r in rows] == list(range(len(rows)))
-        assert all(a.line < b.line for a, b in pairwise(rows))
-        assert rows[-1].line in (4, 5, 6)
-        assert all(r.error is None or r.error.startswith(f"line {r.line}: ") for r in rows)
-        read += sum(r.error is None and r.fields["note"] == "a, b" for r in rows[1:])
-    assert read > 0.9 * 3 * 2000
-
-
-def test_parquet_files_with_flipped_bits(tmp_path):
-    """Rows or InvalidInput, whatever the bits."""
-    pa = pytest.importorskip("pyarrow")
-    whole = arrow_file(tmp_path / "t.parquet", pa.table({"prompt": ["hello"] * 50, "n": [1] * 50})).read_bytes()
-    rng = random.Random(5)
-    for _ in range(300):
-        data = bytearray(whole)
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-        with_fault = written(tmp_path, bytes(data), "f.parquet")
-        try:
-            rows = list(Rows(with_fault))
-        except InvalidInput:
-            continue
-        assert [r.index for r in rows] == list(range(len(rows)))
 
 
 def test_kinds_of_sampling_fields_are_known():

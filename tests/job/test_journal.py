@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import DONE, FAILED, TODO, Dropped, Journal
+from tests.helpers.strategies import flipped
 
 MANIFEST = {"model": "m", "seed": 3}
 ROWS = 49  # with the manifest 50 records
@@ -78,8 +80,8 @@ def test_the_format(path: Path, written: list[Result]) -> None:
     records = parse(path.read_bytes())
     assert records[0] == {"manifest": MANIFEST, "created": 1234}
     assert [r["index"] for r in records[1:]] == [r.index for r in written]
-    for record, given in zip(records[1:], written, strict=True):
-        assert {"index": given.index, **record["result"]} == {k: v for k, v in vars(given).items() if v is not None}
+    for record, known in zip(records[1:], written, strict=True):
+        assert {"index": known.index, **record["result"]} == {k: v for k, v in vars(known).items() if v is not None}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
@@ -127,19 +129,20 @@ def test_cut_at_every_byte(path: Path, written: list[Result]) -> None:
 def test_flipped_bits(path: Path, written: list[Result]) -> None:
     data = path.read_bytes()
     known = {r.index: r for r in written}
-    generator = random.Random(11)
-    for _ in range(1000):
-        place = generator.randrange(len(data) * 8)
-        hurt = bytearray(data)
-        hurt[place // 8] ^= 1 << place % 8
-        replace(path, bytes(hurt))
-        good = parse(bytes(hurt))
+
+    @given(hurt=flipped(data))
+    @settings(max_examples=500)
+    def keeps_what_is_whole(hurt: bytes) -> None:
+        replace(path, hurt)
+        good = parse(hurt)
         with Journal(path) as journal:
             found = held(journal)
             assert found.items() <= known.items()
             assert len(found) == max(len(good) - 1, 0)
             assert journal.dropped.bytes == len(data) - journal._end > 0
             assert journal.dropped.damaged == (b"\n" in hurt[journal._end :])
+
+    keeps_what_is_whole()
 
 
 def test_garbage_is_refused_and_left_alone(path: Path) -> None:

@@ -150,6 +150,7 @@ class TestPieces:
             with pytest.raises(InvalidInput, match="pages among"):
                 kernel.attend_prompt(k, k, k, 0.125, past=past._replace(table=table))
 
+    @pytest.mark.slow
     def test_scratch_is_bounded_whatever_the_past(self, kernel: Kernels) -> None:
         """Tensors alive at once beside the arguments and the result, for pasts of 1k and 6k tokens."""
         q, k = torch.randn(1, 64, 8, 64), torch.randn(1, 64, 8, 64)

@@ -15,7 +15,7 @@ from flexengine.commands.run import main
 from flexengine.job.manifest import differences, rewritten
 from flexengine.model import identity
 from flexengine.model.identity import SAMPLE
-from tests.model.test_gguf import tiny_gguf
+from tests.helpers.tiny_gguf import tiny_gguf
 
 ROWS = "".join(json.dumps({"prompt_token_ids": [5 + i, 6]}) + "\n" for i in range(3))
 

@@ -1,6 +1,5 @@
 """pytorch_model*.bin files made safetensors: compared with what they were made from; nothing in them is run."""
 
-import json
 import os
 import pickle
 import subprocess
@@ -11,7 +10,6 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    OPTConfig,
 )
 
 from flexengine.errors import BadCheckpoint
@@ -19,30 +17,9 @@ from flexengine.model import shards as shard_files
 from flexengine.model.prepare import prepared_bin
 from flexengine.model.source import resolve
 from tests.helpers.prepared import tensors_of
+from tests.helpers.tiny_bin import bin_model
 
 pytestmark = pytest.mark.usefixtures("cache")
-
-
-def bin_model(path: Path, shards: int = 1) -> torch.nn.Module:
-    torch.manual_seed(0)
-    config = OPTConfig(vocab_size=50, hidden_size=16, ffn_dim=32, num_hidden_layers=2, num_attention_heads=2,
-                       word_embed_proj_dim=16, max_position_embeddings=32)  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config).eval()
-    path.mkdir()
-    config.save_pretrained(path)
-    model.generation_config.save_pretrained(path)
-    (path / "tokenizer.json").write_text("{}")
-    state = model.state_dict()
-    if shards == 1:
-        torch.save(state, path / "pytorch_model.bin")
-        return model
-    names, weight_map = list(state), {}
-    for number in range(shards):
-        file = f"pytorch_model-{number + 1:05}-of-{shards:05}.bin"
-        torch.save({name: state[name] for name in names[number::shards]}, path / file)
-        weight_map.update(dict.fromkeys(names[number::shards], file))
-    (path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    return model
 
 
 @pytest.mark.parametrize("shards", [1, 3])

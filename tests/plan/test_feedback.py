@@ -19,7 +19,7 @@ from flexengine.schedule.program import STAGED, Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
 from flexengine.worker.weights import Weights
-from tests.plan.test_cost import DEVICE, DISK, HOST, machine_of, opt
+from tests.helpers.plans import DEVICE, DISK, HOST, machine_of, opt
 
 
 def walked(cost: Cost, policy: Policy, rows: list[tuple[int, int]]) -> tuple[Watch, Counter[str]]:

@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
@@ -15,38 +16,14 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
 from flexengine.schedule.place import place, place_groups
 from flexengine.tier import disk
+from tests.helpers.drawn import model_of, policy_of, work_of
+from tests.helpers.strategies import RANDOMS
 
 FREE = Capacity(None, None, None, shared=False, staged=True)
-SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
 
 
 def up(n: int, to: int) -> int:
     return n if n % to == 0 else n + to - n % to
-
-
-def model_of(rng: random.Random) -> ModelFacts:
-    hidden, kv_heads, group = rng.choice([64, 576]), rng.choice([1, 2, 3]), rng.choice([1, 3])
-    head_dim, width, vocabulary = rng.choice([32, 64]), 2 * hidden, rng.choice([601, 32000])
-    stored, itemsize = rng.choice([2, 4]), rng.choice([2, 4])
-    held = rng.choice([itemsize, min(stored, itemsize)])
-    sizes = [hidden * hidden, hidden * kv_heads * head_dim, hidden, hidden * width, width * hidden, 7]
-    layers = tuple(
-        tuple(TensorFact(f"{j}.{i}", n, stored, held) for i, n in enumerate(sizes)) for j in range(rng.randint(1, 6))
-    )
-    head = TensorFact("head", vocabulary * hidden, stored, held) if rng.random() < 0.5 else None
-    embedding = TensorFact("embedding", vocabulary * hidden, stored, held)
-    return ModelFacts(layers, (TensorFact("norm", hidden, stored, itemsize),), embedding,
-                      head, vocabulary, hidden, width, group * kv_heads, kv_heads, head_dim, itemsize)  # fmt: skip
-
-
-def policy_of(rng: random.Random) -> Policy:
-    return Policy(rng.randint(1, 8), rng.randint(1, 4), rng.choice(SPLITS), rng.choice(SPLITS), rng.choice(SPLITS),
-                  rng.randint(1, 3), rng.choice(["row", "zigzag", "diagonal", "continuous"]),
-                  rng.choice([16, 128, 2048]))  # fmt: skip
-
-
-def work_of(rng: random.Random) -> Workload:
-    return Workload.of((rng.randint(1, 300), rng.randint(1, 60)) for _ in range(rng.randint(1, 40)))
 
 
 def lengths_of(work: Workload) -> list[tuple[int, int]]:
@@ -147,46 +124,46 @@ def within(layout: Layout, capacity: Capacity) -> bool:
 
 
 @pytest.mark.parametrize("staged", [True, False])
-def test_account(staged: bool) -> None:
-    rng = random.Random(1)
-    for _ in range(150):
-        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
-        layout = lay_out(model, policy, work, replace(FREE, staged=staged))
-        assert layout.account == expected(model, policy, work, staged)
-        assert layout.homes["norm"] == "device"
-        for unit in placed(model, policy):
-            assert {t.name: home for t, home in unit}.items() <= layout.homes.items()
+@given(rng=RANDOMS)
+@settings(max_examples=100)
+def test_account(staged: bool, rng: random.Random) -> None:
+    model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+    layout = lay_out(model, policy, work, replace(FREE, staged=staged))
+    assert layout.account == expected(model, policy, work, staged)
+    assert layout.homes["norm"] == "device"
+    for unit in placed(model, policy):
+        assert {t.name: home for t, home in unit}.items() <= layout.homes.items()
 
 
-def test_workspace_bounds_its_parts() -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=100)
+def test_workspace_bounds_its_parts(rng: random.Random) -> None:
     """At least what the widest moment and the logits need, at most a few times that; less budget, less workspace."""
-    rng = random.Random(2)
-    for _ in range(100):
-        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
-        tokens = min(policy.prefill_tokens, sum(sorted(p for p, _ in lengths_of(work))[::-1][: policy.block_size]))
-        gated = tokens * (3 * model.width + model.hidden) * model.itemsize
-        attention = tokens * 2 * (model.heads + 2 * model.kv_heads) * model.head_dim * model.itemsize
-        logits = 4 * model.vocabulary * min(policy.gpu_batch_size, len(lengths_of(work)))
-        least = max(gated, attention) + logits
-        found = workspace(model, policy, work)
-        assert found % 4096 == 0
-        assert least <= found
-        fewer = workspace(model, replace(policy, prefill_tokens=8), work)
-        assert fewer <= found
+    model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+    tokens = min(policy.prefill_tokens, sum(sorted(p for p, _ in lengths_of(work))[::-1][: policy.block_size]))
+    gated = tokens * (3 * model.width + model.hidden) * model.itemsize
+    attention = tokens * 2 * (model.heads + 2 * model.kv_heads) * model.head_dim * model.itemsize
+    logits = 4 * model.vocabulary * min(policy.gpu_batch_size, len(lengths_of(work)))
+    least = max(gated, attention) + logits
+    found = workspace(model, policy, work)
+    assert found % 4096 == 0
+    assert least <= found
+    fewer = workspace(model, replace(policy, prefill_tokens=8), work)
+    assert fewer <= found
 
 
-def test_head_chunks_cover_the_vocabulary() -> None:
-    rng = random.Random(3)
-    for _ in range(100):
-        model, policy = model_of(rng), policy_of(rng)
-        layout = lay_out(model, policy, work_of(rng), FREE)
-        chunks = layout.head_chunks(model.vocabulary)
-        assert [row for low, high in chunks for row in range(low, high)] == list(range(model.vocabulary))
-        head = model.edges[0]
-        if layout.homes[head.name] == "device":
-            assert len(chunks) == 1
-        else:
-            assert all((high - low) * model.hidden * head.held <= layout.slot for low, high in chunks)
+@given(rng=RANDOMS)
+@settings(max_examples=50)
+def test_head_chunks_cover_the_vocabulary(rng: random.Random) -> None:
+    model, policy = model_of(rng), policy_of(rng)
+    layout = lay_out(model, policy, work_of(rng), FREE)
+    chunks = layout.head_chunks(model.vocabulary)
+    assert [row for low, high in chunks for row in range(low, high)] == list(range(model.vocabulary))
+    head = model.edges[0]
+    if layout.homes[head.name] == "device":
+        assert len(chunks) == 1
+    else:
+        assert all((high - low) * model.hidden * head.held <= layout.slot for low, high in chunks)
 
 
 def test_slot_offsets() -> None:
@@ -195,12 +172,12 @@ def test_slot_offsets() -> None:
     assert slot_bytes([]) == 0
 
 
-def test_a_slot_ends_where_its_last_tensor_does() -> None:
-    rng = random.Random(5)
-    for _ in range(100):
-        sizes = [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
-        last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)])[str(len(sizes) - 1)]
-        assert last + up(sizes[-1], 64) == slot_bytes(sizes)
+@given(rng=RANDOMS)
+@settings(max_examples=100)
+def test_a_slot_ends_where_its_last_tensor_does(rng: random.Random) -> None:
+    sizes = [rng.randint(1, 300) for _ in range(rng.randint(1, 8))]
+    last = slot_offsets([(str(i), n) for i, n in enumerate(sizes)])[str(len(sizes) - 1)]
+    assert last + up(sizes[-1], 64) == slot_bytes(sizes)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -236,50 +213,50 @@ def test_limited_memory_is_never_overbooked_and_well_used(shared: bool) -> None:
                 assert sizes[tier] - layout.total(tier) < page + 2 * 4096  # not one page more would have fitted
 
 
-def test_what_is_enough_is_enough() -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=60)
+def test_what_is_enough_is_enough(rng: random.Random) -> None:
     """With the bytes of the unlimited layout (and one block for rounding) it comes out the same."""
-    rng = random.Random(5)
-    for _ in range(60):
-        model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
-        free = lay_out(model, policy, work, FREE)
-        sizes = {t: n + 4096 for t, n in totals(free).items()}
-        assert lay_out(model, policy, work, Capacity(**sizes, shared=False, staged=True)).account == free.account
-        if "device" in free.pools:
-            least = free.total("device") - free.account["device"]["KV cache"]
-            with pytest.raises(OutOfMemory):
-                lay_out(model, policy, work, Capacity(least - 1, None, None, shared=False, staged=True))
+    model, policy, work = model_of(rng), policy_of(rng), work_of(rng)
+    free = lay_out(model, policy, work, FREE)
+    sizes = {t: n + 4096 for t, n in totals(free).items()}
+    assert lay_out(model, policy, work, Capacity(**sizes, shared=False, staged=True)).account == free.account
+    if "device" in free.pools:
+        least = free.total("device") - free.account["device"]["KV cache"]
+        with pytest.raises(OutOfMemory):
+            lay_out(model, policy, work, Capacity(least - 1, None, None, shared=False, staged=True))
 
 
 @pytest.mark.parametrize(("tier", "split"), [("device", (1, 0, 0)), ("host", (0, 1, 0)), ("disk", (0, 0, 1))])
-def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, float]) -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=20)
+def test_out_of_memory_carries_numbers(tier: str, split: tuple[float, float, float], rng: random.Random) -> None:
     """One byte less than the weights and buffers, and one less than the cache of one sequence needs."""
-    rng = random.Random(6)
-    for _ in range(20):
-        model, work = model_of(rng), work_of(rng)
-        policy = Policy(4, 2, weights=split, cache=split, activations=split)
-        free = lay_out(model, policy, work, FREE)
-        rest = free.total(tier) - free.account[tier]["KV cache"]
-        longest = max(p + n - 1 for p, n in lengths_of(work))
-        (pool,) = free.pools[tier]
-        one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier][0] * len(model.layers)
-        for limit in (rest - 1, rest + one - 1):
-            capacity = replace(FREE, **{tier: limit})
-            with pytest.raises(OutOfMemory, match=f"^{tier} memory: ") as caught:
-                lay_out(model, policy, work, capacity)
-            error = caught.value
-            assert (error.tier, error.capacity) == (tier, limit)
-            # What it needs and what is in use add up to what there would have to be, up to rounding.
-            booked = free.account[tier]
-            before_cache = rest - booked.get("cache buffers", 0) - booked.get("cache staging", 0)
-            assert limit < error.needed + error.used <= rest + up(one, 4096)
-            assert error.needed + error.used >= before_cache
-            for number in (error.needed, error.used, error.capacity, error.needed + error.used - limit):
-                assert f"{number:,}" in str(error)
-            remedy = "set --offload-dir" if tier == "disk" else "give more memory"
-            assert f"; {remedy}" in str(error)
-            if limit >= rest:
-                assert error.needed == up(one, 4096)
-                assert f"one sequence of {longest:,} tokens" in str(error)
+    model, work = model_of(rng), work_of(rng)
+    policy = Policy(4, 2, weights=split, cache=split, activations=split)
+    free = lay_out(model, policy, work, FREE)
+    rest = free.total(tier) - free.account[tier]["KV cache"]
+    longest = max(p + n - 1 for p, n in lengths_of(work))
+    (pool,) = free.pools[tier]
+    one = up(longest, pool.page_tokens) // pool.page_tokens * free.page_bytes[tier][0] * len(model.layers)
+    for limit in (rest - 1, rest + one - 1):
+        capacity = replace(FREE, **{tier: limit})
+        with pytest.raises(OutOfMemory, match=f"^{tier} memory: ") as caught:
+            lay_out(model, policy, work, capacity)
+        error = caught.value
+        assert (error.tier, error.capacity) == (tier, limit)
+        # What it needs and what is in use add up to what there would have to be, up to rounding.
+        booked = free.account[tier]
+        before_cache = rest - booked.get("cache buffers", 0) - booked.get("cache staging", 0)
+        assert limit < error.needed + error.used <= rest + up(one, 4096)
+        assert error.needed + error.used >= before_cache
+        for number in (error.needed, error.used, error.capacity, error.needed + error.used - limit):
+            assert f"{number:,}" in str(error)
+        remedy = "set --offload-dir" if tier == "disk" else "give more memory"
+        assert f"; {remedy}" in str(error)
+        if limit >= rest:
+            assert error.needed == up(one, 4096)
+            assert f"one sequence of {longest:,} tokens" in str(error)
 
 
 def test_reads_are_those_of_the_disk_tier() -> None:

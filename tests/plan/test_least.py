@@ -17,8 +17,8 @@ from flexengine.plan.least import capacity_for, lay_out_given, planned, smallest
 from flexengine.plan.search import check, search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from tests.plan.test_cost import machine_of, opt
-from tests.plan.test_layout import policy_of, work_of
+from tests.helpers.drawn import policy_of, work_of
+from tests.helpers.plans import machine_of, opt
 
 GREEDY = SamplingParams(max_tokens=6)
 MODEL = opt(6, 256, 4, 4096)

@@ -15,7 +15,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy, Split
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
-from tests.plan.test_cost import opt
+from tests.helpers.plans import opt
 
 MODEL = opt(6, 256, 4, 512)
 HALVES: tuple[Split, ...] = ((1, 0, 0), (0, 1, 0), (0, 0, 1), (0.5, 0.5, 0), (0.5, 0, 0.5), (0, 0.5, 0.5))

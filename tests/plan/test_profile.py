@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
 
 from flexengine.plan.profile import CLASSES, LayerPages, Pages, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
@@ -12,6 +13,7 @@ from flexengine.policy import SCHEDULES, Policy
 from flexengine.schedule.order import Piece
 from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from tests.helpers.strategies import RANDOMS
 
 SUMS = ("entering", "decoding", "prompt", "cached", "loaded", "stored")
 WINDOW = 40
@@ -107,13 +109,13 @@ def ignoring(case: Case) -> tuple[str, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("limited", [False, True])
 @pytest.mark.parametrize("schedule", ["row", "zigzag"])
-def test_rows_that_are_alike_are_exact(schedule: str, limited: bool) -> None:
-    rng = random.Random(1)
-    for _ in range(25):
-        case = case_of(rng, schedule, True, limited, rng.randint(1, 200))
-        real, found = walked(case), totals(told(case))
-        for name in real.keys() - set(ignoring(case)):
-            assert found[name] == pytest.approx(real[name], rel=1e-9), (name, case)
+@given(rng=RANDOMS)
+@settings(max_examples=25)
+def test_rows_that_are_alike_are_exact(schedule: str, limited: bool, rng: random.Random) -> None:
+    case = case_of(rng, schedule, True, limited, rng.randint(1, 200))
+    real, found = walked(case), totals(told(case))
+    for name in real.keys() - set(ignoring(case)):
+        assert found[name] == pytest.approx(real[name], rel=1e-9), (name, case)
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -128,14 +130,14 @@ def test_rows_that_are_alike_enter_as_places_fall_free(schedule: str, limited: b
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_row_counts_in_full(schedule: str) -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=25)
+def test_every_row_counts_in_full(schedule: str, rng: random.Random) -> None:
     """Sums over the job do not depend on who computes together: they are exact whatever the rows and pools."""
-    rng = random.Random(3)
-    for _ in range(25):
-        case = case_of(rng, schedule, False, rng.random() < 0.5, rng.randint(1, 150))
-        real, found = walked(case), totals(told(case))
-        for name in real.keys() - {"sweeps", "peak", *ignoring(case)}:
-            assert found[name] == pytest.approx(real[name], rel=1e-5), (name, case)
+    case = case_of(rng, schedule, False, rng.random() < 0.5, rng.randint(1, 150))
+    real, found = walked(case), totals(told(case))
+    for name in real.keys() - {"sweeps", "peak", *ignoring(case)}:
+        assert found[name] == pytest.approx(real[name], rel=1e-5), (name, case)
 
 
 @pytest.mark.slow
@@ -229,19 +231,19 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
     assert len(many.times) < 500
 
 
-def test_pools_too_small_end_all_the_same() -> None:
+@given(rng=RANDOMS)
+@settings(max_examples=100)
+def test_pools_too_small_end_all_the_same(rng: random.Random) -> None:
     """Less than one sequence fits, or hardly one: such a plan is refused elsewhere, but nothing may hang here."""
-    rng = random.Random(8)
-    for _ in range(200):
-        rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
-        each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(PAGES, rng.random()))
-        room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
-        shape = (rng.randint(1, 9), rng.randint(1, 4))
-        found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
-        assert float((found.entering * found.times).sum()) == pytest.approx(found.rows)
-        assert all(np.isfinite(getattr(found, name)).all() for name in SUMS)
-        assert (found.times > 0).all()
-        assert (found.decoding >= 0).all()
+    rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
+    each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(PAGES, rng.random()))
+    room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
+    shape = (rng.randint(1, 9), rng.randint(1, 4))
+    found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
+    assert float((found.entering * found.times).sum()) == pytest.approx(found.rows)
+    assert all(np.isfinite(getattr(found, name)).all() for name in SUMS)
+    assert (found.times > 0).all()
+    assert (found.decoding >= 0).all()
 
 
 def test_classes_keep_means() -> None:

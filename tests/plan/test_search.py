@@ -21,8 +21,8 @@ from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
 from flexengine.policy import TIERS, Policy
-from tests.plan.test_cost import machine_of, opt
-from tests.plan.test_layout import policy_of, work_of
+from tests.helpers.drawn import policy_of, work_of
+from tests.helpers.plans import machine_of, opt
 
 SMALL = opt(24, 256, 4, 4096)
 WEIGHTS = sum(t.held_bytes for t in SMALL.tensors)

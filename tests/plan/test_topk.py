@@ -14,7 +14,7 @@ from flexengine.plan.layout import CHOSEN, VALUES, lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
-from tests.plan.test_cost import DEVICE, DISK, FLAT, HOST, both, machine_of, opt, predicted
+from tests.helpers.plans import DEVICE, DISK, FLAT, HOST, both, machine_of, opt, predicted
 
 HALF: Split = (0.5, 0.5, 0)
 

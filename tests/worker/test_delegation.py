@@ -17,9 +17,9 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.sizes import ALIGN, aligned
 from flexengine.plan.workload import Workload
 from flexengine.runtime.lane import Stream, new_lane
+from tests.helpers.drawn import model_of
 from tests.helpers.families import LENGTHS, NEW
-from tests.plan.test_cost import opt
-from tests.plan.test_layout import model_of
+from tests.helpers.plans import opt
 
 H, K = (0, 1, 0), (0, 0, 1)
 MIX = (0.4, 0.3, 0.3)

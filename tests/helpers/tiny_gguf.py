@@ -1,0 +1,102 @@
+"""Tiny GGUF files, written as llama.cpp's convert_hf_to_gguf.py writes them."""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import quantize
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+Q = GGMLQuantizationType
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 96, "max_position_embeddings": 128}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+FAMILIES = {
+    "llama": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "llama-untied": (MODEL_ARCH.LLAMA, LlamaConfig(**SHAPE)),
+    "qwen3": (MODEL_ARCH.QWEN3, Qwen3Config(**SHAPE, head_dim=16)),
+    "qwen3moe": (MODEL_ARCH.QWEN3MOE, Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=16, moe_intermediate_size=32)),
+    # transformers 5.23 reads neither head_dim nor the experts' width of this family; these are its defaults
+    "qwen3moe-default": (
+        MODEL_ARCH.QWEN3MOE,
+        Qwen3MoeConfig(**SHAPE, **EXPERTS, head_dim=128, moe_intermediate_size=768),
+    ),
+}
+
+
+# --- tiny GGUF files, written the way llama.cpp's convert_hf_to_gguf.py writes them
+def permute(weights: np.ndarray, heads: int) -> np.ndarray:
+    """LlamaModel.permute of llama.cpp: halves of a head's rows interleaved."""
+    rows = weights.shape[0]
+    return weights.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(weights.shape)
+
+
+def tiny_model(family: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(FAMILIES[family][1]).eval()
+
+
+def gguf_tensors(family: str, model: torch.nn.Module) -> list[tuple[str, np.ndarray]]:
+    """(GGUF name, float32 weights as llama.cpp stores them), experts split into gate and up."""
+    arch, config = FAMILIES[family]
+    names = get_tensor_name_map(arch, config.num_hidden_layers)
+    out = []
+    for name, tensor in model.state_dict().items():
+        weights = tensor.numpy()
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            block, half = name.split(".")[2], weights.shape[1] // 2
+            out += [(f"blk.{block}.ffn_up_exps.weight", weights[:, half:]),
+                    (f"blk.{block}.ffn_gate_exps.weight", weights[:, :half])]  # fmt: skip
+            continue
+        if arch is MODEL_ARCH.LLAMA and "q_proj" in name:
+            weights = permute(weights, config.num_attention_heads)
+        if arch is MODEL_ARCH.LLAMA and "k_proj" in name:
+            weights = permute(weights, config.num_key_value_heads)
+        stem = name.removesuffix(".weight")
+        out.append((f"{names.get_name(stem)}.weight", weights))
+    return out
+
+
+def write_gguf(path: Path, family: str, tensors, kind=lambda name: Q.F32, extra=lambda writer: None) -> Path:
+    arch, config = FAMILIES[family]
+    writer = GGUFWriter(path, {MODEL_ARCH.QWEN3MOE: "qwen3moe", MODEL_ARCH.QWEN3: "qwen3"}.get(arch, "llama"))
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    if arch is MODEL_ARCH.LLAMA:
+        writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    else:
+        writer.add_key_length(config.head_dim)
+    if arch is MODEL_ARCH.QWEN3MOE:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_uint32("tokenizer.ggml.eos_token_id", 7)
+    extra(writer)
+    for name, weights in tensors:
+        chosen = Q.F32 if weights.ndim == 1 else kind(name)
+        stored = weights if weights.dtype == np.uint8 else quantize(np.ascontiguousarray(weights), chosen)
+        writer.add_tensor(name, stored, raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def tiny_gguf(path: Path, family: str = "llama", **kwargs) -> Path:
+    return write_gguf(path, family, gguf_tensors(family, tiny_model(family)), **kwargs)

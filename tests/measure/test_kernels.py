@@ -1,0 +1,96 @@
+"""Rates of kernels and whole machines: counts against brute force, ledgers as they were."""
+
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine.kernels import ReferenceKernels
+from flexengine.measure import kernels, store
+from flexengine.plan.hardware import Hardware
+from flexengine.tier.machine import Machine
+from tests.helpers.measuring import MB, books
+
+# Kernels.
+
+
+class Counting(ReferenceKernels):
+    """Counts what the reference kernels are asked for, pair by pair and page by page."""
+
+    def __init__(self) -> None:
+        self.pairs: list[int] = []
+        self.read: list[int] = []
+
+    def attend_prompt(self, q: Any, k: Any, v: Any, *args: Any) -> Any:
+        seen = sum(1 for query in range(q.shape[1]) for key in range(k.shape[1]) if key <= query)
+        self.pairs.append(q.shape[0] * q.shape[2] * seen * q.shape[3])
+        return super().attend_prompt(q, k, v, *args)
+
+    def decode(self, q: Any, pool: Any, tables: Any, lengths: Any, *args: Any) -> Any:
+        self.read.append(sum(int(n) * 2 * pool.shape[2] * pool.shape[4] * pool.element_size() for n in lengths))
+        assert int(lengths.max()) <= tables.shape[1] * pool.shape[3]
+        return q
+
+
+def test_counts(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every call taking a second, rates are the counts."""
+
+    def second(call: Callable[[int], object], *_: Any) -> float:
+        call(0)
+        return 1.0
+
+    monkeypatch.setattr(kernels, "seconds_per_call", second)
+    machine, counting = at("cpu", 100 * MB), Counting()
+    prompts = kernels._prompts(machine, counting, torch.float32)
+    assert [rate for _, rate in prompts] == [4 * n for n in counting.pairs]  # a multiply-add for q @ k, one for @ v
+    decode = kernels._decode(machine, "device", counting, torch.float32, kernels.LENGTHS)
+    assert [rate for _, rate in decode] == counting.read
+    products = kernels._products(machine, torch.float32)
+    assert set(products) == {"float32", "float16", "bfloat16"}
+    assert products["bfloat16"] == tuple((m, 2.0 * m * 128 * 128) for m in kernels.ROWS)
+    assert set(kernels._products(machine, torch.bfloat16)) == {"bfloat16"}
+    assert machine.device.ledger.used == 0
+
+
+def ends(c: float, d: float, a: float, b: float) -> float:
+    """When work of c and transfers of d seconds end that slow each other a and b times while both are there."""
+    if c * a <= d * b:
+        return c * a + (d - c * a / b)
+    return d * b + (c - d * b / a)
+
+
+def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(1)
+    machine = at("cpu", 100 * MB)
+    for _ in range(20):
+        a, b = rng.uniform(1, 1.6), rng.uniform(1, 1.6)
+        monkeypatch.setattr(kernels, "_slowdowns", lambda *_, a=a, b=b: (a, b))
+        found = kernels.measure_crosstalk(machine)
+        on_read, on_device = found["disk_read"]["device"], found["device"]["disk_read"]
+        c, d = rng.uniform(0.1, 2), rng.uniform(0.1, 2)
+        assert max(d + on_read * c, c + on_device * d) == pytest.approx(ends(c, d, a, b))
+    monkeypatch.setattr(kernels, "_slowdowns", lambda *_: (0.9, 3.0))
+    assert kernels.measure_crosstalk(machine)["device"]["h2d"] == 0
+
+
+@pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])
+def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | None) -> None:
+    """Every figure positive, and the same after a way through JSON."""
+    machine = at(kind, memory)
+    before, said = books(machine), list[str]()
+    found = store.with_capacity(store.measure_machine(machine, torch.float32, (), said.append), machine)
+    assert books(machine) == before
+    assert said
+    assert found.measured
+    assert found.kind == kind
+    assert found.capacity == machine.capacity
+    assert Hardware.from_json(json.loads(json.dumps(found.to_json())), "found") == found
+    tables = [*found.links.values(), *found.products.values(), found.checkpoint_read, found.decode_attention]
+    assert all(y > 0 for table in (*tables, found.prompt_attention) for _, y in table)
+    positive = ("elementwise", "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
+    assert all(getattr(found, name) > 0 for name in positive)
+    assert (found.host_attention > 0) == (kind == "sim")
+    assert set(found.crosstalk) == {"disk_read", "h2d", "device"}

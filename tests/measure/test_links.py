@@ -1,0 +1,71 @@
+"""Rates of links, measured against throttles."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from flexengine.measure import links, store
+from flexengine.tier.machine import Links, Machine
+from tests.helpers.measuring import MB, SLOW, books
+
+# Links.
+
+
+def test_throttled_links(at: Callable[..., Machine]) -> None:
+    machine = at("sim", 50 * MB, SLOW)
+    home = machine.device.allocate(5000, "something")
+    machine.host.ledger.peak = 12345
+    before = books(machine)
+    found = links.measure_links(machine)
+    assert books(machine) == before
+    machine.device.free(home, "something")
+    assert set(found.links) == {"h2d", "d2h", "disk_read", "disk_write"}
+    for lane, table in (*found.links.items(), ("disk_read", found.checkpoint_read)):
+        throttle: float = getattr(SLOW, lane)
+        assert all(rate <= throttle * 1.001 for _, rate in table), lane
+        assert table[-1][1] >= throttle * 0.75, lane
+        assert [x for x, _ in table] == sorted({x for x, _ in table})
+
+
+def test_a_slow_link_is_not_measured_for_long(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that would take longer than the patience is left out."""
+    monkeypatch.setattr(links, "PATIENCE", 0.1)
+    found = links.measure_links(at("sim", None, Links(disk_write=5 * MB)))
+    assert [x for x, _ in found.links["disk_write"]] == [64 << 10, 256 << 10]
+
+
+@pytest.mark.parametrize("memory", [40_000, 400_000, 2_000_000])
+def test_little_memory(at: Callable[..., Machine], memory: int) -> None:
+    """Transfers and kernels are as small as the device, and what cannot be measured there is not known."""
+    machine = at("sim", memory)
+    found = store.measure_machine(machine, torch.float32, (), lambda _: None)
+    assert max(x for x, _ in found.links["h2d"]) <= memory / 2
+    assert all(figure > 0 for _, figure in (*found.products["float32"], *found.decode_attention))
+    assert machine.device.ledger.peak == 0
+
+
+def test_shared_memory_has_no_way_back(at: Callable[..., Machine]) -> None:
+    assert set(links.measure_links(at("cpu", 100 * MB)).links) == {"h2d", "disk_read", "disk_write"}
+
+
+def test_the_checkpoint_itself_is_read(
+    at: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every stretch within the files, walked in order; what is too small is not read at all."""
+    paths = [tmp_path / name for name in ("a.safetensors", "b.safetensors")]
+    paths[0].write_bytes(bytes(300_001))
+    paths[1].write_bytes(bytes(200_000))
+    machine = at("cpu", 100 * MB)
+    monkeypatch.setattr(links, "LEAST_CHECKPOINT", 500_000)
+    with links.readable(machine, paths) as files:
+        assert files == {paths[0]: 300_000, paths[1]: 200_000}
+        found = [next(stream) for stream in [links.stretches(machine, files, 100_000)] for _ in range(6)]
+        assert [(home.place.path, home.start) for home in found] == [
+            (paths[0], 0), (paths[0], 100_000), (paths[0], 200_000), (paths[1], 0), (paths[1], 100_000), (paths[0], 0),
+        ]  # fmt: skip
+    monkeypatch.setattr(links, "LEAST_CHECKPOINT", 500_001)
+    with links.readable(machine, paths) as files:
+        assert not set(files) & set(paths)
+        assert list(files.values()) == [16 << 20]

@@ -1,0 +1,150 @@
+"""Seconds of a model's layers, and attention that is measured apart."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.measure import attention, model
+from flexengine.model.skeleton import Skeleton
+from tests.helpers.measuring import books
+
+# One model.
+
+
+def held_by(skeleton: Skeleton) -> list[tuple[int, bool]]:
+    groups = (*skeleton.layers, skeleton.others)
+    tensors = [slot.holder[slot.name] for group in groups for slot in group.values()]
+    return [(id(tensor), tensor.is_meta) for tensor in tensors]
+
+
+@pytest.mark.parametrize("family", ["llama", "opt-350m", "qwen3-moe", "gpt-oss", "bloom"])
+def test_model(families: Any, tmp_path: Path, family: str) -> None:
+    """All its layers and its head; and afterwards the engine gives the right tokens, with fresh weights."""
+    known = families(family)
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        before, booked = held_by(engine.core.skeleton), books(engine.core.machine)
+        buffers = [id(b) for b in engine.core.skeleton.model.buffers()]
+        held, facts = engine.core.opened.held, engine.facts
+        layers, heads = model.measure_model(engine.core.skeleton, facts, held, engine.core.machine, 64)
+        assert held_by(engine.core.skeleton) == before
+        assert all(meta for _, meta in before)
+        assert [id(b) for b in engine.core.skeleton.model.buffers()] == buffers
+        assert books(engine.core.machine) == booked
+        assert set(layers) == {facts.signature(j) for j in range(4)}
+        assert len(layers) == (2 if family == "qwen3-moe" else 1)
+        for table in layers.values():
+            sizes = [x for x, _ in table]
+            assert {1, 64} <= set(sizes) <= {n for n in model.TOKENS if n <= 64}
+            assert sizes == sorted(sizes)
+            assert all(seconds > 0 for _, seconds in table)
+        assert list(heads) == [facts.head_signature]
+        assert [x for x, _ in heads[facts.head_signature]] == list(model.ROWS)
+        results = engine.generate(known.rows, SamplingParams(max_tokens=3, ignore_eos=True))
+        assert [r.token_ids for r in results] == [tokens[:3] for tokens in known.expected]
+
+
+def test_random_weights(families: Any, tmp_path: Path) -> None:
+    """Every parameter has the checkpoint's shape and varied values, and no two layers share memory that is cached."""
+    known = families("llama")
+    with Engine(known.directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine, torch.no_grad():
+        skeleton, names = engine.core.skeleton, [engine.facts.signature(j) for j in range(4)]
+        with model.random_weights(skeleton, names, engine.core.opened.held, engine.core.machine) as bound:
+            assert bound == 4
+            places = set()
+            for group in (*skeleton.layers, skeleton.others):
+                for name, slot in group.items():
+                    tensor = slot.holder[slot.name]
+                    assert tensor.shape == known.model.get_parameter(name).shape
+                    assert tensor.isfinite().all()
+                    assert tensor.unique().numel() > 1
+                    places.add(tensor.data_ptr())
+            assert len(places) == sum(map(len, (*skeleton.layers, skeleton.others)))
+            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(3)] == [-1, 0, 1, 2]
+            assert [layer for layer, _ in model.Trial(skeleton, engine.core.machine, 5).walk(9)] == [-1, 0, 1, 2, 3]
+
+
+def test_medians_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each signature's layers in all passes; the very first layer is left out."""
+    times = iter([[(-1, 7.0), (0, 99.0), (1, 2.0), (2, 3.0)], [(-1, 5.0), (0, 4.0), (1, 6.0), (2, 8.0)]])
+    monkeypatch.setattr(model.Trial, "walk", lambda self, count: next(times))
+    monkeypatch.setattr(model, "PASSES", 2)
+    skeleton: Any = None
+    machine: Any = None
+    found = model.time_layers(skeleton, ["a", "a", "b"], machine, (1,), 100.0)
+    assert found == {1: {"a": 4.0, "b": 5.5, model.START: 6.0}}
+
+
+def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But never those without which the others would be guesses; and rates are in the order of their tokens."""
+    clock, asked = [0.0], list[int]()
+
+    def walk(trial: model.Trial, _: int) -> Iterator[tuple[int, float]]:
+        asked.append(trial.tokens)
+        for layer, seconds in ((-1, 0.5), (0, trial.tokens * 0.01), (1, trial.tokens * 0.01)):
+            clock[0] += seconds if layer > 0 else 0.0
+            yield layer, seconds
+
+    monkeypatch.setattr(model.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(model.Trial, "walk", walk)
+    monkeypatch.setattr(model, "PASSES", 1)
+    monkeypatch.setattr(model, "random_weights", lambda *_: nullcontext(2))
+    skeleton: Any = None
+    machine: Any = None
+    for seconds, known in ((0.1, [1, 64]), (2.0, [1, 4, 16, 20, 40, 64]), (100.0, sorted(model.TOKENS))):
+        monkeypatch.setattr(model, "LAYER_SECONDS", seconds)
+        layers, start = model._layers(skeleton, ["a", "a"], {}, machine, model.TOKENS)
+        assert layers["a"] == tuple((float(x), x * 0.01) for x in known)
+        assert start == 0.5
+    assert asked[:2] == [64, 1]
+
+
+def test_a_single_cold_pass_is_better_than_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.Trial, "walk", lambda trial, _: iter([(-1, 0.5), (0, 9.0)]))
+    monkeypatch.setattr(model, "PASSES", 1)
+    skeleton: Any = None
+    machine: Any = None
+    assert model.time_layers(skeleton, ["a"], machine, (1,), 0.0) == {1: {model.START: 0.5, "a": 9.0}}
+
+
+def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
+    """Then nothing is known of the layers, and a part stands for the whole head."""
+    known = families("llama")
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
+        facts, held = engine.facts, engine.core.opened.held
+        layers, heads = model.measure_model(engine.core.skeleton, facts, held, engine.core.machine)
+        assert layers == {}
+        assert len(heads[facts.head_signature]) == len(model.ROWS)
+        assert engine.core.machine.device.ledger.peak == 0
+
+
+def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
+    """A tanh for every score takes time, so that rates of the same shape without one do not hold."""
+    with Engine(families("gemma2").directory, policy=Policy(), device="cpu") as engine:
+        cap = engine.core.skeleton.config.attn_logit_softcapping
+        assert engine.facts.softcap == cap == 50.0
+        key = engine.facts.attention_signature(None)
+        assert key == replace(engine.facts, softcap=None).attention_signature(None) + ", soft cap"
+        assert attention.Trial(engine.facts, engine.core.machine, engine.core.dtype)._event(1, None).softcap == cap
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device_mem", "tables"), [
+    (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
+])  # fmt: skip
+def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: int | None, tables: set[str]) -> None:
+    """What has no room is left out, and nothing is measured again for it; the ledgers stay as they were."""
+    known = families("llama")
+    with Engine(known.directory, policy=Policy(), device="sim", device_mem=device_mem, offload_dir=tmp_path) as engine:
+        before = books(engine.core.machine)
+        found = attention.measure_attention(engine.core.opened, engine.core.machine)
+        assert books(engine.core.machine) == before
+        assert set(found) == {engine.facts.attention_signature(None)}
+        assert set(found[engine.facts.attention_signature(None)]) == tables
+        for table in found[engine.facts.attention_signature(None)].values():
+            assert all(value > 0 for _, value in table)

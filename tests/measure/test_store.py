@@ -1,0 +1,140 @@
+"""Measurements that are kept: files, fingerprints, corrections."""
+
+import json
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine import Engine, Policy
+from flexengine.measure import store
+from flexengine.plan.hardware import Hardware
+from flexengine.tier.machine import Machine
+from tests.helpers.measuring import MB, SLOW, hardware
+
+
+def test_kept() -> None:
+    one = hardware(layers={"a": ((1.0, 0.5),)}, crosstalk={"h2d": {"device": 0.25}})
+    assert store.cached("0" * 32) is None
+    store.keep("0" * 32, one)
+    assert store.cached("0" * 32) == one
+    file = store._file("0" * 32)
+    assert file.stat().st_mode & 0o777 == 0o600
+    store.keep("0" * 32, hardware())
+    assert store.cached("0" * 32) == hardware()
+    assert [path.name for path in file.parent.glob("0*")] == [file.name]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"name": 1, "kind": "cpu"}', "[" * 100_000])
+def test_a_broken_file_is_as_none(text: str) -> None:
+    store.keep("1" * 32, hardware())
+    store._file("1" * 32).write_text(text)
+    assert store.cached("1" * 32) is None
+    values = hardware().to_json()
+    for name in values:
+        for wrong in ("x", [[]], {"a": 1}, -1, None):
+            store._file("1" * 32).write_text(json.dumps({**values, name: wrong}))
+            store.cached("1" * 32)  # whatever it says, it does not fail
+
+
+def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
+    assert f"{tmp_path / 'file' / 'hardware'}" in store.keep("2" * 32, hardware())
+    assert store.cached("2" * 32) is None
+
+
+def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for the same machine, and another for each thing that matters."""
+    machine = at("sim", 50 * MB, SLOW)
+    first = store.fingerprint(machine, tmp_path)
+    assert store.fingerprint(at("sim", 40 * MB, SLOW), tmp_path / "not" / "yet") == first
+    others = [store.fingerprint(at("sim", 50 * MB, replace(SLOW, **{lane: 7 * MB})), tmp_path)
+              for lane in ("h2d", "d2h", "disk_read", "disk_write")]  # fmt: skip
+    others += [store.fingerprint(at("sim"), tmp_path), store.fingerprint(at("cpu"), tmp_path)]
+    changes: list[tuple[Any, str, Any]] = [
+        (store, "__version__", "9"), (torch, "__version__", "9"), (store, "version", lambda _: "9"),
+        (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
+        (store.os, "sched_getaffinity", lambda _: set(range(99))), (torch, "get_num_threads", lambda: 99),
+        (store, "_device_of", lambda _: 99), (store, "machine_name", lambda _: "a GPU"),
+    ]  # fmt: skip
+    for where, name, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, value)
+            others.append(store.fingerprint(machine, tmp_path))
+    assert len({first, *others}) == 1 + len(others)
+    keys = {store.key_of(machine, tmp_path, dtype, ()) for dtype in (torch.float32, torch.bfloat16)}
+    assert len({first, *keys}) == 3
+    assert store.fingerprint(machine, tmp_path) == first
+
+
+def test_corrected(families: Any, tmp_path: Path) -> None:
+    with Engine(families("llama").directory, policy=Policy(), device="cpu", offload_dir=tmp_path) as engine:
+        facts = engine.facts
+    own, head = facts.signature(0), facts.head_signature
+    one = hardware(layers={own: ((1.0, 0.5),), "other": ((1.0, 0.5),)}, heads={head: ((1.0, 0.25),)})
+    two = store.corrected(one, {"disk_read": 2.0, "device": 3.0, "d2h": 4.0}, facts)
+    assert two.links == {**one.links, "disk_read": ((1.0, 1.0), (8.0, 2.0))}
+    assert two.checkpoint_read == ((1.0, 1.0), (8.0, 2.0))
+    assert two.layers == {own: ((1.0, 1.5),), "other": ((1.0, 0.5),)}
+    assert two.heads == {head: ((1.0, 0.75),)}
+    assert two.corrected == {"disk_read": 2.0, own: 3.0, head: 3.0}
+    same = {"links": one.links, "checkpoint_read": one.checkpoint_read, "layers": one.layers, "heads": one.heads}
+    assert replace(two, corrected={}, **same) == one
+    assert Hardware.from_json(json.loads(json.dumps(two.to_json())), "") == two
+    assert store.corrected(one, {"h2d": 100.0}, facts).links["h2d"] == ((1.0, 0.4), (8.0, 0.8))
+    assert store.corrected(one, {"h2d": 0.01}, facts).links["h2d"] == ((1.0, 10.0), (8.0, 20.0))
+    assert store.corrected(one, {}, facts) == one
+    # Two jobs at the same time, which both find the same, have found it once; the later one's is what holds.
+    assert store.corrected(two, {"disk_read": 2.0, "device": 3.0}, facts, planned=one) == two
+    later = store.corrected(two, {"disk_read": 4.0}, facts, planned=one)
+    assert later.checkpoint_read == ((1.0, 0.5), (8.0, 1.0))
+    # What has been measured anew since the job was planned stays, for the job says nothing of it.
+    anew = replace(two, links={**two.links, "disk_read": ((1.0, 5.0), (8.0, 5.0))},
+                   layers={**two.layers, own: ((1.0, 0.9),)}, corrected={head: 3.0})  # fmt: skip
+    found = store.corrected(anew, {"disk_read": 1.3, "device": 2.0}, facts, planned=two)
+    assert (found.links["disk_read"], found.layers[own]) == (anew.links["disk_read"], anew.layers[own])
+    assert found.heads[head] == ((1.0, 1.25),)
+    assert found.corrected == {head: 5.0}
+    back = store.corrected(two, {"disk_read": 0.5, "device": 1 / 3}, facts)
+    assert back.checkpoint_read == one.checkpoint_read
+    assert back.layers[own][0][1] == pytest.approx(0.5)
+    for _ in range(20):  # whatever is wrong there, no link's rate mends it
+        two = store.corrected(two, {"disk_read": 1.5, "h2d": 0.5}, facts)
+    assert [y for _, y in two.checkpoint_read] == pytest.approx([0.4, 0.8])
+    assert [y for _, y in two.links["h2d"]] == pytest.approx([10.0, 20.0])
+
+
+@pytest.mark.slow
+def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is measured once, each model once, and what is free is asked for every time."""
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
+    measured = list[str]()
+    monkeypatch.setattr(store, "noticing", lambda _: nullcontext())
+    monkeypatch.setattr(store, "measure_machine", lambda *_: measured.append("machine") or hardware())
+
+    def ask(family: str, measure: bool, memory: int) -> Hardware | None:
+        known = families(family)
+        with Engine(known.directory, policy=Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
+            return store.obtain(engine.core.machine, tmp_path, engine.core.opened, measure, measured.append)
+
+    assert ask("llama", False, 50 * MB) is None
+    first = ask("llama", True, 50 * MB)
+    assert first is not None
+    assert measured == ["machine", "measuring the model's layers", "measuring the model's attention"]
+    assert (first.device_bytes, first.host_bytes) == (50 * MB, None)
+    second = ask("llama", False, 60 * MB)
+    assert second is not None
+    assert replace(second, disk_bytes=None) == replace(first, device_bytes=60 * MB, disk_bytes=None)
+    without = ask("qwen3", False, 50 * MB)
+    assert without is not None
+    assert without.layers == first.layers
+    both = ask("qwen3", True, 50 * MB)
+    assert both is not None
+    assert len(both.layers) == 2
+    assert first.layers.items() <= both.layers.items()
+    assert measured[3:] == ["measuring the model's layers", "measuring the model's attention"]

@@ -1,0 +1,263 @@
+"""The one loop. Programs run on real threads with random sleeps against the toy's oracle."""
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexengine.runtime import execute
+from flexengine.runtime.execute import Executor
+from flexengine.runtime.lane import Thread
+from flexengine.schedule.order import Cell
+from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from tests.helpers.patience import PATIENCE, in_time
+from tests.helpers.strategies import SEEDS
+from tests.helpers.toy import ROUTES, Toy, generate, jobs, oracle, uniform
+
+# The loop.
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("slots", [1, 2, 3])
+@given(data=st.data(), seed=SEEDS)
+@settings(max_examples=6)
+def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, data: Any, seed: int) -> None:
+    streamed, layers, policy, rows = data.draw(jobs(slots))
+    toy, lazy = Toy(streamed, layers, slots, ROUTES[routes], rows), random.Random(seed)
+    slow = {op: lazy.choice([0, 0, 0.0003]) for op in Op}
+
+    def perform(task: Task) -> None:
+        time.sleep(slow[task.op] * random.random())
+        toy.perform(task)
+
+    with Executor(perform, kind) as executor:
+        program = Program(streamed, layers, slots, ROUTES[routes])
+        in_time(lambda: generate(toy, executor.run, program, policy, rows))
+    assert {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+def is_task(task: Task, op: Op, layer: int, batch: int, hop: int = 0) -> bool:
+    return (task.op, task.cell.layer, task.cell.batch, task.hop) == (op, layer, batch, hop)
+
+
+@pytest.mark.parametrize("kind", ["inline", "thread"])
+@pytest.mark.parametrize(
+    ("op", "layer", "batch", "hop"),
+    [(Op.COMPUTE, 0, 0, 0), (Op.COMPUTE, 2, 1, 0), (Op.LOAD_WEIGHT, 1, -1, 0), (Op.LOAD_WEIGHT, 2, -1, 1),
+     (Op.STORE_CACHE, 1, 1, 1), (Op.LOAD_CACHE, 2, 0, 0), (Op.STORE_HIDDEN, 0, 1, 0)],
+)  # fmt: skip
+def test_the_first_error_surfaces_with_its_task(kind: str, op: Op, layer: int, batch: int, hop: int) -> None:
+    batches = uniform(2, "disk", "host")
+    failed = threading.Event()
+
+    def perform(task: Task) -> None:
+        if is_task(task, op, layer, batch, hop):
+            failed.set()
+            raise ArithmeticError("disk on fire")
+
+    def work() -> None:
+        with Executor(perform, kind) as executor:
+            executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, batches, False))
+
+    with pytest.raises(ArithmeticError, match="disk on fire") as caught:
+        in_time(work)
+    assert failed.is_set()
+    assert len(caught.value.__notes__) == 1
+    note = caught.value.__notes__[0]
+    assert note.startswith(f"in task: {op.value}, {Cell(0, layer, batch)}, lane ")
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+@pytest.mark.parametrize("stuck", ["disk_read", "disk_write", "h2d", "d2h", "device"])
+def test_a_lane_that_hangs_is_named_and_the_job_goes_on_when_it_does(stuck: str, monkeypatch: Any) -> None:
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    gate, held, said = threading.Event(), list[Task](), list[str]()
+
+    def perform(task: Task) -> None:
+        if task.lane == stuck and not held:
+            held.append(task)
+            assert gate.wait(PATIENCE)
+
+    def tell(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:
+            gate.set()
+
+    def work() -> None:
+        with Executor(perform, "thread") as executor:
+            executor.say = tell
+            executor.run(Program([("disk",)] * 4, 3, 2, STAGED).sweep(0, uniform(2, "disk", "host"), False))
+
+    in_time(work)
+    assert len(said) == 2  # and then no more
+    for text in said:
+        assert text.startswith("no task has ended for ")
+        assert f"lane {stuck}: {held[0].op.value}, {held[0].cell}, for " in text
+
+
+def test_a_gpu_that_does_not_answer_is_named(monkeypatch: Any) -> None:
+    """The lanes' threads have ended their work; what they queued on the GPU has not."""
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.2)
+    gate, said = threading.Event(), list[str]()
+
+    class Event:
+        def synchronize(self) -> None:
+            assert gate.wait(PATIENCE)
+
+    class Queued(Thread):
+        def _run(self, work: Any, after: Any, done: Any) -> None:
+            work()
+            done.event = Event()
+
+    def tell(text: str) -> None:
+        said.append(text)
+        gate.set()
+
+    def work() -> None:
+        monkeypatch.setattr(execute, "new_lane", lambda kind, name: Queued(name))
+        with Executor(lambda task: None, "stream") as executor:
+            executor.say = tell
+            executor.run(Program([("disk",)] * 2, 1, 2, STAGED).sweep(0, uniform(1), True))
+
+    in_time(work)
+    assert said[0].startswith("no task has ended for ")
+    assert "; under way are on the GPU, or before it: " in said[0]
+
+
+def test_nobody_is_told_of_silence_between_sweeps(monkeypatch: Any) -> None:
+    monkeypatch.setattr(execute, "QUIET_SECONDS", 0.05)
+    said = list[str]()
+    with Executor(lambda task: None, "thread") as executor:
+        executor.say = said.append
+        for sweep in range(2):
+            executor.run(Program([("disk",)] * 2, 1, 2, DIRECT).sweep(sweep, uniform(1), False))
+            time.sleep(0.2)
+    assert not said
+    assert not [thread for thread in threading.enumerate() if thread.name == "flexengine-watchdog"]
+
+
+def test_an_error_in_a_load_ahead_surfaces_in_the_sweep_that_needs_it() -> None:
+    gate, loads = threading.Event(), list[Task]()
+
+    def perform(task: Task) -> None:
+        if task.op is Op.LOAD_WEIGHT:
+            loads.append(task)
+            if len(loads) == 4:  # the next sweep's first
+                assert gate.wait(PATIENCE)
+                raise ArithmeticError("disk on fire")
+
+    def work() -> None:
+        program = Program([("disk",)] * 3, 2, 2, DIRECT)
+        with Executor(perform, "thread") as executor:
+            executor.run(program.sweep(0, uniform(1), True))
+            gate.set()
+            with pytest.raises(ArithmeticError, match="disk on fire") as caught:
+                executor.run(program.sweep(1, uniform(1), False))
+        assert caught.value.__notes__ == [f"in task: load weight, {loads[3].cell}, lane disk_read"]
+
+    in_time(work)
+
+
+def test_an_error_of_the_program_itself_ends_the_threads() -> None:
+    def program() -> Iterator[Task]:
+        yield from Program([("host",)], 1, 1, DIRECT).sweep(0, uniform(1), False)
+        raise LookupError("no such layer")
+
+    def work() -> None:
+        with Executor(lambda task: time.sleep(0.01), "thread") as executor:
+            executor.run(program())
+
+    with pytest.raises(LookupError, match="no such layer"):
+        in_time(work)
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+def test_run_returns_when_all_but_loads_ahead_have_ended() -> None:
+    """The next sweep's loads go on while the caller samples; everything else has ended."""
+    ended: list[Task] = []
+    gate = threading.Event()
+
+    def perform(task: Task) -> None:
+        if task.op is Op.LOAD_WEIGHT and sum(t.op is Op.LOAD_WEIGHT for t in ended) >= 3:
+            assert gate.wait(PATIENCE)
+        ended.append(task)
+
+    def work() -> tuple[list[Task], list[Task]]:
+        with Executor(perform, "thread") as executor:
+            tasks = list(Program([("host",)] * 3, 2, 2, DIRECT).sweep(0, uniform(2, "host", "host"), True))
+            executor.run(tasks)
+            now = list(ended)
+            gate.set()
+            while len(ended) < len(tasks):
+                time.sleep(0.001)
+        return tasks, now
+
+    tasks, now = in_time(work)
+    rest = [t for t in tasks if t not in now]
+    assert [t.op for t in rest] == [Op.LOAD_WEIGHT] * 2
+    assert len(ended) == len(tasks)
+
+
+@pytest.mark.parametrize("error", [LookupError("broken"), KeyboardInterrupt()])
+def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -> None:
+    """A failure, or Ctrl-C in the caller, does not wait for the loads that were queued behind it."""
+    begun: list[Task] = []
+
+    def perform(task: Task) -> None:
+        begun.append(task)
+        time.sleep(0.02)
+
+    def work() -> None:
+        with Executor(perform, "thread") as executor:
+            for task in Program([("host",)] * 40, 39, 40, DIRECT).sweep(0, uniform(1), False):
+                executor._submit(task)
+            raise error
+
+    with pytest.raises(type(error)):
+        in_time(work)
+    assert len(begun) <= 4  # one or two on each of the two lanes
+    assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]
+
+
+def test_the_next_layer_is_loaded_while_one_is_computed() -> None:
+    """A load and a computation wait for one another inside their tasks: in turn, neither would end."""
+    layers, sweeps = 6, 4
+    met = threading.Barrier(2)
+    loaded = itertools.count()
+
+    def perform(task: Task) -> None:
+        first = task.op is Op.LOAD_WEIGHT and next(loaded) == 0
+        last = task.cell.layer == layers - 1 and not sweeps_left
+        if not first and (task.op is Op.LOAD_WEIGHT or (task.cell.batch == 0 and not last)):
+            met.wait(timeout=10)
+
+    sweeps_left = sweeps
+
+    def work() -> dict[str, float]:
+        nonlocal sweeps_left
+        with Executor(perform, "thread") as executor:
+            program = Program([("host",)] * layers, layers - 1, 2, DIRECT)
+            for n in range(sweeps):
+                sweeps_left -= 1
+                executor.run(program.sweep(n, uniform(2), n + 1 < sweeps))
+            return dict(executor.busy)
+
+    busy = in_time(work)
+    assert set(busy) == {"device", "h2d"}
+    assert next(loaded) == sweeps * layers
+
+
+def test_without_threads_nothing_overlaps() -> None:
+    threads: list[threading.Thread] = []
+    with Executor(lambda task: threads.append(threading.current_thread()), "inline") as executor:
+        executor.run(Program([("host",)] * 3, 2, 2, DIRECT).sweep(0, uniform(2), False))
+    assert len(threads) == 3 * (1 + 2)  # of each unit a load and two cells
+    assert set(threads) == {threading.current_thread()}
