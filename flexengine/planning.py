@@ -13,11 +13,12 @@ from flexengine.measure import store
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import Watch
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import planned
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload

@@ -15,10 +15,11 @@ from flexengine import planning, run
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import __main__ as command
 from flexengine.plan import explain, picture, whatif, words
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.workload import Workload

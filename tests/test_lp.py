@@ -18,6 +18,7 @@ from flexengine.plan.lp import SHARES, NoSolver, Solution, SolverFailed, optimum
 from flexengine.plan.problem import FRACTIONS, Linear, Memory, Phase, Problem
 
 ALL = frozenset(FRACTIONS)
+WG, WC, WD, CG, CC, CD, HG, HC, HD = FRACTIONS  # weights, cache and hidden states on device, host and disk
 ROUNDING = 1e-6  # relative
 
 # All placements in steps of a tenth: [66 ** 3, 9] in the order of FRACTIONS.
@@ -37,38 +38,38 @@ def flexgen(machine: Machine, shape: Mapping[str, int], delegate: bool) -> Probl
     for phase, t in (("prefill", s), ("decode", 1)):
         act, new_kv, prefill = 2 * t * h1 * bls, 4 * t * h1 * bls, phase == "prefill"
         kv = 0.0 if prefill else 4 * bls * mean * h1
-        up = {"wc": weights, "wd": weights, "hc": act, "hd": act}
+        up = {WC: weights, WD: weights, HC: act, HD: act}
         if not delegate:
-            up |= {"cc": kv, "cd": kv}
-        down = {"cc": new_kv, "cd": new_kv, "hc": act, "hd": act}
+            up |= {CC: kv, CD: kv}
+        down = {CC: new_kv, CD: new_kv, HC: act, HD: act}
         product = bls * t * (8 * h1 * h1 + 4 * h1 * h2) / machine["mm"]
         bmm, cpu = kv / machine["bmm"], kv / machine["cpu"]
-        attention = {"cg": bmm, "cc": cpu, "cd": cpu} if delegate else {"cg": bmm, "cc": bmm, "cd": bmm}
+        attention = {CG: bmm, CC: cpu, CD: cpu} if delegate else {CG: bmm, CC: bmm, CD: bmm}
         quadratic = 4 * bls * s * s * h1 / machine["bmm"] if prefill else 0.0
         busy[phase] = {
             "h2d": scaled(up, deep / machine["h2d"]),
             "d2h": scaled(down, deep / machine["d2h"]),
-            "disk_read": scaled({"wd": weights, "cd": kv, "hd": act}, deep / machine["disk_read"]),
-            "disk_write": scaled({"cd": new_kv, "hd": act}, deep / machine["disk_write"]),
+            "disk_read": scaled({WD: weights, CD: kv, HD: act}, deep / machine["disk_read"]),
+            "disk_write": scaled({CD: new_kv, HD: act}, deep / machine["disk_write"]),
             "device": Linear(deep * (product + quadratic), {k: deep * v for k, v in attention.items() if v}),
         }
     peak, block = 4 * (s + n) * h1 * bls * deep, 2 * s * h1 * bls
 
     def home(place: str) -> dict[str, float]:
-        return {"w" + place: weights * deep, "c" + place: peak, "h" + place: block}
+        return {f"weights@{place}": weights * deep, f"cache@{place}": peak, f"hidden@{place}": block}
 
     def work(buffer: float, cached: float) -> Linear:
         """Home on the device, two slots of streamed weights and of a batch's hidden states, and a buffer."""
-        held = home("g") | {"cg": peak + cached}
-        held["wg"] -= 2 * weights
-        held["hg"] -= 2 * s * h1 * gbs
+        held = home("device") | {CG: peak + cached}
+        held[WG] -= 2 * weights
+        held[HG] -= 2 * s * h1 * gbs
         return Linear(2 * weights + 2 * s * h1 * gbs + buffer, held)
 
     score = gbs * (4 * s * h1 + 2 * nh * s * s)
     peaks = [(8 * gbs * s * h1, 0), (score, 0), (2 * gbs * s * (h1 + h2), 0), (0, gbs * 2 * (s + n) * h1)]
     memories = [Memory("device", work(*p), machine["device"]) for p in peaks]
-    staging = Linear(weights, {"wg": -weights, **home("c")}) if delegate else Linear(0.0, home("c"))
-    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("d")), machine["disk"])]
+    staging = Linear(weights, {WG: -weights, **home("host")}) if delegate else Linear(0.0, home("host"))
+    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("disk")), machine["disk"])]
     phases = (Phase("prefill", 1, busy["prefill"], 1), Phase("decode", n - 1, busy["decode"], n - 1))
     return Problem(phases, tuple(memories), {}, True, ALL)
 
@@ -99,7 +100,7 @@ def problem_of(seed: int) -> Problem:
         crosstalk = {a: {b: rng.random() for b in lanes if b != a and rng.random() < 0.5} for a in lanes}
         problem = replace(problem, crosstalk=crosstalk)
     if rng.random() < 0.3:
-        problem = replace(problem, allowed=ALL - {rng.choice(FRACTIONS), "hd"})
+        problem = replace(problem, allowed=ALL - {rng.choice(FRACTIONS), HD})
     return replace(problem, overlap=rng.random() < 0.7)
 
 
@@ -208,17 +209,17 @@ def test_more_of_anything_is_never_slower(seed: int) -> None:
 
 def toy(lanes: Mapping[str, Linear], **changes: object) -> Problem:
     """One sweep, three tiers of 100 bytes each for 60 bytes of weights, 60 of cache and 30 of hidden states."""
-    sizes = {"w": 60.0, "c": 60.0, "h": 30.0}
+    sizes = {"weights": 60.0, "cache": 60.0, "hidden": 30.0}
     memories = tuple(
-        Memory(label, Linear(0.0, {kind + place: size for kind, size in sizes.items()}), 100.0)
-        for label, place in (("device", "g"), ("host", "c"), ("disk", "d"))
+        Memory(label, Linear(0.0, {f"{kind}@{label}": size for kind, size in sizes.items()}), 100.0)
+        for label in ("device", "host", "disk")
     )
     problem = Problem((Phase("sweep", 1, lanes, 1),), memories, {}, True, ALL)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
-LANES = {"h2d": Linear(1.0, {"wc": 2.0, "cc": 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {"cc": 1.0})}
-ON_HOST = frozenset({"wc", "cc", "hg"})
+LANES = {"h2d": Linear(1.0, {WC: 2.0, CC: 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {CC: 1.0})}
+ON_HOST = frozenset({WC, CC, HG})
 
 
 def roomy(problem: Problem, capacity: float = math.inf) -> Problem:
@@ -244,10 +245,10 @@ def test_crosstalk_slows_a_lane_by_a_share_of_the_others() -> None:
 
 def test_the_scarce_device_goes_to_what_saves_most_per_byte() -> None:
     """110 bytes of host traffic to save: 60 of cache at 4 s, then 40 of the 60 of weights at 2 s."""
-    solution = best(toy({"h2d": Linear(1.0, {"wc": 2.0, "wd": 2.0, "cc": 4.0, "cd": 4.0})}))
+    solution = best(toy({"h2d": Linear(1.0, {WC: 2.0, WD: 2.0, CC: 4.0, CD: 4.0})}))
     assert solution.seconds == pytest.approx(1 + 2 * 20 / 60)
-    assert solution.fractions["cg"] == pytest.approx(1)
-    assert solution.fractions["wg"] == pytest.approx(40 / 60)
+    assert solution.fractions[CG] == pytest.approx(1)
+    assert solution.fractions[WG] == pytest.approx(40 / 60)
 
 
 def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
@@ -262,15 +263,15 @@ def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
 @pytest.mark.parametrize("seconds", [1e-6, 1.0, 1e5])
 def test_ties_prefer_the_device_then_the_host(seconds: float) -> None:
     """Time that the placement does not change; room for all in the device, then for a third of it, then for none."""
-    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {"wc": seconds / 4, "wd": seconds / 4})}
+    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {WC: seconds / 4, WD: seconds / 4})}
     first = best(roomy(toy(lanes)))
-    assert {name for name, share in first.fractions.items() if share == 1} == {"wg", "cg", "hg"}
+    assert {name for name, share in first.fractions.items() if share == 1} == {WG, CG, HG}
     tight = toy(lanes)
     tight = replace(tight, memories=(replace(tight.memories[0], capacity=50.0), *tight.memories[1:]))
     fractions = best(tight).fractions
-    assert fractions["wd"] + fractions["cd"] + fractions["hd"] == pytest.approx(0, abs=1e-6)
-    assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] == pytest.approx(50, rel=1e-6)
-    assert best(roomy(toy(lanes, allowed=ALL - {"wg", "cg", "hg"}))).fractions["wc"] == 1
+    assert fractions[WD] + fractions[CD] + fractions[HD] == pytest.approx(0, abs=1e-6)
+    assert 60 * fractions[WG] + 60 * fractions[CG] + 30 * fractions[HG] == pytest.approx(50, rel=1e-6)
+    assert best(roomy(toy(lanes, allowed=ALL - {WG, CG, HG}))).fractions[WC] == 1
 
 
 def test_the_same_problem_has_the_same_answer() -> None:
@@ -312,14 +313,14 @@ def test_a_memory_with_no_room_takes_nothing(capacity: float) -> None:
         assert solve(full) is None
     else:
         fractions = best(full).fractions
-        assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] <= capacity + 1e-6
+        assert 60 * fractions[WG] + 60 * fractions[CG] + 30 * fractions[HG] <= capacity + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_least_bytes_of_one_memory_are_those_of_the_grid(seed: int) -> None:
     """One linear function is least in a corner, and the grid has all corners."""
     problem = problem_of(seed)
-    problem = replace(problem, allowed=ALL - {"wd", "cd", "hd"})
+    problem = replace(problem, allowed=ALL - {WD, CD, HD})
     memory = problem.memories[seed % 4]
     free = (GRID[:, [2, 5, 8]] == 0).all(axis=1)
     least = value_at(memory.used, GRID[free]).min()
@@ -332,30 +333,30 @@ def test_least_bytes_of_one_memory_are_those_of_the_grid(seed: int) -> None:
 
 def two_sided() -> Problem:
     """Prefill, of which the job has much, likes the weights on the device; a row's many decode sweeps the cache."""
-    lanes = [{"h2d": Linear(1.0, {"wc": 2.0})}, {"h2d": Linear(1.0, {"cc": 2.0})}]
+    lanes = [{"h2d": Linear(1.0, {WC: 2.0})}, {"h2d": Linear(1.0, {CC: 2.0})}]
     phases = (Phase("prefill", 10, lanes[0], 1), Phase("decode", 4, lanes[1], 4))
-    memories = (Memory("device", Linear(0.0, {"wg": 60.0, "cg": 60.0}), 60.0),)
-    return Problem(phases, memories, {}, True, frozenset({"wg", "wc", "cg", "cc", "hg"}))
+    memories = (Memory("device", Linear(0.0, {WG: 60.0, CG: 60.0}), 60.0),)
+    return Problem(phases, memories, {}, True, frozenset({WG, WC, CG, CC, HG}))
 
 
 def test_without_a_limit_the_job_decides() -> None:
-    """wg = x, cg = 1 - x: the job takes 10 (3 - 2x) + 4 (1 + 2x), a row (3 - 2x) + 4 (1 + 2x)."""
+    """WG = x, CG = 1 - x: the job takes 10 (3 - 2x) + 4 (1 + 2x), a row (3 - 2x) + 4 (1 + 2x)."""
     solution = best(two_sided())
-    assert solution.fractions["wg"] == pytest.approx(1)
+    assert solution.fractions[WG] == pytest.approx(1)
     assert solution.seconds == pytest.approx(10 + 12)
 
 
 def test_a_latency_limit_binds() -> None:
     """7 + 6x <= 10 holds up to x = 1/2."""
     solution = best(replace(two_sided(), latency_limit=10.0))
-    assert solution.fractions["wg"] == pytest.approx(0.5)
+    assert solution.fractions[WG] == pytest.approx(0.5)
     assert solution.seconds == pytest.approx(10 * 2 + 4 * 2)
 
 
 def test_an_impossible_limit_has_no_solution() -> None:
     """A row takes 7 s at least."""
     assert solve(replace(two_sided(), latency_limit=6.999)) is None
-    assert best(replace(two_sided(), latency_limit=7.001)).fractions["wg"] == pytest.approx(0, abs=1e-3)
+    assert best(replace(two_sided(), latency_limit=7.001)).fractions[WG] == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -384,7 +385,7 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allowed": ALL - {"cg", "cc", "cd"}}, r"allowed has no place for the cache.*cg, cc, cd"),
+        ({"allowed": ALL - {CG, CC, CD}}, r"no place for the cache.*cache@device, cache@host, cache@disk"),
         ({"allowed": ALL | {"xg"}}, r"allowed names \['xg'\]"),
         ({"latency_limit": 0.0}, r"latency limit is 0\.0; it must be positive"),
         ({"latency_limit": math.nan}, "latency limit is nan"),
@@ -392,7 +393,7 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
         ({"phases": (Phase("decode", 1, {}, math.inf),)}, r"decode: life is inf"),
         ({"phases": (Phase("decode", 1, {"h2d": Linear(math.nan)}),)}, r"decode: h2d is .*finite"),
         ({"phases": (Phase("decode", 1, {"h2d": Linear(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
-        ({"memories": (Memory("disk", Linear(0.0, {"wd": math.inf}), 1.0),)}, r"disk memory is .*finite"),
+        ({"memories": (Memory("disk", Linear(0.0, {WD: math.inf}), 1.0),)}, r"disk memory is .*finite"),
         ({"memories": (Memory("disk", Linear(0.0), math.nan),)}, r"disk memory: capacity is nan"),
     ],
 )
@@ -422,14 +423,14 @@ def test_solving_is_quiet_and_leaves_no_files(
 
 
 def test_the_saved_program_has_every_name_and_unit(tmp_path: Path) -> None:
-    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {"wc": 2.0, "cg": -0.5})}, 1), Phase("decode", 7, LANES, 7))
-    save(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {"hd"}), str(tmp_path / "a.lp"))
+    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {WC: 2.0, CG: -0.5})}, 1), Phase("decode", 7, LANES, 7))
+    save(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {HD}), str(tmp_path / "a.lp"))
     text = " ".join((tmp_path / "a.lp").read_text().split())  # long rows are wrapped
     for row in (
-        "all_hidden_states_share: hidden_states_in_the_host_share + hidden_states_on_the_device_share = 1",
-        "prefill_h2d_s: - 0.5 cache_on_the_device_share - prefill_sweep_s + 2 weights_in_the_host_share <= -1",
-        "decode_d2h_s: cache_in_the_host_share - decode_sweep_s <= -0.5",
-        "host_memory_B: 60 cache_in_the_host_share + 30 hidden_states_in_the_host_share + 60 weights_in_the_host_share"
+        "all_hidden_states_share: hidden_states_on_device_share + hidden_states_on_host_share = 1",
+        "prefill_h2d_s: - 0.5 cache_on_device_share - prefill_sweep_s + 2 weights_on_host_share <= -1",
+        "decode_d2h_s: cache_on_host_share - decode_sweep_s <= -0.5",
+        "host_memory_B: 60 cache_on_host_share + 30 hidden_states_on_host_share + 60 weights_on_host_share"
         " <= 100",
         "latency_of_a_row_s: 7 decode_sweep_s + prefill_sweep_s <= 50",
     ):
@@ -462,8 +463,8 @@ def test_whoever_reads_the_saved_program_finds_the_same(tmp_path: Path, seed: in
 def test_linear_is_linear() -> None:
     rng = random.Random(0)
     point = {name: rng.random() for name in FRACTIONS}
-    a, b = Linear(2.0, {"wg": 3.0, "cc": -1.0}), Linear(0.5, {"cc": 4.0, "hd": 1.0})
-    assert a.value(point) == pytest.approx(2 + 3 * point["wg"] - point["cc"])
+    a, b = Linear(2.0, {WG: 3.0, CC: -1.0}), Linear(0.5, {CC: 4.0, HD: 1.0})
+    assert a.value(point) == pytest.approx(2 + 3 * point[WG] - point[CC])
     assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))
     assert (0.5 * a).value({}) == 1
 
@@ -474,7 +475,7 @@ def test_linear_is_linear() -> None:
         ({"phases": (Phase("decode", 1, {"h2d": Linear(1.7e308), "d2h": Linear(1.7e308)}),), "overlap": False},
          "limit of row decode_all_lanes_ks is -inf"),
         ({"phases": (Phase("decode", 1.7e308, {"h2d": Linear(1e300)}),)}, "cost of decode_sweep_ks is inf"),
-        ({"phases": (Phase("decode", 1, {n: Linear(1.0, {"wd": 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
+        ({"phases": (Phase("decode", 1, {n: Linear(1.0, {WD: 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
          "coefficient of weights_on_disk_share in row decode_all_lanes_ks is inf"),
     ],
 )  # fmt: skip

@@ -14,12 +14,13 @@ import numpy as np
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
-from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
+from flexengine.plan.terms import Move, moved_pages, page_transfer, routes
 from flexengine.schedule import sweeps
-from flexengine.schedule.order import Batch, Cell, Piece, pages_for
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from flexengine.schedule.order import Batch, Cell, Piece
+from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
 SEED = 0  # of the order in which a workload's rows come, where none is given
@@ -72,8 +73,8 @@ class Clock:
     def tasks(self, rows: Rows, prices: dict[int, Seconds]) -> Iterator[Task]:
         """Tasks of all sweeps; `prices` gets each sweep's before its first task."""
         policy, layers = self.layout.policy, len(self.curves)
-        routes = DIRECT if self.cost.hardware.shared else STAGED
-        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, routes)
+        way = routes(self.cost.hardware)
+        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, way)
         walk = sweeps.Sweeps(policy, self.layout.pools)
         for i, (prompt, outputs) in enumerate(rows):
             walk.add(sweeps.Sequence(i, prompt, outputs))
@@ -114,47 +115,44 @@ class Clock:
                 return delegated(task)
             if task.op is Op.COMPUTE:
                 return compute(task.cell.layer, task.cell.batch)
-            if task.op is Op.LOAD_WEIGHT:
-                return self._weight(task)
             return self._moved(task, batches[task.cell.batch])
 
         return price
 
-    def _weight(self, task: Task) -> float:
-        nbytes = self.units[task.cell.layer][task.home]
-        if task.lane == "disk_read":
-            return nbytes / at(self.cost.hardware.checkpoint_read, max(nbytes, 1.0))
-        return self.cost.hardware.link_seconds("h2d", nbytes, nbytes)
-
     def _moved(self, task: Task, batch: Batch) -> float:
-        """KV pages, hidden states, or what delegated attention takes and gives, of one layer of a gpu_batch."""
-        links, model = self.cost.hardware.links, self.cost.model
-        lane = task.lane if task.lane in links else "h2d"
-        if task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
-            nbytes = batch.tokens * model.hidden * model.itemsize
-            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
-        if task.op in (Op.SEND, Op.FETCH):
-            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
-            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
-        page, size = self.layout.page_bytes[task.home], self.layout.pools[task.home].page_tokens
-        if task.op is Op.LOAD_CACHE:
-            pages = sum(self._loaded(p, size) for p in batch.pieces)
-            return self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
-        single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
-        whole = [p for p in batch.pieces if not (single and p.decodes)]
-        pages = sum(pages_for(p.start + p.count, size) - p.start // size for p in whole)
-        rows = (len(batch.pieces) - len(whole)) * page / size
-        return (self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
-                + self.cost.hardware.link_seconds(lane, rows, max(rows, 1.0)))  # fmt: skip
+        """Return the seconds of a load or store of one layer of a gpu_batch."""
+        return float(sum(move.seconds(self.cost.hardware) for move in self._moves(task, batch)))
 
-    def _together(self, lane: str, nbytes: float, page: int) -> float:
-        """Bytes of a transfer of pages: see `Cost.terms`."""
-        alone = self.cost.hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
-        return page if alone else max(nbytes, page)
+    def _moves(self, task: Task, batch: Batch) -> Iterator[Move]:
+        model, lane, home = self.cost.model, task.lane, task.home
+        if task.op is Op.LOAD_WEIGHT:
+            nbytes = self.units[task.cell.layer][home]
+            yield Move(lane, WEIGHTS, home, nbytes, nbytes)
+        elif task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
+            nbytes = batch.tokens * model.hidden * model.itemsize
+            yield Move(lane, HIDDEN, home, nbytes, nbytes)
+        elif task.op in (Op.SEND, Op.FETCH):
+            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
+            yield Move(lane, CACHE, home, nbytes, nbytes)
+        else:
+            yield from self._pages(task, batch)
+
+    def _pages(self, task: Task, batch: Batch) -> Iterator[Move]:
+        """Yield the moves of KV pages. A decode step stores its one token alone in host RAM, elsewhere its page."""
+        lane, home, loads = task.lane, task.home, task.op is Op.LOAD_CACHE
+        page, size = self.layout.page_bytes[home], self.layout.pools[home].page_tokens
+        whole = [p for p in batch.pieces if loads or not (home == "host" and p.decodes)]
+        if loads:
+            pages = sum(self._loaded(p, size) for p in whole)
+        else:
+            pages = sum(moved_pages(p.start, p.start + p.count, size)[1] for p in whole)
+        yield Move(lane, CACHE, home, pages * page, page_transfer(self.cost.hardware, lane, page, pages))
+        single = (len(batch.pieces) - len(whole)) * page / size
+        yield Move(lane, CACHE, home, single, single)
 
     def _loaded(self, piece: Piece, page_tokens: int) -> float:
-        """Pages that come ahead of computing; of keys alone, half a page each."""
-        pages = pages_for(piece.start, page_tokens)
+        """Return the pages that are loaded before a piece is computed; pages of keys alone count half."""
+        pages, _ = moved_pages(piece.start, piece.start + piece.count, page_tokens)
         if self.cost.model.topk is None or piece.count > 1:
             return pages
         return (pages + (piece.start % page_tokens > 0)) / 2

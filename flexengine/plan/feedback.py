@@ -8,9 +8,11 @@ import numpy as np
 
 from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
+from flexengine.plan.problem import CACHE, HIDDEN, fraction
 from flexengine.plan.profile import Array, Profile
+from flexengine.plan.terms import moved_pages
 from flexengine.policy import TIERS
-from flexengine.schedule.order import Batch, pages_for
+from flexengine.schedule.order import Batch
 from flexengine.schedule.program import LOADING
 
 TOLERATED = 0.25  # relative error that is let pass
@@ -68,7 +70,7 @@ class Watch:
 
     def _summed(self, batches: Sequence[Batch]) -> _Sweep:
         """One pass over the pieces; a prompt counts when its last piece is computed."""
-        windows, away = self.cost.windows, self.cost.away_page
+        windows, size = self.cost.windows, self.cost.offload_page_tokens
         entering = decoding = prompt = cached = 0
         moved = [[0, 0], [0, 0]]  # tokens loaded and stored, for generated tokens and for prompts
         homes, hidden = [0, 0, 0], [0, 0, 0]
@@ -91,8 +93,8 @@ class Watch:
                         late[window] += found if piece.start else 0
                 if batch.cache_home != "device":
                     tokens = moved[not piece.decodes]
-                    tokens[0] += pages_for(piece.start, away) * away
-                    tokens[1] += pages_for(end, away) * away - piece.start // away * away
+                    for way, pages in enumerate(moved_pages(piece.start, end, size)):
+                        tokens[way] += pages * size
         (decode_loaded, decode_stored), (loaded, stored) = moved
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
@@ -120,14 +122,14 @@ class Watch:
             **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
             peak=0.0, counted=away,
         )  # fmt: skip
-        terms = self.cost.terms(policy, profile, homes.mean(0), self.layout)
+        lanes = self.cost.lanes(policy, profile, homes.mean(0).tolist(), self.layout)
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
-        for i, place in enumerate("gcd"):
-            fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
-        seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
+        for i, tier in enumerate(TIERS):
+            fractions[fraction(CACHE, tier)], fractions[fraction(HIDDEN, tier)] = homes[:, i] / away, hidden[:, i]
+        seconds, work = self.cost.sweep_seconds(lanes, fractions, policy)
         self.predicted += float(seconds.sum())
-        for lane, slowed in self.cost.slowed(lanes, policy).items():
-            self.expected[lane] = self.expected.get(lane, 0.0) + float(lanes[lane].sum())
+        for lane, slowed in self.cost.slowed(work, policy).items():
+            self.expected[lane] = self.expected.get(lane, 0.0) + float(work[lane].sum())
             self.slowed[lane] = self.slowed.get(lane, 0.0) + float(slowed.sum())
 
     def report(self) -> dict[str, Any]:
