@@ -19,12 +19,13 @@ from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.plan import explain, lp
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fitting import aside, fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, frontier, question, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options

@@ -15,12 +15,13 @@ from flexengine.measure import store
 from flexengine.model.skeleton import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import Watch
 from flexengine.plan.fitting import fitting
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import lay_out_given, planned
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options

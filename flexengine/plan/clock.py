@@ -16,14 +16,15 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
 from flexengine.plan.experts import demand_of, expert_share, share
 from flexengine.plan.facts import ENCODED_ROWS
-from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
+from flexengine.plan.terms import Move, page_transfer, routes
 from flexengine.schedule import sweeps
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.order import Batch, Cell, Piece
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
 SEED = 0  # of the order in which a workload's rows come, where none is given
@@ -76,8 +77,8 @@ class Clock:
     def tasks(self, rows: Rows, prices: dict[int, Seconds]) -> Iterator[Task]:
         """Tasks of all sweeps; `prices` gets each sweep's before its first task."""
         policy, layers = self.layout.policy, len(self.curves)
-        routes = DIRECT if self.cost.hardware.shared else STAGED
-        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, routes, demand=self.demand)
+        way, demand = routes(self.cost.hardware), self.demand
+        program = Program([tuple(unit) for unit in self.units], layers, policy.slots, way, demand=demand)
         walk = sweeps.Sweeps(policy, self.layout.pools)
         for i, (prompt, outputs) in enumerate(rows):
             walk.add(sweeps.Sequence(i, prompt, outputs))
@@ -132,74 +133,72 @@ class Clock:
                 return delegated(task, later)
             if task.op is Op.COMPUTE:
                 return compute(task.cell.layer, task.cell.batch, later)
-            if task.op is Op.LOAD_WEIGHT:
-                return self._weight(task)
             return self._moved(task, batches[task.cell.batch])
 
         return price
 
-    def _weight(self, task: Task) -> float:
-        nbytes = float(self.units[task.cell.layer][task.home])
-        if task.by_rows:
-            nbytes = max(0.0, nbytes - self._experts(task.cell.layer, task.home))
-        return self._read(task.lane, nbytes)
-
     def _experts(self, layer: int, home: str) -> int:
         """Return the bytes of a layer's experts whose home is this tier."""
-        found = self.cost.model.layers[layer]
-        return sum(t.stored_bytes for t in found if t.experts and self.layout.homes[t.name] == home)
+        layer_tensors = self.cost.model.layers[layer]
+        return sum(t.stored_bytes for t in layer_tensors if t.experts and self.layout.homes[t.name] == home)
 
     def _rows(self, task: Task, tokens: Sequence[int]) -> float:
         """Return the seconds of loading rows: of the embedding, or of the experts that no gpu_batch before chose.
 
-        tokens: by gpu_batch.
+        Args:
+            tokens: by gpu_batch.
         """
         layer, k, model = task.cell.layer, task.cell.batch, self.cost.model
         if layer < 0:
             t = model.embedding
             row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
-            table = self.cost.hardware.checkpoint_read
-            least = max(row, table[0][0]) if task.lane == "disk_read" else row
-            return min(tokens[k], model.vocabulary) * self._read(task.lane, least)
+            shortest = self.cost.hardware.checkpoint_read[0][0]  # a shorter read takes as long
+            read = max(row, shortest) if task.lane == "disk_read" else row
+            return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
         before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))
-        return self._read(task.lane, (now - before) * self._experts(layer, task.home))
+        return self._read(task, (now - before) * self._experts(layer, task.home))
 
-    def _read(self, lane: str, nbytes: float) -> float:
-        """Return the seconds of bringing bytes of weights over a lane in one transfer."""
-        if lane == "disk_read":
-            return nbytes / at(self.cost.hardware.checkpoint_read, max(nbytes, 1.0))
-        return self.cost.hardware.link_seconds("h2d", nbytes, nbytes)
+    def _read(self, task: Task, nbytes: float) -> float:
+        """Return the seconds of bringing bytes of weights over a task's lane in one transfer."""
+        return float(Move(task.lane, WEIGHTS, task.home, nbytes, nbytes).seconds(self.cost.hardware))
 
     def _moved(self, task: Task, batch: Batch) -> float:
-        """KV pages, hidden states, or what delegated attention takes and gives, of one layer of a gpu_batch."""
-        links, model = self.cost.hardware.links, self.cost.model
-        lane = task.lane if task.lane in links else "h2d"
-        if task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
-            nbytes = batch.tokens * model.hidden * model.itemsize
-            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
-        if task.op in (Op.SEND, Op.FETCH):
-            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
-            return self.cost.hardware.link_seconds(lane, nbytes, nbytes)
-        pool = self.layout.pool_of(task.home, task.cell.layer)
-        page = pool.page_tokens * model.kv_token
-        if task.op is Op.LOAD_CACHE:
-            pages = sum(self._loaded(p, pool) for p in batch.pieces)
-            return self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
-        single = task.home == "host"  # a decode step stores its token there, elsewhere the token's page
-        whole = [p for p in batch.pieces if not (single and p.decodes)]
-        pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
-        rows = (len(batch.pieces) - len(whole)) * model.kv_token
-        return (self.cost.hardware.link_seconds(lane, pages * page, self._together(lane, pages * page, page))
-                + self.cost.hardware.link_seconds(lane, rows, max(rows, 1.0)))  # fmt: skip
+        """Return the seconds of a load or store of one layer of a gpu_batch."""
+        return float(sum(move.seconds(self.cost.hardware) for move in self._moves(task, batch)))
 
-    def _together(self, lane: str, nbytes: float, page: int) -> float:
-        """Bytes of a transfer of pages: see `Cost.terms`."""
-        alone = self.cost.hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
-        return page if alone else max(nbytes, page)
+    def _moves(self, task: Task, batch: Batch) -> Iterator[Move]:
+        model, lane, home = self.cost.model, task.lane, task.home
+        if task.op is Op.LOAD_WEIGHT:
+            nbytes = float(self.units[task.cell.layer][home])
+            if task.by_rows:
+                nbytes = max(0.0, nbytes - self._experts(task.cell.layer, home))
+            yield Move(lane, WEIGHTS, home, nbytes, nbytes)
+        elif task.op in (Op.LOAD_HIDDEN, Op.STORE_HIDDEN):
+            nbytes = batch.tokens * model.hidden * model.itemsize
+            yield Move(lane, HIDDEN, home, nbytes, nbytes)
+        elif task.op in (Op.SEND, Op.FETCH):
+            nbytes = batch.tokens * (model.sent if task.op is Op.SEND else model.fetched)
+            yield Move(lane, CACHE, home, nbytes, nbytes)
+        else:
+            yield from self._pages(task, batch)
+
+    def _pages(self, task: Task, batch: Batch) -> Iterator[Move]:
+        """Yield the moves of KV pages. A decode step stores its one token alone in host RAM, elsewhere its page."""
+        lane, home, loads = task.lane, task.home, task.op is Op.LOAD_CACHE
+        pool = self.layout.pool_of(home, task.cell.layer)
+        page = pool.page_tokens * self.cost.model.kv_token
+        whole = [p for p in batch.pieces if loads or not (home == "host" and p.decodes)]
+        if loads:
+            pages = sum(self._loaded(p, pool) for p in whole)
+        else:
+            pages = sum(pool.num_written(p.start, p.start + p.count) for p in whole)
+        yield Move(lane, CACHE, home, pages * page, page_transfer(self.cost.hardware, lane, page, pages))
+        single = (len(batch.pieces) - len(whole)) * self.cost.model.kv_token
+        yield Move(lane, CACHE, home, single, single)
 
     def _loaded(self, piece: Piece, pool: Pool) -> float:
-        """Pages that come ahead of computing; of keys alone, half a page each."""
+        """Return the pages that are loaded before a piece is computed; pages of keys alone count half."""
         pages = pool.num_read(piece.start)
         if self.cost.model.topk is None or piece.count > 1:
             return pages

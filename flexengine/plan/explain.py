@@ -5,9 +5,11 @@ from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
 from flexengine.plan.chosen import wanted
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import LANES, Hardware, Table, at
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.problem import CACHE, HIDDEN, PLACES, WEIGHTS, fraction
 from flexengine.plan.whatif import Help
 from flexengine.plan.words import clock, count, digits, lane_names, percent, size, tier_names
 from flexengine.plan.workload import Workload
@@ -15,7 +17,7 @@ from flexengine.policy import TIERS, Policy
 
 BAR = 40  # characters
 MARKS = dict(zip(TIERS, "#=.", strict=True))
-KINDS = {"weights": "w", "KV cache": "c", "hidden states": "h"}  # and the letters of their fractions
+KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # by their names in the report
 ENTRY = {
     "row": "one gpu_batch after the other",
     "zigzag": "a block enters together and ends together",
@@ -84,7 +86,7 @@ def policy_words(policy: Policy) -> list[str]:
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     """What of a KV cache off the device is loaded where attention takes a share of the values."""
     policy, f = prediction.policy, prediction.fractions
-    if model.topk is None or not f.get("cd", 0.0) + (0.0 if policy.delegate else f.get("cc", 0.0)):
+    if model.topk is None or not f.get("cache@disk", 0.0) + (0.0 if policy.delegate else f.get("cache@host", 0.0)):
         return []
     share = percent(wanted(model))
     return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]
@@ -95,13 +97,13 @@ def placement(model: ModelFacts, workload: Workload, prediction: Prediction, sha
     names = tier_names(shared)
     sizes = kind_bytes(model, workload, prediction)
     lines = []
-    for kind, letter in KINDS.items():
-        shares = {t: prediction.fractions.get(letter + place, 0.0) for t, place in zip(TIERS, "gcd", strict=True)}
+    for kind, name in KINDS.items():
+        shares = {t: prediction.fractions.get(fraction(name, t), 0.0) for t in TIERS}
         where = ", ".join(f"{names[t]} {percent(share)}" for t, share in shares.items() if share > 0)
         if kind == "weights" and shares["disk"] > 0:
             where += " (the checkpoint itself)"
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
-    used = [t for t in TIERS if not shared or t != "host" or prediction.fractions.get("wc", 0.0) > 0]
+    used = [t for t in TIERS if not shared or t != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
     return ["Placement   " + "  ".join(f"{MARKS[t] * 3} {names[t]}" for t in used), *lines]
 
 
@@ -224,12 +226,13 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
     not at home on the device cross the links once."""
     hardware, f = cost.hardware, prediction.fractions
     share, table = {
-        "disk_read": (f.get("wd", 0.0), hardware.checkpoint_read),
-        "h2d": (f.get("wc", 0.0) + (0.0 if hardware.shared else f.get("wd", 0.0)), hardware.links["h2d"]),
+        "disk_read": (f.get("weights@disk", 0.0), hardware.checkpoint_read),
+        "h2d": (f.get("weights@host", 0.0) + (0.0 if hardware.shared else f.get("weights@disk", 0.0)),
+                hardware.links["h2d"]),
     }.get(lane, (0.0, hardware.links["h2d"]))
     seconds = share * cost.streamed_bytes / at(table, max(1.0, cost.unit_bytes))
     weights = min(1.0, seconds / prediction.lanes[kind][lane])
-    away = [name for name in ("KV cache", "hidden states") if f.get(KINDS[name] + "g", 1.0) < 1]
+    away = [name for name in ("KV cache", "hidden states") if f.get(fraction(KINDS[name], "device"), 1.0) < 1]
     found = {"weights": weights, " and ".join(away) or "other": 1 - weights}
     return {name: x for name, x in found.items() if x > 0.0005}
 
@@ -285,7 +288,8 @@ def misfit(error: FlexError) -> str:
 def splits(prediction: Prediction) -> str:
     """Realised percentages of weights, KV cache and hidden states on device/host/disk, such as w 3/15/82."""
     f = prediction.fractions
-    return "  ".join(f"{k} " + "/".join(f"{100 * f.get(k + place, 0.0):.0f}" for place in "gcd") for k in "wch")
+    shares = {kind: [100 * f.get(fraction(kind, place), 0.0) for place in PLACES] for kind in KINDS.values()}
+    return "  ".join(f"{kind[0]} " + "/".join(f"{x:.0f}" for x in row) for kind, row in shares.items())
 
 
 def frontier_text(found: Sequence[Prediction], rows: int = ROWS) -> str:

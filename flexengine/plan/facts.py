@@ -111,6 +111,22 @@ class ModelFacts:
         return sum(t.stored_bytes for t in self.tensors)
 
     @cached_property
+    def rounds_activations(self) -> bool:
+        """Whether some products round activations to 8 bits."""
+        return any(t.form.endswith("by int8") for t in self.tensors)
+
+    @cached_property
+    def converts_weights(self) -> bool:
+        """Whether some weights have another dtype on the device than in the checkpoint."""
+        return any(t.stored != t.held and not t.encoded for t in self.tensors)
+
+    @cached_property
+    def expert_width(self) -> int:
+        """Columns of the widest matrix of one expert that is held plain; 0 if there is none."""
+        plain = (t for t in self.tensors if t.experts and not t.encoded)
+        return max((t.elements // t.experts // self.hidden for t in plain), default=0)
+
+    @cached_property
     def alike(self) -> tuple[int, ...]:
         """Of each layer, the first whose tensors have the same bytes."""
         first: dict[tuple[tuple[int, int], ...], int] = {}

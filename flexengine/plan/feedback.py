@@ -8,6 +8,7 @@ import numpy as np
 
 from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
+from flexengine.plan.problem import CACHE, HIDDEN, fraction
 from flexengine.plan.profile import Array, Profile
 from flexengine.policy import TIERS
 from flexengine.schedule.order import Batch
@@ -121,14 +122,14 @@ class Watch:
             **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
             peak=0.0, counted=away,
         )  # fmt: skip
-        terms = self.cost.terms(policy, profile, homes.mean(0), self.layout)
+        lanes = self.cost.lanes(policy, profile, homes.mean(0).tolist(), self.layout)
         fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
-        for i, place in enumerate("gcd"):
-            fractions[f"c{place}"], fractions[f"h{place}"] = homes[:, i] / away, hidden[:, i]
-        seconds, lanes = self.cost.sweep_seconds(terms, fractions, policy)
+        for i, tier in enumerate(TIERS):
+            fractions[fraction(CACHE, tier)], fractions[fraction(HIDDEN, tier)] = homes[:, i] / away, hidden[:, i]
+        seconds, work = self.cost.sweep_seconds(lanes, fractions, policy)
         self.predicted += float(seconds.sum())
-        for lane, slowed in self.cost.slowed(lanes, policy).items():
-            self.expected[lane] = self.expected.get(lane, 0.0) + float(lanes[lane].sum())
+        for lane, slowed in self.cost.slowed(work, policy).items():
+            self.expected[lane] = self.expected.get(lane, 0.0) + float(work[lane].sum())
             self.slowed[lane] = self.slowed.get(lane, 0.0) + float(slowed.sum())
 
     def report(self) -> dict[str, Any]:

@@ -1,8 +1,6 @@
 """GPU memory that computing takes beside activations: what kernels and libraries hold while they run."""
 
-from collections.abc import Iterable
-
-from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.facts import ModelFacts
 
 BUFFER = 64 << 20  # bytes that a kernel holds at once, as kernels.cuda says
 GATHERED = 32  # bytes per element of K and V that plain torch gathers and decodes, as kernels.cuda says
@@ -22,15 +20,14 @@ def buffers(model: ModelFacts, tokens: int, longest: int) -> int:
         tokens: most tokens of a gpu_batch.
         longest: most cached tokens of a sequence.
     """
-    tensors = model.tensors
     partial = 4 * model.heads * -(-longest // SPAN) * (model.head_dim + 1)  # of one sequence, which is not divided
     plain = model.topk is not None or model.head_dim > WIDEST
     gathered = GATHERED * 2 * model.kv_heads * model.head_dim * longest if plain else 0
-    rounded = any(t.form.endswith("by int8") for t in tensors)
     wide = max(model.width, model.hidden)
-    codes = tokens * (wide + GROUP + 8 * -(-wide // GROUP)) if rounded else 0  # with a scale and a sum for each group
-    experts = tokens * model.active * _pair(model, tensors) * model.itemsize
-    converted = CONVERTED if any(t.stored != t.held and not t.encoded for t in tensors) else 0
+    groups = -(-wide // GROUP)  # each has a scale and a sum
+    codes = tokens * (wide + GROUP + 8 * groups) if model.rounds_activations else 0
+    experts = tokens * model.active * _pair(model) * model.itemsize
+    converted = CONVERTED if model.converts_weights else 0
     copies = 2 * model.heads * model.head_dim * model.itemsize * tokens if model.heads > model.kv_heads else 0
     attention = max(BUFFER, partial, gathered, copies, _windowed(model, tokens, longest))
     return attention + codes + experts + converted + CUBLAS
@@ -47,8 +44,8 @@ def _windowed(model: ModelFacts, tokens: int, longest: int) -> int:
     return found
 
 
-def _pair(model: ModelFacts, tensors: Iterable[TensorFact]) -> int:
+def _pair(model: ModelFacts) -> int:
     """Return elements that one token and one of its experts take where all experts are computed in one call: the token
-    before, after, weighted and back in order; what goes into the gate and what comes out of it, with copies."""
-    wide = max((t.elements // t.experts // model.hidden for t in tensors if t.experts and not t.encoded), default=0)
+    before, after, weighted and back in order; input and output of the gate, with copies."""
+    wide = model.expert_width
     return 4 * model.hidden + 2 * wide if wide else 0

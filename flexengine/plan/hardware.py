@@ -164,8 +164,8 @@ class Hardware:
     def capacity(self) -> Capacity:
         return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, shared=self.shared, staged=not self.shared)
 
-    def link_seconds(self, lane: str, nbytes: float, transfer: float) -> float:
-        """Seconds that nbytes take on a lane in transfers of `transfer` bytes."""
+    def link_seconds(self, lane: str, nbytes: Any, transfer: float) -> Any:
+        """Return the seconds of nbytes (a float or an array) on a lane in transfers of `transfer` bytes."""
         return nbytes / at(self.links[lane], max(transfer, 1.0))
 
     def to_json(self) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Layout:
 
     homes: tier of every tensor by name; stored: sum of their `stored_bytes` by tier; head_rows: vocabulary
     rows per head chunk.
-    slot, stage: bytes of one weight slot and of its host staging.
+    slot, stage: bytes of one weight slot and of its host staging. layer_reads: per tier, bytes of a layer's weights
+    that come from it together, in the mean of the layers that have any there.
     groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
     and group; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
@@ -67,6 +68,7 @@ class Layout:
     head_rows: int = 0
     slot: int = 0
     stage: int = 0
+    layer_reads: dict[str, float] = field(default_factory=dict)
     groups: tuple[CacheGroup, ...] = ()
     pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
     page_bytes: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -133,11 +135,16 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
         layout.homes.update(zip((t.name for t in group), at, strict=True))
     layout.homes.update((t.name, "device") for t in model.others)
     layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
+    reads = {tier: [0, 0] for tier in TIERS}  # bytes, and layers that have any there
     for (j, at), times in layers.items():
         placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
         layout.stage = max(layout.stage, slot_bytes(t.stored_bytes for t, home in placed if home == "disk"))
         _book_weights(layout, placed, times)
+        for tier in set(at):
+            reads[tier][0] += times * sum(t.stored_bytes for t, home in placed if home == tier)
+            reads[tier][1] += times
+    layout.layer_reads = {tier: nbytes / count for tier, (nbytes, count) in reads.items() if count}
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))

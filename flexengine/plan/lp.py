@@ -1,15 +1,15 @@
-"""The best placement for one block shape: a linear program over what share of each kind of data lies in each tier.
+"""The best placement for one block shape: a linear program over the fraction of each kind of data on each tier.
 
-FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3) with what the caller's cost model puts into it:
+FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), filled in by the caller's cost model:
 
     minimise    sum over phases p of times[p] * T[p]                                            seconds of the job
     subject to  T[p] >= busy[p][lane] + sum over others o of crosstalk[lane][o] * busy[p][o]    one row per p, lane
                 T[p] >= sum over lanes of busy[p][lane]                                         or this, if no overlap
                 used[m] <= capacity[m]                                                          one row per memory m
-                wg + wc + wd = cg + cc + cd = hg + hc + hd = 1,  all >= 0
+                weights@device + weights@host + weights@disk = 1, cache and hidden likewise, all >= 0
                 sum over phases p of life[p] * T[p] <= latency limit                             if there is one
 
-busy and used are linear in the nine fractions. PuLP holds the program, HiGHS solves it. Every name ends in its unit,
+busy and used are linear in the fractions. PuLP holds the program, HiGHS solves it. Every name ends in its unit,
 which is chosen so that the program's numbers are near 1: HiGHS compares with absolute tolerances.
 """
 
@@ -21,14 +21,30 @@ from dataclasses import dataclass
 import pulp
 
 from flexengine.errors import FlexError
-from flexengine.plan.problem import FRACTIONS, KINDS, PLACES, Linear, Memory, Phase, Problem, checked, unique
+from flexengine.plan.problem import (
+    CACHE,
+    FRACTIONS,
+    HIDDEN,
+    KINDS,
+    PLACES,
+    WEIGHTS,
+    Linear,
+    Memory,
+    Phase,
+    Problem,
+    checked,
+    fraction,
+    kind_of,
+    unique,
+)
 
 Terms = list[tuple[pulp.LpVariable, float]]
-SHARES = {name: f"{KINDS[name[0]]} {PLACES[name[1]]} share".replace(" ", "_") for name in FRACTIONS}
-# What it costs, among equals, to hold a kind one tier further away; unequal, so that which gives way is no accident.
-_TIES = {kind + place: cost * rank for kind, cost in (("w", 1.0), ("c", 1.1), ("h", 1.23))
+SHARES = {fraction(kind, place): f"{what} on {place} share".replace(" ", "_")
+          for kind, what in KINDS.items() for place in PLACES}  # fmt: skip
+# Cost, among equals, of a kind one tier further away. The costs differ, so that the choice among equals is determined.
+_TIES = {fraction(kind, place): cost * rank for kind, cost in ((WEIGHTS, 1.0), (CACHE, 1.1), (HIDDEN, 1.23))
          for rank, place in enumerate(PLACES)}  # fmt: skip
-_TIE = 1e-9  # of the job's cost: what a unit of that costs
+_TIE = 1e-9  # cost of one such unit, relative to the job's cost
 _COST = 1e4  # least number that the job's cost is in its unit: ties then stand clear of the solver's tolerance of 1e-7
 _SPREAD = 1e-4  # least capacity a memory's unit is chosen by, relative to its largest coefficient
 _NOISE = 1e-9  # fractions below this are rounding
@@ -47,18 +63,29 @@ class SolverFailed(FlexError):
 
 @dataclass(frozen=True)
 class Solution:
-    """fractions: all nine, each kind summing to 1. seconds: of the job. phase_seconds: of one sweep of each phase."""
+    """The optimum.
+
+    Attributes:
+        fractions: of every kind and place, each kind summing to 1.
+        seconds: of the job.
+        latency: seconds of a mean row.
+        phase_seconds: of one sweep of each phase.
+    """
 
     fractions: dict[str, float]
     seconds: float
+    latency: float
     phase_seconds: dict[str, float]
 
 
 def solve(problem: Problem) -> Solution | None:
-    """The placement with the fewest seconds; of equal ones, that with the most on the device, then in the host.
+    """Return the placement with the fewest seconds; of equal ones, most on the device, then on the host.
 
-    Returns None where no placement fits, or none keeps the latency limit. Raises InvalidInput for numbers that are not
-    finite, and NoSolver and SolverFailed as `optimum`.
+    Return None if no placement fits, or none keeps the latency limit.
+
+    Raises:
+        InvalidInput: a number is not finite.
+        NoSolver, SolverFailed: as `optimum`.
     """
     problem = checked(problem)
     values = optimum(program(problem))
@@ -67,21 +94,21 @@ def solve(problem: Problem) -> Solution | None:
     fractions = _fractions({name: values.get(share, 0.0) for name, share in SHARES.items()})
     seconds = [max((0.0, *(least.value(fractions) for _, least in bounds))) for bounds in problem.bounds]
     by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(fractions, sum(p.times * s for p, s in zip(problem.phases, seconds, strict=True)), by_label)
+    return Solution(fractions, *problem.over(seconds), by_label)
 
 
 def save(problem: Problem, path: str) -> None:
-    """Writes the program to a file in CPLEX's LP format, which most solvers read. Raises InvalidInput, and OSError if
-    the file cannot be written."""
+    """Write the program to a file in CPLEX's LP format, which most solvers read. Raise InvalidInput, or OSError if the
+    file cannot be written."""
     program(checked(problem)).writeLP(path, max_length=255)
 
 
 def program(problem: Problem) -> pulp.LpProblem:
-    """The program of a problem with unique labels, as `checked` gives it. Raises SolverFailed for numbers that are not
-    finite in their units."""
+    """Return the program of a problem with unique labels, as `checked` gives it. Raise SolverFailed if a number is not
+    finite in its unit."""
     made = _Program(problem)
     for kind, what in KINDS.items():
-        placed = [(share, 1.0) for name, share in made.shares.items() if name[0] == kind]
+        placed = [(share, 1.0) for name, share in made.shares.items() if kind_of(name) == kind]
         made.add(f"all {what}", "share", placed, 1.0, equal=True)
     times = [made.add_phase(phase, bounds) for phase, bounds in zip(problem.phases, problem.bounds, strict=True)]
     for memory in problem.memories:
@@ -96,7 +123,7 @@ def program(problem: Problem) -> pulp.LpProblem:
 
 
 class _Program:
-    """A program that is being defined. shares: the variables of the fractions that are allowed."""
+    """A program under construction. shares: variables of the allowed fractions."""
 
     def __init__(self, problem: Problem) -> None:
         self.lp = pulp.LpProblem("placement")
@@ -104,7 +131,7 @@ class _Program:
         self._labels: list[str] = []
 
     def add(self, label: str, unit: str, terms: Terms, limit: float, equal: bool = False) -> None:
-        """Adds the row sum of terms <= limit, or == if equal, in a unit. Labels may repeat."""
+        """Add the row sum of terms <= limit, or == if equal, in a unit. Labels may repeat."""
         self._labels.append(label := unique(label, self._labels))
         name = _named(label, unit)
         for variable, k in terms:
@@ -114,7 +141,7 @@ class _Program:
         self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
 
     def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Linear]]) -> tuple[pulp.LpVariable, float]:
-        """Adds the time of one sweep, and what it is at least. Returns the variable, and the seconds of its unit."""
+        """Add the time of one sweep, and its lower bounds. Return the variable, and the seconds of its unit."""
         parts = [(label, self._terms(least), least.constant) for label, least in bounds]
         numbers = (abs(k) for _, terms, constant in parts for k in (constant, *(k for _, k in terms)))
         unit, scale = _unit(_SECONDS, max(numbers, default=0.0))
@@ -125,7 +152,7 @@ class _Program:
         return time, scale
 
     def add_memory(self, memory: Memory) -> None:
-        """Adds that what is used of a memory is there."""
+        """Add the row used <= capacity of a memory."""
         terms = self._terms(memory.used)
         largest = max((abs(k) for _, k in terms), default=0.0)
         unit, scale = _unit(_BYTES, max(memory.capacity, _SPREAD * largest))
@@ -133,7 +160,7 @@ class _Program:
         self.add(f"{memory.label} memory", unit, row, (memory.capacity - memory.used.constant) / scale)
 
     def minimise(self, times: Iterable[tuple[pulp.LpVariable, float, float]]) -> None:
-        """Sets the cost: of each phase its time, how many such sweeps there are, and the seconds of the time's unit."""
+        """Set the cost. times: per phase, its time variable, number of sweeps, and seconds of the variable's unit."""
         seconds = [(time, count * scale) for time, count, scale in times]
         total = sum(k for _, k in seconds)
         unit, scale = _unit(_SECONDS, total / _COST)
@@ -146,7 +173,7 @@ class _Program:
         self.lp.objective.name = _named("job", unit)
 
     def _terms(self, line: Linear) -> Terms:
-        """Of the fractions that are allowed; the others are 0."""
+        """Return the line's terms with allowed fractions; the others are 0."""
         return [(self.shares[name], k) for name, k in line.coefficients.items() if name in self.shares]
 
 
@@ -172,14 +199,13 @@ def optimum(lp: pulp.LpProblem) -> dict[str, float] | None:
 
 
 def _named(label: str, unit: str) -> str:
-    """A name as files in LP format take it."""
+    """Return a name that is valid in files in LP format."""
     return _NOT_IN_NAMES.sub("_", f"{label} {unit}")
 
 
 def _unit(units: Mapping[str, float], size: float) -> tuple[str, float]:
-    """The largest unit that is no larger than `size`, or the smallest there is; and what it is in seconds or bytes."""
-    found = [(unit, scale) for unit, scale in units.items() if scale <= size]
-    return found[0] if found else list(units.items())[-1]
+    """Return the largest unit that is no larger than `size`, or the smallest one; and its seconds or bytes."""
+    return next(((unit, scale) for unit, scale in units.items() if scale <= size), list(units.items())[-1])
 
 
 def _check_finite(value: float, what: str) -> None:
@@ -188,7 +214,7 @@ def _check_finite(value: float, what: str) -> None:
 
 
 def _fractions(values: Mapping[str, float]) -> dict[str, float]:
-    """All nine fractions, without the solver's rounding: none below 0, each kind summing to 1."""
+    """Return all fractions without the solver's rounding: none below 0, each kind summing to 1."""
     clean = {name: value if value > _NOISE else 0.0 for name, value in values.items()}
-    totals = {kind: sum(clean[kind + place] for place in PLACES) for kind in KINDS}
-    return {name: value / totals[name[0]] for name, value in clean.items()}
+    totals = {kind: sum(clean[fraction(kind, place)] for place in PLACES) for kind in KINDS}
+    return {name: value / totals[kind_of(name)] for name, value in clean.items()}

@@ -1,4 +1,4 @@
-"""The memory rows of the linear program: bytes of each memory as linear functions of the nine fractions.
+"""The memory rows of the linear program: bytes of each memory as linear functions of the fractions.
 
 They are read off three layouts, the corners: everything that may move is on the device, in the host, on disk. Between
 corners a purpose's bytes are a straight line in the fractions of one kind of data. A layout differs from that line by:
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import DELEGATION, Layout
-from flexengine.plan.problem import Linear, Memory
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
 from flexengine.policy import TIERS
 
-# Purposes of a layout's account whose bytes depend on where one kind of data lies: w, c, h as in `lp.KINDS`.
-_KIND = {"weights": "w", "weight slots": "w", "weight staging": "w", "hidden states": "h", DELEGATION: "c"}
-_PLACE = dict(zip(TIERS, "gcd", strict=True))
+# Purposes of a layout's account whose bytes depend on the placement of one kind of data.
+_KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
+         DELEGATION: CACHE}  # fmt: skip
 
 
 def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[Memory, ...]:
@@ -44,9 +44,9 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
     for what in dict.fromkeys(what for account in accounts.values() for what in account):
         booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
         if what == "KV cache":
-            line += Linear(0.0, {f"c{_PLACE[tier]}": cache})
+            line += Linear(0.0, {fraction(CACHE, tier): cache})
         elif what == "paused forwards":  # of delegated sequences, or of gpu_batches at home on the device
-            line += _between(booked, "c" if delegates else "h")
+            line += _between(booked, CACHE if delegates else HIDDEN)
         elif what in _KIND:
             line += _between(booked, _KIND[what])
         else:
@@ -57,4 +57,4 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
 def _between(booked: Mapping[str, float], kind: str) -> Linear:
     """Return the straight line between the bytes booked with all of a kind on each tier."""
     least = min(booked.values())
-    return Linear(least, {f"{kind}{_PLACE[at]}": nbytes - least for at, nbytes in booked.items() if nbytes > least})
+    return Linear(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.cost import Prediction
 from flexengine.plan.explain import tiers
 from flexengine.plan.hardware import LANES, Hardware
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.words import lane_names, size
 
 

@@ -1,138 +1,191 @@
-"""What lies where for one block shape: the linear program is asked, and its answer is rounded until it fits."""
+"""The placement of one block shape: the linear program is solved, and its fractions are rounded until they fit."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.errors import OutOfMemory
-from flexengine.plan.cost import Prediction
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
-from flexengine.plan.problem import FRACTIONS, Memory, Problem
+from flexengine.plan.problem import CACHE, HIDDEN, PLACES, WEIGHTS, Memory, Problem, fraction
 from flexengine.plan.shapes import sensible
 from flexengine.plan.tried import Tried
 from flexengine.policy import TIERS, Policy, Split
 
-MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # of a memory, when a placement that rounding made too large is asked anew
+MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # shares of a memory that a retry leaves free after rounding was too large
+SLACK = 1.02  # rounding seldom gains more on the program's seconds: 1.2 % was the most in 4,000 placements
+WIDE_SLACK = 1.3  # the same while the search still collects policies to refine
 ON_DEVICE: Split = (1.0, 0.0, 0.0)
 _ON_HOST: Split = (0.0, 1.0, 0.0)
 _ON_DISK: Split = (0.0, 0.0, 1.0)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Data that may leave the device.
+
+    Attributes:
+        cache, hidden: whether KV cache and hidden states may.
+        delegate: whether attention is delegated where the cache is on the host.
+    """
+
+    cache: bool
+    hidden: bool
+    delegate: bool = False
+
+
 @dataclass
 class Placement:
-    """Asks for placements of one job on one machine; what fits is in `tried`. failed: the solver's last failure."""
+    """Placements of one job on one machine. `tried` holds the policies that fit.
+
+    Attributes:
+        failed: the solver's last failure.
+    """
 
     tried: Tried
     failed: SolverFailed | None = None
-    _asked: dict[tuple[Policy, bool, bool, bool], Prediction | None] = field(default_factory=dict)
+    _solvable: dict[tuple[Policy, Choice], bool] = field(default_factory=dict)
     _corners: dict[Policy, Layout] = field(default_factory=dict)
 
     @property
     def delegates(self) -> bool:
-        """Whether attention may be delegated: there is a host apart from the device, and it is known how fast it is."""
+        """Whether attention may be delegated: the host is apart from the device, and its speed is known."""
         hardware = self.tried.cost.hardware
         return hardware.host_attention > 0 and not hardware.shared
 
-    def place(self, shape: Policy, cache: bool, hidden: bool, delegate: bool = False) -> Prediction | None:
-        """Asks the program what should lie where for a block shape, rounds, and checks that it fits.
+    def place(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:
+        """Solve the placement of a block shape, round it, and lay it out. Skip a placement that is too slow.
 
-        cache, hidden: whether KV cache and hidden states may leave the device; delegate: whether attention does, where
-        the cache lies on the host.
+        Args:
+            shape: block shape, schedule, slots and prefill_tokens; its splits are ignored.
+            wide: keep slower placements, too: within WIDE_SLACK, or unless a policy is better in seconds and latency.
+
+        Returns:
+            False if no placement fits. True otherwise, even if it was skipped.
         """
         if self.tried.shapes.too_large(shape):
-            return None
-        shape = _bare(shape)
-        asked = (shape, cache, hidden, delegate)
-        if asked not in self._asked:
+            return False
+        key = _bare(shape), choice
+        if key not in self._solvable:
             try:
-                self._asked[asked] = self._placed(shape, self.problem(shape, cache, hidden, delegate), delegate)
-            except SolverFailed as error:  # other programs may do
-                self.failed, self._asked[asked] = error, None
-        return self._asked[asked]
+                self._solvable[key] = self._place(*key, wide)
+            except SolverFailed as error:  # other programs may be solved
+                self.failed, self._solvable[key] = error, False
+        return self._solvable[key]
 
-    def _placed(self, shape: Policy, problem: Problem, delegate: bool) -> Prediction | None:
+    def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
+        rows, allowed = self._memories(shape, choice), self._allowed(choice)
+        if not all(row.used.least(allowed) <= row.capacity for row in rows):  # most that have no solution fail here
+            return False
+        problem = self._problem(shape, choice, rows)
+        if self._too_slow(*problem.least(), wide):
+            return True
         for margin in MARGINS:
             if (solved := _solved(problem)) is None:
-                return None
-            policy = sensible(_rounded(shape, solved.fractions, delegate))
-            if (prediction := self.tried.attempt(policy)) is not None:
-                return prediction
+                return False
+            if self._too_slow(solved.seconds, solved.latency, wide):
+                return True
+            policy = sensible(_rounded(shape, solved.fractions, choice.delegate))
+            if self.tried.attempt(policy) is not None:
+                return True
             problem = _with_less(problem, self.tried.refused[policy], margin)
-        return None
+        return False
 
-    def problem(self, shape: Policy, cache: bool, hidden: bool, delegate: bool) -> Problem:
-        """What the program is asked for a block shape. cache, hidden, delegate: as in `place`."""
-        shape = _bare(shape)
-        cost, capacity = self.tried.cost, self.tried.capacity
-        shared = cost.hardware.shared
-        corners = {tier: self._corner(shape, tier, cache, hidden, delegate) for tier in TIERS}
-        priced = replace(shape, cache=_ON_HOST, delegate=True) if delegate else shape
-        sweeps = cost.sweeps(shape, share=0.5 if cache else 0.0)
-        places = "gd" if shared else "gcd"  # where RAM is the device, host RAM serves weights alone
-        allowed = {"wg", "wc", "wd", "cg", "hg"}
-        if shared and not self._narrow:
-            allowed.discard("wc")
-        allowed |= {f"c{p}" for p in places if cache} | {f"h{p}" for p in places if hidden}
+    def _too_slow(self, seconds: float, latency: float, wide: bool) -> bool:
+        """Return whether a placement can be skipped, given lower bounds of its seconds and of its latency."""
+        tried = self.tried
+        if not tried.predictions or not tried.keeps_latency:
+            return False
+        slack = WIDE_SLACK if wide else SLACK
+        return seconds > slack * tried.leader().total_seconds and not (wide and tried.on_frontier(seconds, latency))
+
+    def problem(self, shape: Policy, choice: Choice) -> Problem:
+        """Return the linear program of a block shape."""
+        return self._problem(_bare(shape), choice, self._memories(_bare(shape), choice))
+
+    def _problem(self, shape: Policy, choice: Choice, rows: tuple[Memory, ...]) -> Problem:
+        cost = self.tried.cost
+        priced = replace(shape, cache=_ON_HOST, delegate=True) if choice.delegate else shape
+        sweeps = cost.sweeps(shape, share=0.5 if choice.cache else 0.0)
         return Problem(
-            cost.phases(priced, sweeps), memories(corners, self._cache_bytes(shape, cache), capacity),
-            cost.slowing(priced), cost.overlaps(shape), frozenset(allowed & set(FRACTIONS)),
-            self.tried.shapes.options.latency_limit,
+            cost.phases(priced, sweeps), rows, cost.slowing(priced), cost.overlaps(shape),
+            self._allowed(choice), self.tried.shapes.options.latency_limit,
         )  # fmt: skip
+
+    def _allowed(self, choice: Choice) -> frozenset[str]:
+        """Return the fractions that may be above 0. On a CPU RAM is the device, and host RAM is for weights whose
+        stored form is smaller."""
+        shared = self.tried.cost.hardware.shared
+        places = [place for place in PLACES if place != "host" or not shared]
+        by_kind = {
+            WEIGHTS: PLACES if self._narrow else places,
+            CACHE: places if choice.cache else ("device",),
+            HIDDEN: places if choice.hidden else ("device",),
+        }
+        return frozenset(fraction(kind, place) for kind, tiers in by_kind.items() for place in tiers)
+
+    def _memories(self, shape: Policy, choice: Choice) -> tuple[Memory, ...]:
+        """Return the memory rows of a block shape."""
+        corners = {tier: self._corner(shape, tier, choice) for tier in TIERS}
+        return memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
 
     @cached_property
     def _narrow(self) -> bool:
-        """Whether weights take fewer bytes as they are stored than as they are held on the device."""
+        """Whether host RAM holds weights in fewer bytes than the device, or is another memory."""
         tensors = self.tried.cost.model.tensors
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
-        return bool(stored < 0.9 * held)
+        return bool(stored < 0.9 * held) or not self.tried.cost.hardware.shared
 
     def _cache_bytes(self, shape: Policy, cache: bool) -> dict[str, float]:
-        """Return, by tier, the bytes of the whole KV cache at its peak if it lies there."""
+        """Return, by tier, the bytes of the whole KV cache at its peak on that tier."""
         cost = self.tried.cost
         token = cost.model.kv_token * len(cost.model.layers)
-        device = cost.sweeps(shape).peak * token
-        away = cost.sweeps(shape, share=1.0).peak * token if cache else device
-        return {"device": device, "host": away, "disk": away}
+        device = cost.peak(shape) * token
+        offloaded = cost.peak(shape, share=1.0) * token if cache else device
+        return {tier: device if tier == "device" else offloaded for tier in TIERS}
 
-    def _corner(self, shape: Policy, tier: str, cache: bool, hidden: bool, delegate: bool) -> Layout:
-        """The layout with all that may move on one tier, in memory without end."""
+    def _corner(self, shape: Policy, tier: str, choice: Choice) -> Layout:
+        """Return the layout with all data that may move on one tier, in memory without limits."""
         split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
-        policy = replace(shape, weights=split, cache=split if cache else ON_DEVICE,
-                         activations=split if hidden else ON_DEVICE, delegate=delegate and tier == "host")  # fmt: skip
+        policy = replace(
+            shape, weights=split, cache=split if choice.cache else ON_DEVICE,
+            activations=split if choice.hidden else ON_DEVICE, delegate=choice.delegate and tier == "host",
+        )  # fmt: skip
         if policy not in self._corners:
-            endless = replace(self.tried.capacity, device=None, host=None, disk=None)
-            self._corners[policy] = self.tried.laid_out(policy, endless)
+            unlimited = replace(self.tried.capacity, device=None, host=None, disk=None)
+            self._corners[policy] = self.tried.laid_out(policy, unlimited)
         return self._corners[policy]
 
 
 def _bare(shape: Policy) -> Policy:
-    """The shape without what the program decides."""
+    """Return the shape with fixed splits, as a key for shapes that differ in splits alone."""
     return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False)
 
 
 def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Policy:
-    """The policy of these fractions, in thousandths."""
+    """Return the policy of these fractions, in thousandths."""
 
     def split(kind: str) -> Split:
-        device, host = (min(1.0, max(0.0, round(fractions[kind + place], 3))) for place in "gc")
+        device, host = (min(1.0, max(0.0, round(fractions[fraction(kind, place)], 3))) for place in PLACES[:2])
         host = min(host, round(1 - device, 3))
         return (device, host, max(0.0, round(1 - device - host, 3)))
 
-    cache = split("c")
-    return replace(shape, weights=split("w"), cache=cache, activations=split("h"), delegate=delegate and cache[1] > 0)
+    cache = split(CACHE)
+    return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN),
+                   delegate=delegate and cache[1] > 0)  # fmt: skip
 
 
 def _solved(problem: Problem) -> Solution | None:
-    """Without the latency limit where nothing keeps it: so that it can be said what there is."""
-    found = solve(problem)
-    if found is None and problem.latency_limit is not None:
-        found = solve(replace(problem, latency_limit=None))
-    return found
+    """Return the optimum; without the latency limit if no placement keeps the limit, so that a message can name the
+    least latency."""
+    solution = solve(problem)
+    if solution is None and problem.latency_limit is not None:
+        solution = solve(replace(problem, latency_limit=None))
+    return solution
 
 
 def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
-    """The problem with less of the memory that did not suffice, by what was missing and a share of the whole."""
+    """Return the problem with less of the memory that was too small, by the missing bytes and a share of the whole."""
     missing = error.needed + error.used - error.capacity
 
     def cut(memory: Memory) -> Memory:

@@ -1,17 +1,32 @@
-"""What the planner asks of a linear program: how long the lanes work and how full the memories are, as functions of
-what share of each kind of data lies in each tier."""
+"""The planner's question to the linear program: seconds of the lanes and bytes of the memories, as linear functions of
+the fraction of each kind of data on each tier."""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from flexengine.config import shown
 from flexengine.errors import InvalidInput
+from flexengine.policy import TIERS
 
-KINDS = {"w": "weights", "c": "cache", "h": "hidden states"}
-PLACES = {"g": "on the device", "c": "in the host", "d": "on disk"}
-FRACTIONS = tuple(kind + place for kind in KINDS for place in PLACES)
+WEIGHTS, CACHE, HIDDEN = "weights", "cache", "hidden"
+KINDS = {WEIGHTS: "weights", CACHE: "cache", HIDDEN: "hidden states"}  # kinds of data, and their names in messages
+PLACES = TIERS  # where a kind may be
+
+
+def fraction(kind: str, place: str) -> str:
+    """Return the name of the fraction of a kind of data on a place, such as "weights@disk"."""
+    return f"{kind}@{place}"
+
+
+def kind_of(name: str) -> str:
+    """Return the kind of data of a fraction."""
+    return name.partition("@")[0]
+
+
+_BY_KIND = {kind: tuple(fraction(kind, place) for place in PLACES) for kind in KINDS}
+FRACTIONS = sum(_BY_KIND.values(), ())
 _NAMES = frozenset(FRACTIONS)
 
 
@@ -23,8 +38,15 @@ class Linear:
     coefficients: Mapping[str, float] = field(default_factory=dict)
 
     def value(self, fractions: Mapping[str, float]) -> float:
-        """Its value at these fractions; those not named are 0."""
+        """Return the value at these fractions; fractions that are not named are 0."""
         return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
+
+    def least(self, allowed: Container[str]) -> float:
+        """Return the least value where only the allowed fractions may be above 0."""
+        total, coefficients = self.constant, self.coefficients
+        for names in _BY_KIND.values():
+            total += min((coefficients.get(name, 0.0) for name in names if name in allowed), default=0.0)
+        return total
 
     def __add__(self, other: "Linear") -> "Linear":
         total = dict(self.coefficients)
@@ -42,8 +64,11 @@ class Linear:
 class Phase:
     """Sweeps that are alike.
 
-    label: "prefill", "decode", ... times: how many such sweeps the job has. lanes: seconds of work per lane in one.
-    life: how many such sweeps a row lives through (for the latency limit).
+    Attributes:
+        label: "prefill", "decode", ...
+        times: number of such sweeps in the job.
+        lanes: seconds of work per lane in one sweep.
+        life: number of such sweeps in the life of a mean row (for the latency limit).
     """
 
     label: str
@@ -54,7 +79,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """label: "device", "host", "disk", "RAM"; used, capacity: bytes. An infinite capacity is no limit."""
+    """One memory row.
+
+    Attributes:
+        label: "device", "host", "disk", "RAM".
+        used, capacity: bytes. An infinite capacity is no limit.
+    """
 
     label: str
     used: Linear
@@ -65,9 +95,12 @@ class Memory:
 class Problem:
     """One block shape. Labels may repeat: the second phase "decode" is then called "decode 2".
 
-    crosstalk: lane to lane: seconds that each busy second of the second adds to the first. overlap: False where the
-    lanes wait for one another, so that their seconds add up. allowed: fractions that may be above 0.
-    latency_limit: seconds; the sum of life * T over the phases stays below.
+    Attributes:
+        phases, memories: as in the module's text.
+        crosstalk: lane to lane: seconds that each busy second of the second adds to the first.
+        overlap: False where the lanes wait for one another, so that their seconds add up.
+        allowed: fractions that may be above 0.
+        latency_limit: seconds; the sum of life * T over the phases stays below.
     """
 
     phases: tuple[Phase, ...]
@@ -79,12 +112,22 @@ class Problem:
 
     @cached_property
     def bounds(self) -> tuple[tuple[tuple[str, Linear], ...], ...]:
-        """What a sweep of each phase takes at least: labels and seconds."""
+        """Labels, and lower bounds in seconds, of a sweep of each phase."""
         return tuple(tuple(_bounds(phase, self)) for phase in self.phases)
+
+    def least(self) -> tuple[float, float]:
+        """Return lower bounds of the job's seconds and of a row's seconds, without solving the program."""
+        sweeps = [max((line.least(self.allowed) for _, line in bounds), default=0.0) for bounds in self.bounds]
+        return self.over(sweeps)
+
+    def over(self, sweeps: Sequence[float]) -> tuple[float, float]:
+        """Return the job's seconds and a mean row's seconds, given seconds of a sweep of each phase."""
+        pairs = list(zip(self.phases, sweeps, strict=True))
+        return sum(p.times * s for p, s in pairs), sum(p.life * s for p, s in pairs)
 
 
 def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
-    """What a sweep of the phase takes at least: a label and seconds."""
+    """Return lower bounds of a sweep of the phase: labels and seconds."""
     if not problem.overlap:
         return [("all lanes", sum(phase.lanes.values(), Linear(0.0)))] if phase.lanes else []
     return [
@@ -95,7 +138,8 @@ def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
 
 
 def checked(problem: Problem) -> Problem:
-    """The problem with phases of unique labels. Raises InvalidInput naming what is no number or no fraction."""
+    """Return the problem with phases of unique labels. Raise InvalidInput, with its name, for a value that is no number
+    or no fraction."""
     labels: list[str] = []
     for phase in problem.phases:
         labels.append(unique(phase.label, labels))
@@ -119,11 +163,11 @@ def checked(problem: Problem) -> Problem:
 
 
 def unique(label: str, taken: Container[str]) -> str:
-    """The label, with a number if it is taken."""
-    found, number = label, 2
-    while found in taken:
-        found, number = f"{label} {number}", number + 1
-    return found
+    """Return the label, with a number if it is taken."""
+    name, number = label, 2
+    while name in taken:
+        name, number = f"{label} {number}", number + 1
+    return name
 
 
 def _check_number(what: str, value: float) -> None:
@@ -136,14 +180,12 @@ def _check_line(what: str, line: Linear) -> None:
         raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
     for name, value in {"": line.constant, **line.coefficients}.items():
         if not math.isfinite(value):
-            where = f" for {name} (share of the {KINDS[name[0]]} {PLACES[name[1]]})" if name else ""
-            raise InvalidInput(f"{what} is {shown(value)}{where}; the number must be finite")
+            raise InvalidInput(f"{what} is {shown(value)}{f' for {name}' * bool(name)}; the number must be finite")
 
 
 def _check_allowed(allowed: frozenset[str]) -> None:
-    if unknown := allowed - set(FRACTIONS):
+    if unknown := allowed - _NAMES:
         raise InvalidInput(f"allowed names {sorted(unknown)}; it may name {', '.join(FRACTIONS)}")
     for kind, what in KINDS.items():
-        if not any(kind + place in allowed for place in PLACES):
-            raise InvalidInput(f"allowed has no place for the {what}; it must have one of"
-                               f" {', '.join(kind + place for place in PLACES)}")  # fmt: skip
+        if not any(name in allowed for name in _BY_KIND[kind]):
+            raise InvalidInput(f"allowed has no place for the {what}; it must have one of {', '.join(_BY_KIND[kind])}")

@@ -32,21 +32,29 @@ PERIODS = 3  # lives after which what remains is taken to go on like the last
 
 @dataclass(frozen=True)
 class Unit:
-    """What one sequence counts for in sweep 0, 1, ... after its entry, in the mean over a workload. Arrays by age.
+    """One sequence's numbers by age (sweep 0, 1, ... after its entry), in the mean over a workload.
 
-    stride: sweeps per step of age. live: whether it is alive; cached: tokens attended to when it decodes (0 at age 0),
-    the new one included; kept: tokens of the pages it holds; loaded: tokens of pages that come back before computing,
-    stored: that are written after, if its cache lives off the device; these three in the mean of the layers. windows:
-    `cached` as layers of each window see it. prompt, pairs: tokens of its prompt, and (query, key) pairs of them by
-    window (None: all); late: those of `pairs` that pieces after a prompt's first compute; prompt_loaded, prompt_stored:
-    what of `loaded` and `stored` its prompt causes.
-    alike: whether all sequences hold as many pages at their end. together: whether all live as long.
+
+    Attributes:
+        stride: sweeps per step of age.
+        live: probability to be alive.
+        cached: tokens attended to when the sequence decodes (0 at age 0), the new one included.
+        held: tokens of the pages it holds, in the mean of the layers.
+        loaded, stored: tokens of pages that come back before computing, and that are written after, if its cache is
+            off the device, in the mean of the layers.
+        windows: `cached` as layers of each window see it.
+        prompt: tokens of its prompt.
+        pairs: (query, key) pairs of the prompt by window (None: all).
+        late: those of `pairs` that pieces after a prompt's first compute.
+        prompt_loaded, prompt_stored: the part of `loaded` and `stored` that its prompt causes.
+        alike: whether all sequences hold as many pages at their end.
+        together: whether all live as long.
     """
 
     stride: int
     live: Array
     cached: Array
-    kept: Array
+    held: Array
     loaded: Array
     stored: Array
     windows: Mapping[int, Array]
@@ -150,11 +158,11 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
         pools = ((group.layers, group.device if device else group.away) for group in paging.groups)
         return np.asarray(sum(layers * pool.page_tokens * pages(pool) for layers, pool in pools))
 
-    def kept_by(tokens: Array) -> Array:
+    def held_by(tokens: Array) -> Array:
         here, away = (mean(lambda pool: pool.held(tokens), device) for device in (True, False))
         return (1 - paging.share) * here + paging.share * away
 
-    kept, at_end = kept_by(np.minimum(p + age + stride - 1, p + n - 1)), kept_by(p + n - 1)
+    held_tokens, at_end = held_by(np.minimum(p + age + stride - 1, p + n - 1)), held_by(p + n - 1)
     prompt_loaded = mean(lambda pool: moved(pool, p, prefill_tokens)[0])
     prompt_stored = mean(lambda pool: moved(pool, p, prefill_tokens)[1])
     loaded = np.where(age > 0, mean(lambda pool: pool.num_read(p + age - 1)), prompt_loaded / stride)
@@ -165,7 +173,7 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
     first = np.minimum(p, prefill_tokens)
     late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in seeing}
     return Unit(
-        stride, step.sum(1), (attended * step).sum(1), (kept * alive).sum(1), (loaded * step).sum(1),
+        stride, step.sum(1), (attended * step).sum(1), (held_tokens * alive).sum(1), (loaded * step).sum(1),
         (stored * step).sum(1), seen, float((p * share).sum()), pairs, late,
         float((prompt_loaded * share).sum()), float((prompt_stored * share).sum()),
         len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
@@ -193,66 +201,97 @@ def _pairs(tokens: Array, window: int | None) -> Array:
 
 
 def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Profile:
-    """The sweeps of a job of `rows` sequences. shape: (gpu_batch_size, num_gpu_batches); room: page tokens."""
-    walk = _rounds if schedule in ("row", "zigzag") else _stream
-    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
-    each_peak = float(each.kept.max())
-    if room < block * each_peak and not each.alike:  # the first that waits needs, in the mean, half as much again
-        room -= WAITING * min(each_peak, max(0.0, room - each_peak))
-    return _summed(each, walk(each, rows, schedule, shape, room), rows)
+    """Return the sweeps of a job.
+
+    Args:
+        rows: sequences of the job.
+        shape: (gpu_batch_size, num_gpu_batches).
+        room: page tokens that fit.
+    """
+    return summed(each, walk(each, rows, schedule, shape, room), rows)
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """Arrays by step of `Unit.stride` sweeps: sequences that enter, those of them that do so in the step's first sweep
-    (the others spread over it), and how often the step is made."""
+class Walk:
+    """Entries of sequences. Arrays by step of `Unit.stride` sweeps.
+
+    Attributes:
+        entered: sequences that enter.
+        at_once: those of them that enter in the step's first sweep; the others spread over the step.
+        times: how often the step is made.
+    """
 
     entered: Array
     at_once: Array
     times: Array
 
+    def peak(self, each: Unit) -> float:
+        """Return the most page tokens ever held."""
+        return float(np.convolve(self.entered, each.held).max())
 
-def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> _Walk:
+
+def never_waits(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> bool:
+    """Return whether no sequence ever waits for pages, however old the others are."""
+    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
+    return bool(room >= (block + 1) * (each.held / np.maximum(each.live, 1e-9)).max())
+
+
+def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Walk:
+    """Return the entries of a job's sequences. Arguments as in `profile`. Without a limit on pages, the result depends
+    on the workload, `schedule` and `shape` alone."""
+    block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
+    each_peak = float(each.held.max())
+    if room < block * each_peak and not each.alike:  # the first that waits needs, in the mean, half as much again
+        room -= WAITING * min(each_peak, max(0.0, room - each_peak))
+    return (_rounds if schedule in ("row", "zigzag") else _stream)(each, rows, schedule, shape, room)
+
+
+def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
     """Where a block enters when the last has ended: as often as blocks are full, and once with the rest."""
     allowed = float(entrants(schedule, 0, *shape))
-    block = min(max(1.0, _whole(each, min(allowed, room / float(each.kept.max())))), float(rows))
+    block = min(max(1.0, _whole(each, min(allowed, room / float(each.held.max())))), float(rows))
     full = float(np.floor(rows / block + 1e-9))
     sizes = [(block, full), (rows - full * block, 1.0)]
     entered = np.concatenate([np.append(size, np.zeros(len(each.live) - 1)) for size, _ in sizes if size > 1e-6])
-    return _Walk(entered, entered, np.repeat([times for size, times in sizes if size > 1e-6], len(each.live)))
+    return Walk(entered, entered, np.repeat([times for size, times in sizes if size > 1e-6], len(each.live)))
 
 
-def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> _Walk:
+def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
     """The same where sequences enter as others leave: sweep by sweep, but what is periodic only once."""
-    horizon, ones = len(each.live), np.stack([each.live, each.kept])
-    there = np.zeros_like(ones)  # alive and kept, of those who have entered, in the sweeps to come
+    horizon, limited = len(each.live), room < np.inf
+    ones = np.stack([each.live, each.held])[: 1 + limited]
+    future = np.zeros((len(ones), 4 * horizon))  # alive and held, of the sequences so far, by step
     entered: list[float] = []
     times: list[float] = []
-    left, repeated, least, block = float(rows), False, np.maximum(each.kept, 1e-9), float(shape[0] * shape[1])
+    left, repeated, least, block = float(rows), False, np.maximum(each.held, 1e-9), float(shape[0] * shape[1])
     while left > 1e-6:
+        step = len(entered)
+        if step + horizon > future.shape[1]:
+            future = np.concatenate([future, np.zeros_like(future)], axis=1)
         if len(entered) >= PERIODS * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
             whole, repeated = float(np.floor(left / period + 1e-9)), True
             times[-horizon:] = [1.0 + whole] * horizon
             left -= whole * period
             continue
-        alive = 0.0 if there[0, 0] < 1e-9 else float(there[0, 0])
+        alive = 0.0 if future[0, step] < 1e-9 else float(future[0, step])
         free = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
         now = min(each.stride * free, block - alive, left)  # as many in each of the step's sweeps
-        if now > 0 and room < np.inf:
-            now = max(0.0, min(now, _whole(each, float(((room - there[1]) / least).min()))))
+        if now > 0 and limited:
+            fits = float(((room - future[1, step : step + horizon]) / least).min())
+            now = max(0.0, min(now, _whole(each, fits)))
         if now <= 0 and not alive:
-            now = min(1.0, left)  # less than one sequence fits: whoever plans must not come here, but never hang
+            now = min(1.0, left)  # less than one sequence fits; the planner excludes this, but a loop must end
         entered.append(now)
         times.append(1.0)
         left -= now
-        there[:, :-1] = there[:, 1:] + now * ones[:, 1:] if now > 0 else there[:, 1:]  # one sweep on
-        there[:, -1] = 0.0
+        if now > 0:
+            future[:, step + 1 : step + horizon] += now * ones[:, 1:]
     rest = horizon - 1  # sweeps until the last have left
     at_once = np.zeros(len(entered) + rest)  # later ones enter when others leave, which they do throughout a step
     at_once[0] = min(entered[0], float(entrants(schedule, 0, *shape)))
     if each.together and schedule == "continuous":
         at_once[: len(entered)] = entered
-    return _Walk(np.append(entered, np.zeros(rest)), at_once, np.append(times, np.ones(rest)))
+    return Walk(np.append(entered, np.zeros(rest)), at_once, np.append(times, np.ones(rest)))
 
 
 def _whole(each: Unit, number: float) -> float:
@@ -260,7 +299,7 @@ def _whole(each: Unit, number: float) -> float:
     return float(np.floor(number + 1e-9)) if each.alike and np.isfinite(number) else number
 
 
-def _summed(each: Unit, walk: _Walk, rows: int) -> Profile:
+def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     """The sweeps of a sequence of entries: sums over ages of (entered then) x (unit).
 
     A sweep takes place if anybody is still alive, which towards the end of a block is not sure: it is then counted
@@ -296,7 +335,7 @@ def _summed(each: Unit, walk: _Walk, rows: int) -> Profile:
         mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
         {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
         {w: mean(prompts(pairs)) for w, pairs in each.late.items()}, rows,
-        float(np.convolve(entered, each.kept).max()),
+        walk.peak(each),
     )  # fmt: skip
 
 
@@ -314,7 +353,7 @@ class _Cut:
     times: Array
 
     @staticmethod
-    def of(walk: _Walk, stride: int) -> "_Cut":
+    def of(walk: Walk, stride: int) -> "_Cut":
         apart = (walk.at_once > 0) & (stride > 1)
         step = np.repeat(np.arange(len(apart)), 1 + apart)
         rest = np.append(False, step[1:] == step[:-1])

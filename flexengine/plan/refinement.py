@@ -4,8 +4,8 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
-from flexengine.plan.cost import Prediction
-from flexengine.plan.placement import ON_DEVICE, Placement
+from flexengine.plan.placement import ON_DEVICE, Choice, Placement
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
 from flexengine.plan.tried import Tried
 from flexengine.policy import Policy
@@ -41,7 +41,7 @@ class Refinement:
             for policy, slots in product(self.shapes.smallest(), (2, 1)):
                 tried.attempt(replace(policy, slots=slots))
             for slots in (2, 1):
-                placement.place(replace(self.shapes.smallest()[0], slots=slots), False, False)
+                placement.place(replace(self.shapes.smallest()[0], slots=slots), Choice(False, False))
         for _ in range(ROUNDS):
             before = tried.leader()
             for prediction in self._finalists():
@@ -75,9 +75,9 @@ class Refinement:
         self.explored.add(policy)
         cache, hidden = policy.cache != ON_DEVICE, policy.activations != ON_DEVICE
         # Both on the device leave out buffers, which the program counts as soon as either may be away.
-        choices = [(cache, hidden, policy.delegate), (False, False, False)]
+        choices = [Choice(cache, hidden, policy.delegate), Choice(False, False)]
         for other, choice in product(self.shapes.neighbours(policy), dict.fromkeys(choices)):
-            self.placement.place(other, *choice)
+            self.placement.place(other, choice)
         if policy.cache[1] and not hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
         # Where the weights are.

@@ -13,12 +13,13 @@ from operator import attrgetter
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import capacity_for, smallest, smallest_layout
-from flexengine.plan.placement import ON_DEVICE, Placement
+from flexengine.plan.placement import ON_DEVICE, Choice, Placement
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.refinement import Refinement
 from flexengine.plan.shapes import GPU_BATCH, SMALLER, TOKENS, Options, Shapes, placed_like
@@ -70,8 +71,8 @@ def question(
     off the device may be off it."""
     shapes = Shapes(Cost(model, hardware, workload), options or Options())
     tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
-    away = policy.cache != ON_DEVICE, policy.activations != ON_DEVICE
-    return Placement(tried).problem(policy, *away, policy.delegate)
+    choice = Choice(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
+    return Placement(tried).problem(policy, choice)
 
 
 def frontier(found: Search) -> list[Prediction]:
@@ -121,7 +122,7 @@ def _resident(tried: Tried) -> bool:
 def _holds_all(tried: Tried, layout: Layout) -> bool:
     """Whether the pools are as large as a block ever needs."""
     room = sum(layout.room(tier) for tier in layout.pools)
-    return bool(room >= 0.98 * tried.cost.sweeps(layout.policy).peak)
+    return bool(room >= 0.98 * tried.cost.peak(layout.policy))
 
 
 def _hurried(tried: Tried) -> bool:
@@ -134,11 +135,11 @@ def _stream(placement: Placement) -> None:
     """Asks the program about every block, with and without cache and hidden states off the device, and with and
     without attention on the host."""
     shapes = placement.tried.shapes
-    away = [(False, False), (False, True), (True, False), (True, True)]
-    choices = [(*pair, False) for pair in away] + ([(True, False, True)] if placement.delegates else [])
+    choices = [Choice(cache, hidden) for cache, hidden in product((False, True), repeat=2)]
+    choices += [Choice(True, False, True)] if placement.delegates else []
     for block, choice in product(shapes.blocks(), choices):
         for shape in dict.fromkeys(shapes.of(block, batch) for batch in (GPU_BATCH, *SMALLER)):
-            if placement.place(shape, *choice) is not None:
-                placement.place(replace(shape, schedule="diagonal"), *choice)
-                placement.place(replace(shapes.even(block), schedule="diagonal"), *choice)
+            if placement.place(shape, choice, wide=True):
+                for diagonal in (shape, shapes.even(block)):
+                    placement.place(replace(diagonal, schedule="diagonal"), choice, wide=True)
                 break

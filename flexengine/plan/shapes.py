@@ -88,6 +88,8 @@ class Shapes:
             batches = -(-policy.block_size // batch)
             if batch < policy.block_size and batches <= MOST_BATCHES:
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
+                if batches > 1:  # a little smaller, where a memory is just too small for the block
+                    yield replace(policy, gpu_batch_size=batch, num_gpu_batches=batches - 1)
         yield replace(policy, slots=1)
         for factor in (0.85, 1, 1.2):
             block = max(1, min(round(policy.block_size * factor), self.blocks()[0]))

@@ -5,8 +5,9 @@ from operator import attrgetter
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout, lay_out, lay_out_weights
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes, sensible
 from flexengine.policy import Policy, Split
 
@@ -48,6 +49,16 @@ class Tried:
         if key not in self._weights:
             self._weights[key] = lay_out_weights(model, policy, capacity.staged)
         return lay_out(model, policy, self.cost.workload, capacity, self._weights[key])
+
+    @property
+    def keeps_latency(self) -> bool:
+        """Whether the best policy so far keeps the latency limit, if there is one."""
+        limit = self.shapes.options.latency_limit
+        return limit is None or self.leader().latency <= limit
+
+    def on_frontier(self, seconds: float, latency: float) -> bool:
+        """Return whether no policy so far is better both in seconds and in latency."""
+        return not any(p.total_seconds <= seconds and p.latency <= latency for p in self.predictions.values())
 
     def leader(self) -> Prediction:
         """The best so far; of those that do not keep the latency limit, if none does, the nearest to it."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.plan.layout import lay_out
 from flexengine.plan.least import planned
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import search
 from flexengine.plan.shapes import Options

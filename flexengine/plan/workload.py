@@ -1,26 +1,29 @@
 """A job in numbers: how many sequences of each size it has."""
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
 
 from flexengine.schedule.pages import Pool
 
 
 @dataclass(frozen=True)
 class Workload:
-    """How many sequences there are of each size. sizes: (prompt tokens, most tokens to generate) to their number."""
+    """Number of sequences of each size. sizes: (prompt tokens, most tokens to generate) to their number."""
 
     sizes: Mapping[tuple[int, int], int]
 
     @staticmethod
     def of(lengths: Iterable[tuple[int, int]]) -> "Workload":
-        """The workload of sequences with these sizes."""
+        """Return the workload of sequences with these sizes."""
         return Workload(Counter(lengths))
 
     def up_to(self, tokens: int) -> "Workload":
-        """The sequences of at most so many tokens at their end."""
+        """Return the sequences of at most so many tokens at their end."""
         return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
 
     @cached_property
@@ -33,9 +36,14 @@ class Workload:
         return sorted(((p + n - 1, times) for (p, n), times in self.sizes.items()), reverse=True)
 
     @cached_property
-    def _prompts(self) -> list[tuple[int, int]]:
-        """(Prompt tokens, number of sequences), falling."""
-        return sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True)
+    def _prompts(self) -> "_Sums":
+        """Prompt tokens, falling."""
+        return _Sums.of(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
+
+    @cached_property
+    def _sums(self) -> "dict[tuple[int, int | None], _Sums]":
+        """Pages of the sequences at their peak, falling, by tokens of a page."""
+        return {}
 
     @cached_property
     def longest(self) -> int:
@@ -44,17 +52,43 @@ class Workload:
 
     def pages(self, count: int, pool: Pool) -> int:
         """Return the pages of a pool that the `count` longest sequences take at their peak."""
-        return sum(times * pool.held(n) for n, times in _first(self._ends, count))
+        return self._pages(pool).first(count)
+
+    def _pages(self, pool: Pool) -> "_Sums":
+        """Return the sums of pages. Cached: the policy search requests the same kinds of pages often."""
+        key = (pool.page_tokens, pool.window)
+        if key not in self._sums:
+            self._sums[key] = _Sums.of((pool.held(n), times) for n, times in self._ends)
+        return self._sums[key]
 
     def prompt_tokens(self, count: int) -> int:
-        """Tokens of the `count` longest prompts together."""
-        return sum(times * n for n, times in _first(self._prompts, count))
+        """Return the tokens of the `count` longest prompts together."""
+        return self._prompts.first(count)
 
 
-def _first(numbers: Iterable[tuple[int, int]], count: int) -> Iterator[tuple[int, int]]:
-    """The first `count` of numbers given as (number, how often it occurs)."""
-    for number, times in numbers:
-        if count <= 0:
-            return
-        yield number, min(times, count)
-        count -= times
+class _Sums(NamedTuple):
+    """Numbers, each with how often it occurs, as running totals.
+
+    Attributes:
+        numbers: in order.
+        counts, totals: of all before each number, and of all.
+    """
+
+    numbers: tuple[int, ...]
+    counts: tuple[int, ...]
+    totals: tuple[int, ...]
+
+    @staticmethod
+    def of(numbers: Iterable[tuple[int, int]]) -> "_Sums":
+        """Return the running totals. numbers: (number, how often it occurs)."""
+        pairs = list(numbers)
+        counts = accumulate((times for _, times in pairs), initial=0)
+        totals = accumulate((n * times for n, times in pairs), initial=0)
+        return _Sums(tuple(n for n, _ in pairs), tuple(counts), tuple(totals))
+
+    def first(self, count: int) -> int:
+        """Return the sum of the first `count` numbers, or of all."""
+        if count >= self.counts[-1]:
+            return self.totals[-1]
+        last = bisect_right(self.counts, max(0, count)) - 1
+        return self.totals[last] + (max(0, count) - self.counts[last]) * self.numbers[last]

@@ -1,60 +1,92 @@
-"""Where things live: fractions become whole tensors, sequences and gpu_batches."""
+"""Assignment of items to tiers: fractions become whole tensors, sequences and gpu_batches."""
 
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from flexengine.policy import TIERS, Split
 
-_ORDER = ("disk", "host", "device")
-
 
 def place(sizes: Sequence[int], split: Split) -> list[str]:
-    """Home of each item, in order: its midpoint in the cumulative size picks disk, then host, then device.
+    """Return the tier of each item, in order.
 
-    sizes: bytes (or counts) of the items; split: fractions (device, host, disk). FlexGen's rule (systems 1.3); realised
-    fractions differ from the split by rounding to whole items, so memory is checked on what this returns.
+    The midpoint of an item in the cumulative size picks disk, then host, then device (FlexGen's rule). The realised
+    fractions differ from `split` by rounding to whole items, so memory is checked on the result.
+
+    Args:
+        sizes: bytes (or counts) of the items.
+        split: fractions (device, host, disk).
     """
-    device, host, disk = split
-    edges = (disk, disk + host, 1.0 + 1e-9)
-    last = "device" if device > 0 else "host" if host > 0 else "disk"
-    allowed = [name if share > 0 else last for name, share in zip(_ORDER, (disk, host, device), strict=True)]
-    total, before, homes = sum(sizes), 0, []
-    for size in sizes:
-        middle = (before + size / 2) / total if total else 0.5
-        homes.append(allowed[bisect_right(edges, middle)])
-        before += size
-    return homes
+    return [tier for tier, start, end in _Items.of(tuple(sizes)).runs(split) for _ in range(start, end)]
+
+
+class _Items(NamedTuple):
+    """Items of one group.
+
+    Attributes:
+        ends: cumulative size before the first item and after each.
+        middles: midpoint of each item in the cumulative size, as a fraction of the total.
+    """
+
+    ends: tuple[int, ...]
+    middles: tuple[float, ...]
+
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def of(sizes: tuple[int, ...]) -> "_Items":
+        """Return the items of these sizes. Cached: a model's layers are alike."""
+        ends = tuple(accumulate(sizes, initial=0))
+        middles = ((a + b) / 2 / ends[-1] if ends[-1] else 0.5 for a, b in pairwise(ends))
+        return _Items(ends, tuple(middles))
+
+    def runs(self, split: Split) -> tuple[tuple[str, int, int], ...]:
+        """Return runs (tier, first item, item after the last). A tier whose share is 0 gets none."""
+        device, host, disk = split
+        last = "device" if device > 0 else "host" if host > 0 else "disk"
+        first, second = bisect_left(self.middles, disk), bisect_left(self.middles, disk + host)
+        return (
+            ("disk" if disk > 0 else last, 0, first), ("host" if host > 0 else last, first, second),
+            ("device" if device > 0 else last, second, len(self.middles)),
+        )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)
 def places(count: int, split: Split) -> Mapping[str, int]:
-    """How many of so many items of one size place() puts on each tier that gets any. Kept, as place_groups() is."""
-    homes = Counter(place([1] * count, split))
-    return {tier: homes[tier] for tier in TIERS if homes[tier]}
+    """Return how many of `count` items of one size `place` assigns to each tier that gets any. Cached: the policy
+    search requests the same assignments often."""
+    tiers = Counter(place([1] * count, split))
+    return {tier: tiers[tier] for tier in TIERS if tiers[tier]}
 
 
 @lru_cache(maxsize=256)
 def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tuple[str, ...], ...]:
-    """place() of each group in turn, making up for what rounding to whole items left of the groups before it.
+    """Return a tier for every item so that the totals match `split`.
 
-    So the whole comes within about half an item of the split, where place() alone repeats one rounding error in every
-    group: an OPT layer's tensors are 1/12 and 1/3 of it, and 27 % of each layer would be nothing or a third. Kept, for
-    whoever searches a policy asks for the same placements over and over.
+    Each group's rounding error is carried to the next, so the total is off by about half an item. `place` alone repeats
+    the error in every group: an OPT layer's tensors are 1/12 and 1/3 of the layer, and 27 % of each layer would become
+    nothing or a third. Cached: the policy search requests the same assignments often.
+
+    Args:
+        groups: item sizes, one tuple per layer, head or embedding.
+        split: fractions (device, host, disk).
     """
     if max(split) == 1.0:
-        home = TIERS[split.index(1.0)]
-        return tuple((home,) * len(sizes) for sizes in groups)
-    homes: list[tuple[str, ...]] = []
-    owed = dict.fromkeys(TIERS, 0.0)  # what each should have got so far less what it got
+        tier = TIERS[split.index(1.0)]
+        return tuple((tier,) * len(sizes) for sizes in groups)
+    tiers: list[tuple[str, ...]] = []
+    owed = dict.fromkeys(TIERS, 0.0)  # share of the sizes so far less the sizes assigned
     for sizes in groups:
-        total = sum(sizes)
+        items = _Items.of(sizes)
         for tier, share in zip(TIERS, split, strict=True):
-            owed[tier] += share * total
+            owed[tier] += share * items.ends[-1]
         device, host, disk = (max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True))
         whole = device + host + disk
-        homes.append(tuple(place(sizes, (device / whole, host / whole, disk / whole) if whole else split)))
-        for size, home in zip(sizes, homes[-1], strict=True):
-            owed[home] -= size
-    return tuple(homes)
+        assigned: tuple[str, ...] = ()
+        for tier, start, end in items.runs((device / whole, host / whole, disk / whole) if whole else split):
+            assigned += (tier,) * (end - start)
+            owed[tier] -= items.ends[end] - items.ends[start]
+        tiers.append(assigned)
+    return tuple(tiers)

@@ -4,10 +4,11 @@ import random
 from dataclasses import replace
 
 from flexengine.plan.clock import simulated
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 from flexengine.schedule.simulate import Forecast

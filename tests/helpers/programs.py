@@ -12,6 +12,7 @@ from flexengine.plan.lp import Solution, solve
 from flexengine.plan.problem import FRACTIONS, Linear, Memory, Phase, Problem
 
 ALL = frozenset(FRACTIONS)
+WG, WC, WD, CG, CC, CD, HG, HC, HD = FRACTIONS  # weights, cache and hidden states on device, host and disk
 ROUNDING = 1e-6  # relative
 # All placements in steps of a tenth: [66 ** 3, 9] in the order of FRACTIONS.
 TENTHS = np.array([(a, b, 10 - a - b) for a in range(11) for b in range(11 - a)]) / 10
@@ -29,38 +30,38 @@ def flexgen(machine: Machine, shape: Mapping[str, int], delegate: bool) -> Probl
     for phase, t in (("prefill", s), ("decode", 1)):
         act, new_kv, prefill = 2 * t * h1 * bls, 4 * t * h1 * bls, phase == "prefill"
         kv = 0.0 if prefill else 4 * bls * mean * h1
-        up = {"wc": weights, "wd": weights, "hc": act, "hd": act}
+        up = {WC: weights, WD: weights, HC: act, HD: act}
         if not delegate:
-            up |= {"cc": kv, "cd": kv}
-        down = {"cc": new_kv, "cd": new_kv, "hc": act, "hd": act}
+            up |= {CC: kv, CD: kv}
+        down = {CC: new_kv, CD: new_kv, HC: act, HD: act}
         product = bls * t * (8 * h1 * h1 + 4 * h1 * h2) / machine["mm"]
         bmm, cpu = kv / machine["bmm"], kv / machine["cpu"]
-        attention = {"cg": bmm, "cc": cpu, "cd": cpu} if delegate else {"cg": bmm, "cc": bmm, "cd": bmm}
+        attention = {CG: bmm, CC: cpu, CD: cpu} if delegate else {CG: bmm, CC: bmm, CD: bmm}
         quadratic = 4 * bls * s * s * h1 / machine["bmm"] if prefill else 0.0
         busy[phase] = {
             "h2d": scaled(up, deep / machine["h2d"]),
             "d2h": scaled(down, deep / machine["d2h"]),
-            "disk_read": scaled({"wd": weights, "cd": kv, "hd": act}, deep / machine["disk_read"]),
-            "disk_write": scaled({"cd": new_kv, "hd": act}, deep / machine["disk_write"]),
+            "disk_read": scaled({WD: weights, CD: kv, HD: act}, deep / machine["disk_read"]),
+            "disk_write": scaled({CD: new_kv, HD: act}, deep / machine["disk_write"]),
             "device": Linear(deep * (product + quadratic), {k: deep * v for k, v in attention.items() if v}),
         }
     peak, block = 4 * (s + n) * h1 * bls * deep, 2 * s * h1 * bls
 
     def home(place: str) -> dict[str, float]:
-        return {"w" + place: weights * deep, "c" + place: peak, "h" + place: block}
+        return {f"weights@{place}": weights * deep, f"cache@{place}": peak, f"hidden@{place}": block}
 
     def work(buffer: float, cached: float) -> Linear:
         """Home on the device, two slots of streamed weights and of a batch's hidden states, and a buffer."""
-        held = home("g") | {"cg": peak + cached}
-        held["wg"] -= 2 * weights
-        held["hg"] -= 2 * s * h1 * gbs
+        held = home("device") | {CG: peak + cached}
+        held[WG] -= 2 * weights
+        held[HG] -= 2 * s * h1 * gbs
         return Linear(2 * weights + 2 * s * h1 * gbs + buffer, held)
 
     score = gbs * (4 * s * h1 + 2 * nh * s * s)
     peaks = [(8 * gbs * s * h1, 0), (score, 0), (2 * gbs * s * (h1 + h2), 0), (0, gbs * 2 * (s + n) * h1)]
     memories = [Memory("device", work(*p), machine["device"]) for p in peaks]
-    staging = Linear(weights, {"wg": -weights, **home("c")}) if delegate else Linear(0.0, home("c"))
-    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("d")), machine["disk"])]
+    staging = Linear(weights, {WG: -weights, **home("host")}) if delegate else Linear(0.0, home("host"))
+    memories += [Memory("host", staging, machine["host"]), Memory("disk", Linear(0.0, home("disk")), machine["disk"])]
     phases = (Phase("prefill", 1, busy["prefill"], 1), Phase("decode", n - 1, busy["decode"], n - 1))
     return Problem(phases, tuple(memories), {}, True, ALL)
 
@@ -91,7 +92,7 @@ def problem_of(seed: int) -> Problem:
         crosstalk = {a: {b: rng.random() for b in lanes if b != a and rng.random() < 0.5} for a in lanes}
         problem = replace(problem, crosstalk=crosstalk)
     if rng.random() < 0.3:
-        problem = replace(problem, allowed=ALL - {rng.choice(FRACTIONS), "hd"})
+        problem = replace(problem, allowed=ALL - {rng.choice(FRACTIONS), HD})
     return replace(problem, overlap=rng.random() < 0.7)
 
 
@@ -151,17 +152,17 @@ def check_feasible(problem: Problem, solution: Solution) -> None:
 
 def toy(lanes: Mapping[str, Linear], **changes: object) -> Problem:
     """One sweep, three tiers of 100 bytes each for 60 bytes of weights, 60 of cache and 30 of hidden states."""
-    sizes = {"w": 60.0, "c": 60.0, "h": 30.0}
+    sizes = {"weights": 60.0, "cache": 60.0, "hidden": 30.0}
     memories = tuple(
-        Memory(label, Linear(0.0, {kind + place: size for kind, size in sizes.items()}), 100.0)
-        for label, place in (("device", "g"), ("host", "c"), ("disk", "d"))
+        Memory(label, Linear(0.0, {f"{kind}@{label}": size for kind, size in sizes.items()}), 100.0)
+        for label in ("device", "host", "disk")
     )
     problem = Problem((Phase("sweep", 1, lanes, 1),), memories, {}, True, ALL)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
-LANES = {"h2d": Linear(1.0, {"wc": 2.0, "cc": 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {"cc": 1.0})}
-ON_HOST = frozenset({"wc", "cc", "hg"})
+LANES = {"h2d": Linear(1.0, {WC: 2.0, CC: 4.0}), "device": Linear(3.0), "d2h": Linear(0.5, {CC: 1.0})}
+ON_HOST = frozenset({WC, CC, HG})
 
 
 def roomy(problem: Problem, capacity: float = math.inf) -> Problem:

@@ -8,13 +8,15 @@ import pytest
 
 from flexengine.plan.attention import Attention
 from flexengine.plan.clock import Clock
-from flexengine.plan.cost import LOADED, Cost
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.loading import LOADED
 from flexengine.plan.rates import Rates
+from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import TIERS, Policy
 from flexengine.schedule.program import STAGED, Op, Program, Task
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -35,8 +37,8 @@ def test_bytes_are_flexgens(share: tuple[float, float]) -> None:
     model = opt(layers, h, 32, vocabulary=8192)
     told = predicted(model, Workload({(s, n): b}), policy)
     f = told.fractions
-    assert [f[k + p] for k in "ch" for p in "cd"] == [c, d, c, d]
-    assert (f["wc"], f["wd"]) == pytest.approx((c, d), abs=0.03)  # whole tensors
+    assert [f[f"{k}@{p}"] for k in ("cache", "hidden") for p in ("host", "disk")] == [c, d, c, d]
+    assert (f["weights@host"], f["weights@disk"]) == pytest.approx((c, d), abs=0.03)  # whole tensors
     weights = 2 * (layers * (12 * h * h + 10 * h) + 8192 * h)
     kv = 2 * 2 * h * layers * b  # bytes of one token of all rows
 
@@ -48,7 +50,7 @@ def test_bytes_are_flexgens(share: tuple[float, float]) -> None:
     hidden = 2 * h * b * (s + n - 1) * (layers - 1)
     rows = 2 * h * (min(b * s, 8192) + b * (n - 1))  # of the embedding, one for each token but no more than there are
     away = told.layout.homes["embedding"] == "disk"
-    disk_read = (n * weights * f["wd"] + rows * away) / 3e9 + (d * loaded + d * hidden) / 2e9
+    disk_read = (n * weights * f["weights@disk"] + rows * away) / 3e9 + (d * loaded + d * hidden) / 2e9
     assert told.busy.get("disk_read", 0.0) == pytest.approx(disk_read)
     assert told.busy.get("disk_write", 0.0) == pytest.approx(d * (stored + hidden) / 1e9)
     assert told.busy["h2d"] == pytest.approx((n * weights + loaded + hidden) / 1e10)
@@ -99,7 +101,7 @@ def test_streaming_of_the_model_itself_replaces_crosstalk() -> None:
     assert Cost(opt(4, 512, 8), hardware, work).crosstalk == hardware.crosstalk
     one, flat = replace(policy, slots=1), Cost(model, FLAT, work)
     woken = cost.predict(lay_out(model, one, work, hardware.capacity))
-    away = 1 - woken.fractions["wg"]
+    away = 1 - woken.fractions["weights@device"]
     plain = flat.predict(lay_out(model, one, work, hardware.capacity))
     assert 0.3 < away < 0.95
     assert woken.seconds - plain.seconds == pytest.approx(0.125 * 4 * away * 9)
@@ -156,15 +158,17 @@ def test_phases_add_up_to_the_prediction() -> None:
         cost = Cost(model, hardware, work)
         layout = lay_out(model, policy, work, hardware.capacity)
         told = cost.predict(layout)
-        sweeps = cost.sweeps(policy, share=1.0 - told.fractions["cg"])
+        sweeps = cost.sweeps(policy, share=1.0 - told.fractions["cache@device"])
         phases = cost.phases(policy, sweeps)
         for lane, busy in told.busy.items():
-            if lane == "disk_read" and layout.homes[model.embedding.name] == "disk":  # the program is not told of these
-                busy -= float((sweeps.times * cost._embedding(sweeps)).sum())
-            if lane != "device" or 1.0 in (told.fractions["cg"], told.fractions["cc"], told.fractions["cd"]):
+            if lane == "disk_read":  # the program is not told of embedding rows that come from the disk
+                rows = sum(term.seconds(hardware) for term in embedding(model, hardware, sweeps, layout))
+                busy -= float((sweeps.times * rows).sum())
+            if lane != "device" or 1.0 in (told.fractions[f"cache@{tier}"] for tier in TIERS):
                 work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)
                 if lane == "disk_read":  # the program is told of what is read to stay, too
-                    busy += (1 - told.fractions["wd"]) * cost.streamed_bytes / at(hardware.checkpoint_read, LOADED)
+                    resident = (1 - told.fractions["weights@disk"]) * cost.streamed_bytes
+                    busy += resident / at(hardware.checkpoint_read, LOADED)
                 assert work_done == pytest.approx(busy, rel=0.03), (lane, policy)
 
 
@@ -215,7 +219,7 @@ def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int
         longer = first_sweep(cost, layout, settling=True) - one
         # Reading comes a layer ahead, and nothing computes while the first is read.
         assert told.load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
-        everything = {"wg": 1.0, "cg": 1.0, "hg": 1.0}
+        everything = {"weights@device": 1.0, "cache@device": 1.0, "hidden@device": 1.0}
         objective = sum(p.times * max(x.value(everything) for x in p.lanes.values()) for p in phases)
         assert objective == pytest.approx(told.total_seconds, rel=1e-6)
 

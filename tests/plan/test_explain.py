@@ -11,7 +11,8 @@ import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import explain, picture, whatif, words
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import frontier, search
 from flexengine.policy import TIERS, Policy

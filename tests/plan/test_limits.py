@@ -16,9 +16,17 @@ from flexengine.plan.lp import SHARES, NoSolver, SolverFailed, optimum, save, so
 from flexengine.plan.problem import FRACTIONS, Linear, Memory, Phase, Problem
 from tests.helpers.programs import (
     ALL,
+    CC,
+    CD,
+    CG,
     GRID,
+    HD,
+    HG,
     LANES,
     ROUNDING,
+    WC,
+    WD,
+    WG,
     as_point,
     best,
     fits_at,
@@ -33,30 +41,30 @@ from tests.helpers.programs import (
 # Latency
 def two_sided() -> Problem:
     """Prefill, of which the job has much, likes the weights on the device; a row's many decode sweeps the cache."""
-    lanes = [{"h2d": Linear(1.0, {"wc": 2.0})}, {"h2d": Linear(1.0, {"cc": 2.0})}]
+    lanes = [{"h2d": Linear(1.0, {WC: 2.0})}, {"h2d": Linear(1.0, {CC: 2.0})}]
     phases = (Phase("prefill", 10, lanes[0], 1), Phase("decode", 4, lanes[1], 4))
-    memories = (Memory("device", Linear(0.0, {"wg": 60.0, "cg": 60.0}), 60.0),)
-    return Problem(phases, memories, {}, True, frozenset({"wg", "wc", "cg", "cc", "hg"}))
+    memories = (Memory("device", Linear(0.0, {WG: 60.0, CG: 60.0}), 60.0),)
+    return Problem(phases, memories, {}, True, frozenset({WG, WC, CG, CC, HG}))
 
 
 def test_without_a_limit_the_job_decides() -> None:
-    """wg = x, cg = 1 - x: the job takes 10 (3 - 2x) + 4 (1 + 2x), a row (3 - 2x) + 4 (1 + 2x)."""
+    """WG = x, CG = 1 - x: the job takes 10 (3 - 2x) + 4 (1 + 2x), a row (3 - 2x) + 4 (1 + 2x)."""
     solution = best(two_sided())
-    assert solution.fractions["wg"] == pytest.approx(1)
+    assert solution.fractions[WG] == pytest.approx(1)
     assert solution.seconds == pytest.approx(10 + 12)
 
 
 def test_a_latency_limit_binds() -> None:
     """7 + 6x <= 10 holds up to x = 1/2."""
     solution = best(replace(two_sided(), latency_limit=10.0))
-    assert solution.fractions["wg"] == pytest.approx(0.5)
+    assert solution.fractions[WG] == pytest.approx(0.5)
     assert solution.seconds == pytest.approx(10 * 2 + 4 * 2)
 
 
 def test_an_impossible_limit_has_no_solution() -> None:
     """A row takes 7 s at least."""
     assert solve(replace(two_sided(), latency_limit=6.999)) is None
-    assert best(replace(two_sided(), latency_limit=7.001)).fractions["wg"] == pytest.approx(0, abs=1e-3)
+    assert best(replace(two_sided(), latency_limit=7.001)).fractions[WG] == pytest.approx(0, abs=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -83,7 +91,7 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"allowed": ALL - {"cg", "cc", "cd"}}, r"allowed has no place for the cache.*cg, cc, cd"),
+        ({"allowed": ALL - {CG, CC, CD}}, r"no place for the cache.*cache@device, cache@host, cache@disk"),
         ({"allowed": ALL | {"xg"}}, r"allowed names \['xg'\]"),
         ({"latency_limit": 0.0}, r"latency limit is 0\.0; it must be positive"),
         ({"latency_limit": math.nan}, "latency limit is nan"),
@@ -91,7 +99,7 @@ def test_limits_of_random_problems_bind_and_cost(seed: int) -> None:
         ({"phases": (Phase("decode", 1, {}, math.inf),)}, r"decode: life is inf"),
         ({"phases": (Phase("decode", 1, {"h2d": Linear(math.nan)}),)}, r"decode: h2d is .*finite"),
         ({"phases": (Phase("decode", 1, {"h2d": Linear(0.0, {"wx": 1.0})}),)}, r"depends on \['wx'\]"),
-        ({"memories": (Memory("disk", Linear(0.0, {"wd": math.inf}), 1.0),)}, r"disk memory is .*finite"),
+        ({"memories": (Memory("disk", Linear(0.0, {WD: math.inf}), 1.0),)}, r"disk memory is .*finite"),
         ({"memories": (Memory("disk", Linear(0.0), math.nan),)}, r"disk memory: capacity is nan"),
     ],
 )
@@ -121,14 +129,14 @@ def test_solving_is_quiet_and_leaves_no_files(
 
 
 def test_the_saved_program_has_every_name_and_unit(tmp_path: Path) -> None:
-    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {"wc": 2.0, "cg": -0.5})}, 1), Phase("decode", 7, LANES, 7))
-    save(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {"hd"}), str(tmp_path / "a.lp"))
+    phases = (Phase("prefill", 3, {"h2d": Linear(1.0, {WC: 2.0, CG: -0.5})}, 1), Phase("decode", 7, LANES, 7))
+    save(toy({}, phases=phases, latency_limit=50.0, allowed=ALL - {HD}), str(tmp_path / "a.lp"))
     text = " ".join((tmp_path / "a.lp").read_text().split())  # long rows are wrapped
     for row in (
-        "all_hidden_states_share: hidden_states_in_the_host_share + hidden_states_on_the_device_share = 1",
-        "prefill_h2d_s: - 0.5 cache_on_the_device_share - prefill_sweep_s + 2 weights_in_the_host_share <= -1",
-        "decode_d2h_s: cache_in_the_host_share - decode_sweep_s <= -0.5",
-        "host_memory_B: 60 cache_in_the_host_share + 30 hidden_states_in_the_host_share + 60 weights_in_the_host_share"
+        "all_hidden_states_share: hidden_states_on_device_share + hidden_states_on_host_share = 1",
+        "prefill_h2d_s: - 0.5 cache_on_device_share - prefill_sweep_s + 2 weights_on_host_share <= -1",
+        "decode_d2h_s: cache_on_host_share - decode_sweep_s <= -0.5",
+        "host_memory_B: 60 cache_on_host_share + 30 hidden_states_on_host_share + 60 weights_on_host_share"
         " <= 100",
         "latency_of_a_row_s: 7 decode_sweep_s + prefill_sweep_s <= 50",
     ):
@@ -161,8 +169,8 @@ def test_whoever_reads_the_saved_program_finds_the_same(tmp_path: Path, seed: in
 def test_linear_is_linear() -> None:
     rng = random.Random(0)
     point = {name: rng.random() for name in FRACTIONS}
-    a, b = Linear(2.0, {"wg": 3.0, "cc": -1.0}), Linear(0.5, {"cc": 4.0, "hd": 1.0})
-    assert a.value(point) == pytest.approx(2 + 3 * point["wg"] - point["cc"])
+    a, b = Linear(2.0, {WG: 3.0, CC: -1.0}), Linear(0.5, {CC: 4.0, HD: 1.0})
+    assert a.value(point) == pytest.approx(2 + 3 * point[WG] - point[CC])
     assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))
     assert (0.5 * a).value({}) == 1
 
@@ -173,7 +181,7 @@ def test_linear_is_linear() -> None:
         ({"phases": (Phase("decode", 1, {"h2d": Linear(1.7e308), "d2h": Linear(1.7e308)}),), "overlap": False},
          "limit of row decode_all_lanes_ks is -inf"),
         ({"phases": (Phase("decode", 1.7e308, {"h2d": Linear(1e300)}),)}, "cost of decode_sweep_ks is inf"),
-        ({"phases": (Phase("decode", 1, {n: Linear(1.0, {"wd": 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
+        ({"phases": (Phase("decode", 1, {n: Linear(1.0, {WD: 1.7e308}) for n in ("h2d", "d2h")}),), "overlap": False},
          "coefficient of weights_on_disk_share in row decode_all_lanes_ks is inf"),
     ],
 )  # fmt: skip

@@ -12,10 +12,18 @@ from flexengine.plan.lp import SHARES, optimum, program, solve
 from flexengine.plan.problem import Linear, Phase
 from tests.helpers.programs import (
     ALL,
+    CC,
+    CD,
+    CG,
     GRID,
+    HD,
+    HG,
     LANES,
     ON_HOST,
     ROUNDING,
+    WC,
+    WD,
+    WG,
     as_point,
     best,
     check_feasible,
@@ -99,10 +107,10 @@ def test_crosstalk_slows_a_lane_by_a_share_of_the_others() -> None:
 
 def test_the_scarce_device_goes_to_what_saves_most_per_byte() -> None:
     """110 bytes of host traffic to save: 60 of cache at 4 s, then 40 of the 60 of weights at 2 s."""
-    solution = best(toy({"h2d": Linear(1.0, {"wc": 2.0, "wd": 2.0, "cc": 4.0, "cd": 4.0})}))
+    solution = best(toy({"h2d": Linear(1.0, {WC: 2.0, WD: 2.0, CC: 4.0, CD: 4.0})}))
     assert solution.seconds == pytest.approx(1 + 2 * 20 / 60)
-    assert solution.fractions["cg"] == pytest.approx(1)
-    assert solution.fractions["wg"] == pytest.approx(40 / 60)
+    assert solution.fractions[CG] == pytest.approx(1)
+    assert solution.fractions[WG] == pytest.approx(40 / 60)
 
 
 def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
@@ -117,15 +125,15 @@ def test_times_weigh_phases_and_repeated_labels_are_told_apart() -> None:
 @pytest.mark.parametrize("seconds", [1e-6, 1.0, 1e5])
 def test_ties_prefer_the_device_then_the_host(seconds: float) -> None:
     """Time that the placement does not change; room for all in the device, then for a third of it, then for none."""
-    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {"wc": seconds / 4, "wd": seconds / 4})}
+    lanes = {"device": Linear(seconds), "h2d": Linear(seconds / 2, {WC: seconds / 4, WD: seconds / 4})}
     first = best(roomy(toy(lanes)))
-    assert {name for name, share in first.fractions.items() if share == 1} == {"wg", "cg", "hg"}
+    assert {name for name, share in first.fractions.items() if share == 1} == {WG, CG, HG}
     tight = toy(lanes)
     tight = replace(tight, memories=(replace(tight.memories[0], capacity=50.0), *tight.memories[1:]))
     fractions = best(tight).fractions
-    assert fractions["wd"] + fractions["cd"] + fractions["hd"] == pytest.approx(0, abs=1e-6)
-    assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] == pytest.approx(50, rel=1e-6)
-    assert best(roomy(toy(lanes, allowed=ALL - {"wg", "cg", "hg"}))).fractions["wc"] == 1
+    assert fractions[WD] + fractions[CD] + fractions[HD] == pytest.approx(0, abs=1e-6)
+    assert 60 * fractions[WG] + 60 * fractions[CG] + 30 * fractions[HG] == pytest.approx(50, rel=1e-6)
+    assert best(roomy(toy(lanes, allowed=ALL - {WG, CG, HG}))).fractions[WC] == 1
 
 
 def test_the_same_problem_has_the_same_answer() -> None:
@@ -165,14 +173,14 @@ def test_a_memory_with_no_room_takes_nothing(capacity: float) -> None:
         assert solve(full) is None
     else:
         fractions = best(full).fractions
-        assert 60 * fractions["wg"] + 60 * fractions["cg"] + 30 * fractions["hg"] <= capacity + 1e-6
+        assert 60 * fractions[WG] + 60 * fractions[CG] + 30 * fractions[HG] <= capacity + 1e-6
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_least_bytes_of_one_memory_are_those_of_the_grid(seed: int) -> None:
     """One linear function is least in a corner, and the grid has all corners."""
     problem = problem_of(seed)
-    problem = replace(problem, allowed=ALL - {"wd", "cd", "hd"})
+    problem = replace(problem, allowed=ALL - {WD, CD, HD})
     memory = problem.memories[seed % 4]
     free = (GRID[:, [2, 5, 8]] == 0).all(axis=1)
     least = value_at(memory.used, GRID[free]).min()

@@ -55,8 +55,8 @@ def placements(shape: Policy) -> Iterator[Policy]:
 
 
 def fractions(policy: Policy) -> dict[str, float]:
-    splits = (("w", policy.weights), ("c", policy.cache), ("h", policy.activations))
-    return {kind + place: share for kind, split in splits for place, share in zip("gcd", split, strict=True)}
+    splits = {"weights": policy.weights, "cache": policy.cache, "hidden": policy.activations}
+    return {f"{kind}@{t}": share for kind, split in splits.items() for t, share in zip(TIERS, split, strict=True)}
 
 
 def rounding(layout: Layout) -> int:
@@ -88,10 +88,11 @@ def test_the_programs_bytes_are_the_layouts(schedule: str) -> None:
 def test_every_fraction_is_in_a_row() -> None:
     """Hidden states at home on the device take room there, as do weights and cache."""
     device, host, disk = program(SHAPE)
-    for memory, place in ((device, "g"), (host, "c"), (disk, "d")):
-        homes = {name for name, k in memory.used.coefficients.items() if k > 0 and name[1] == place}
-        assert homes == {k + place for k in "wch"} - ({"wd"} if place == "d" else set())  # the checkpoint is on disk
-    assert device.used.coefficients["hg"] == pytest.approx(sweep_tokens(SHAPE, WORK) * ROW, abs=ALIGN)
+    for memory, place in ((device, "device"), (host, "host"), (disk, "disk")):
+        homes = {name for name, k in memory.used.coefficients.items() if k > 0 and name.endswith(f"@{place}")}
+        kinds = {"weights", "cache", "hidden"} - ({"weights"} if place == "disk" else set())  # the checkpoint is there
+        assert homes == {f"{kind}@{place}" for kind in kinds}
+    assert device.used.coefficients["hidden@device"] == pytest.approx(sweep_tokens(SHAPE, WORK) * ROW, abs=ALIGN)
 
 
 @pytest.mark.parametrize(("schedule", "prompts"), [("row", 4), ("zigzag", 20), ("diagonal", 4), ("continuous", 20)])

@@ -10,12 +10,13 @@ import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan import placement
-from flexengine.plan.cost import Cost, Prediction
+from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.least import planned
 from flexengine.plan.lp import NoSolver, Solution, SolverFailed
+from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.shapes import Options

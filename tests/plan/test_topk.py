@@ -117,6 +117,6 @@ def test_the_search_knows_where_it_pays() -> None:
         (topk, kv_heads): search(replace(model, topk=topk, kv_heads=kv_heads), hardware, work).best
         for topk in (None, 0.1) for kv_heads in (56, 14)
     }  # fmt: skip
-    assert all(p.fractions["cc"] > 0.5 for p in found.values())
+    assert all(p.fractions["cache@host"] > 0.5 for p in found.values())
     assert found[0.1, 56].total_seconds < 0.9 * found[None, 56].total_seconds
     assert found[0.1, 14].total_seconds > 0.95 * found[None, 14].total_seconds

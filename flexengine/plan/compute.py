@@ -1,0 +1,100 @@
+"""Seconds of the device lane by sweep: layers, head, attention and bookkeeping."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from flexengine.plan.attention import Attention
+from flexengine.plan.profile import Array, Profile
+from flexengine.plan.rates import Rates
+from flexengine.plan.workload import Workload
+from flexengine.policy import TIERS, Policy
+from flexengine.schedule.order import form_batches, split_prompt
+
+PAST = 2 / 3  # of a prompt is cached before the mean (query, key) pair of the pieces after its first
+SAMPLE = 256  # prompts that represent all when gpu_batches are formed
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """gpu_batches of prompts alone, in the mean.
+
+    Attributes:
+        prompt: tokens of a prompt.
+        batch: tokens of a gpu_batch.
+        token_seconds: seconds of all layers per token.
+        token_batches: gpu_batches per token.
+    """
+
+    prompt: float
+    batch: float
+    token_seconds: float
+    token_batches: float
+
+    @staticmethod
+    def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "Prompts":
+        """Return the mean over a sample of the workload's prompts. prompt: tokens of a mean prompt."""
+        rng, most = np.random.default_rng(0), policy.prefill_tokens
+        sizes = sorted(workload.sizes.items())
+        counts = np.array([count for _, count in sizes], dtype=float)
+        sample = rng.choice(len(sizes), min(SAMPLE, workload.count), p=counts / counts.sum())
+        pieces = [p for i, k in enumerate(sample) for p in split_prompt(i, 0, sizes[k][0][0], most)]
+        batches = form_batches(pieces, policy.gpu_batch_size, most)
+        tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
+        total = tokens.sum()
+        seconds = float(rates.stack(tokens).sum() / total)
+        return Prompts(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total)
+
+
+def parts(
+    rates: Rates, policy: Policy, sweeps: Profile, prompts: Prompts, split: Sequence[float], chunks: int
+) -> dict[str, Array]:  # fmt: skip
+    """Return the seconds of the device lane by kind of work and sweep.
+
+    Args:
+        split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
+        chunks: units that the head is streamed in.
+    """
+    hardware, g = rates.hardware, policy.gpu_batch_size
+    units = len(rates.model.layers) + (chunks if policy.weights[0] < 1 else 1)
+    full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
+    prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
+    layers = head = cells = np.zeros(sweeps.times.shape)
+    delegates = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1  # its rows join no prompts
+    for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
+        decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
+        full = np.floor(decoding / g + 1e-9)
+        rest = decoding - g * full
+        joins_decode = (prompt < prompts.batch) & (tier != delegates)  # prompts fill up the last decoding gpu_batch
+        apart = np.where(joins_decode, 0, prompt)  # prompt tokens in gpu_batches of their own
+        joined = prompt - apart
+        layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds
+        head = head + full * full_head + rates.head(rest + joined / prompts.prompt)
+        head = head + apart * prompts.token_batches * prompt_head
+        cells = cells + full + (rest > 0) + apart * prompts.token_batches
+    fresh = np.zeros(sweeps.times.shape)
+    for window, count in rates.windows.items():
+        late, attention = sweeps.late[window], rates.attention[window]
+        seconds = attention.prompt(sweeps.pairs[window] - late, min(prompts.prompt, policy.prefill_tokens))
+        fresh = fresh + count * (seconds + attention.continued(late, PAST * prompts.prompt))
+    return {
+        "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
+        "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,
+        "prompt attention": fresh, "decode attention": decode_attention(rates, sweeps, Attention.decode),
+    }  # fmt: skip
+
+
+def decode_attention(rates: Rates, sweeps: Profile, seconds: Callable[[Attention, Array, Array], Array]) -> Array:
+    """Return the seconds by sweep of all layers' attention of decoding sequences.
+
+    Args:
+        seconds: of one layer, given the cached tokens of all sequences and of one.
+    """
+    length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
+    total = np.zeros(sweeps.times.shape)
+    for window, layers in rates.windows.items():
+        cached = sweeps.cached if window is None else sweeps.windows[window]
+        seen = length if window is None else np.minimum(length, window)
+        total = total + layers * seconds(rates.attention[window], cached, seen)
+    return total

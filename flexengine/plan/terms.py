@@ -1,0 +1,210 @@
+"""Terms of the cost model: bytes or seconds that one lane has in every sweep, as small records.
+
+A term whose data may be on several tiers is proportional to one fraction, such as "cache@disk". Rules of the bytes:
+
+weights        Each layer, and the head, crosses the lanes from its tier once per sweep. Small sweeps leave out the
+               experts that no token chose (`plan.experts`).
+KV cache       Whole pages come before a layer computes, and changed pages go back after. A decode step stores its one
+               token alone where the pages are in host RAM.
+delegated      Queries, keys and values of decoding sequences go to the host, attention comes back. Only pages of
+               continued prompts come to the device.
+hidden states  They cross the lanes once in each direction between two layers.
+chosen values  See `plan.chosen`; the device waits for these loads.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flexengine.plan.chosen import Chosen, waiting
+from flexengine.plan.experts import unused
+from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
+from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.layout import Layout
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
+from flexengine.plan.profile import Array, LayerPages, Profile
+from flexengine.plan.rates import Rates
+from flexengine.policy import Policy
+from flexengine.schedule.program import DIRECT, STAGED, Routes
+
+LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # lanes of every machine
+
+Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
+
+
+class Move(NamedTuple):
+    """Bytes that cross a lane.
+
+    Attributes:
+        lane: such as "h2d".
+        kind, place: the data, and the tier where the data lives between uses.
+        nbytes: float, or array by sweep, if all data of the kind is on that tier.
+        transfer: bytes that move together.
+    """
+
+    lane: str
+    kind: str
+    place: str
+    nbytes: Any
+    transfer: float
+
+    def seconds(self, hardware: Hardware) -> Any:
+        """Return the seconds of the lane. Weights on disk are the checkpoint's files."""
+        if self.lane == "disk_read" and self.kind == WEIGHTS:
+            return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
+        lane = self.lane if self.lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
+        return hardware.link_seconds(lane, self.nbytes, self.transfer)
+
+
+class Work(NamedTuple):
+    """Seconds of a lane: a float, or an array by sweep. kind, place: as in `Move`; "" if no placement matters."""
+
+    lane: str
+    kind: str
+    place: str
+    work: Any
+
+    def seconds(self, hardware: Hardware) -> Any:
+        """Return the seconds of the lane, on any machine."""
+        return self.work
+
+
+Term = Move | Work
+
+
+def by_lane(terms: Iterable[Term], hardware: Hardware) -> Lanes:
+    """Return the seconds of each lane and fraction."""
+    lanes: Lanes = {lane: {} for lane in LANES}
+    for term in terms:
+        name, seconds = fraction(term.kind, term.place) if term.kind else "", term.seconds(hardware)
+        sums = lanes.setdefault(term.lane, {})
+        sums[name] = np.asarray(sums[name] + seconds if name in sums else seconds)
+    return lanes
+
+
+def routes(hardware: Hardware) -> Routes:
+    """Return the lanes between each tier and the device."""
+    return DIRECT if hardware.shared else STAGED
+
+
+def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> float:
+    """Return the bytes of one transfer of KV pages.
+
+    A disk and a GPU copy page by page. A simulated link makes a gpu_batch wait once for all its pages.
+
+    Args:
+        page: bytes.
+        pages: of one gpu_batch in one layer.
+    """
+    alone = hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
+    return page if alone else page * max(1.0, pages)
+
+
+@dataclass(frozen=True)
+class Sweeping:
+    """The sweeps of one policy, for the terms of its data.
+
+    Attributes:
+        pages: KV pages of each group of layers.
+        rates: of the model on the machine.
+    """
+
+    model: ModelFacts
+    hardware: Hardware
+    policy: Policy
+    sweeps: Profile
+    pages: tuple[LayerPages, ...]
+    rates: Rates
+
+    def weights(self, streamed_bytes: float, reads: Mapping[str, float], read: float) -> Iterator[Term]:
+        """Yield the terms of the weights.
+
+        Args:
+            streamed_bytes: of all layers and the head.
+            reads: by tier, bytes of a layer's weights that come together.
+            read: the same for other tiers.
+        """
+        nbytes = streamed_bytes - unused(self.model, self.sweeps.prompt + self.sweeps.decoding)
+        for place, lanes in routes(self.hardware).load.items():
+            for lane in lanes:
+                yield Move(lane, WEIGHTS, place, nbytes, reads.get(place, read))
+
+    def hidden(self) -> Iterator[Term]:
+        """Yield the terms of the hidden states."""
+        model, sweeps = self.model, self.sweeps
+        token = model.hidden * model.itemsize
+        nbytes = (sweeps.prompt + sweeps.decoding) * token * max(0, len(model.layers) - 1)
+        way = routes(self.hardware)
+        for place in way.load:
+            for lane in (*way.load[place], *way.store[place]):
+                yield Move(lane, HIDDEN, place, nbytes, self.policy.gpu_batch_size * token)
+
+    def cache(self) -> Iterator[Term]:
+        """Yield the terms of the KV cache."""
+        model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
+        token, way = model.kv_token * len(model.layers), routes(self.hardware)
+        coming = sweeps.loaded if model.topk is None else sweeps.prompt_loaded + self._chosen.ahead
+        for place in way.load:
+            delegated = self.policy.delegate and place == "host"
+            loaded = sweeps.prompt_loaded if delegated else coming
+            stored = sweeps.prompt_stored if place == "host" else sweeps.stored
+            for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
+                for lane in lanes:
+                    transfer = page_transfer(self.hardware, lane, self.page_tokens * model.kv_token, gpu_batch)
+                    yield Move(lane, CACHE, place, tokens * token, transfer)
+            if place == "host" and not delegated:
+                single = np.maximum(sweeps.stored - sweeps.prompt_stored, 0.0) / self.page_tokens
+                for lane in way.store[place]:
+                    yield Move(lane, CACHE, place, single * token, gpu_batch * model.kv_token)
+
+    def delegated(self, on_host: Array, on_device: Array) -> Iterator[Term]:
+        """Yield the terms of attention on the host.
+
+        Args:
+            on_host, on_device: seconds by sweep of all layers' attention of decoding sequences, computed there.
+        """
+        model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
+        tokens = sweeps.decoding * sweeps.counted * len(model.layers)
+        yield Move("h2d", CACHE, "host", tokens * model.fetched, gpu_batch * model.fetched)
+        yield Move("d2h", CACHE, "host", tokens * model.sent, gpu_batch * model.sent)
+        yield Work("cpu", CACHE, "host", on_host * sweeps.counted)
+        yield Work("device", CACHE, "host", tokens / gpu_batch * self.rates.delegated - on_device * sweeps.counted)
+
+    def chosen_values(self, overlaps: bool) -> Iterator[Term]:
+        """Yield the terms of chosen values. overlaps: whether lanes work at the same time; else the device waits for
+        every load anyway."""
+        if self.model.topk is None:
+            return
+        sweeps, full = self.sweeps, self._chosen.full
+        total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
+        at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * self.policy.gpu_batch_size
+        for place in routes(self.hardware).load:
+            if place == "host" and self.policy.delegate:  # attention reads the values where they are
+                continue
+            lanes, handling = waiting(self.model, self.hardware, place, full, at_once)
+            for lane, seconds in lanes.items():
+                yield Work(lane, CACHE, place, seconds)
+            yield Work("device", CACHE, place, handling + (sum(lanes.values()) if overlaps else 0.0))
+
+    @property
+    def page_tokens(self) -> float:
+        """Tokens of a KV page off the device, in the mean of the layers."""
+        return sum(group.layers * group.away.page_tokens for group in self.pages)
+
+    @cached_property
+    def _chosen(self) -> Chosen:
+        return Chosen.of(self.sweeps, self.pages, self.rates.windows)
+
+
+def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
+    """Yield the seconds of reading embedding rows, if each row is a read from disk."""
+    t = model.edges[-1]
+    if layout is None or layout.homes[t.name] != "disk":
+        return
+    row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
+    tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
+    read = max(row, hardware.checkpoint_read[0][0])  # a shorter read takes as long as the shortest that was measured
+    yield Work("disk_read", "", "", Move("disk_read", WEIGHTS, "disk", tokens * read, read).seconds(hardware))
