@@ -102,7 +102,7 @@ def share_kernels(folder: Path) -> None:
     a library that exists is the one that would be compiled again.
     """
     BUILT.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
     with contextlib.suppress(FileExistsError):  # another worker was first
         (folder / "kernels").symlink_to(BUILT)
 

@@ -24,7 +24,9 @@ def small_build(directory: Path) -> None:
     (directory / "config.json").write_text("{}")
 
 
-def test_built_once_private_and_keyed_by_content(tmp_path, cache):
+def test_built_once_private_and_keyed_by_content(tmp_path, monkeypatch):
+    cache = tmp_path / "fresh" / "prepared"  # nothing made its parent before
+    monkeypatch.setenv("FLEXENGINE_CACHE", str(cache.parent))
     file, calls = tmp_path / "x.gguf", []
     file.write_bytes(b"a" * 3_000_000)
 
