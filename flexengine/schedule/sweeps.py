@@ -23,7 +23,7 @@ class Sequence:
         cached: tokens whose KV is stored.
         home: tier of that KV.
         pages: page ids of each pool of that tier.
-        copied: of each pool, the shared page whose tokens the page being filled begins with; -1: none.
+        copied: by pool, the shared page whose tokens the page being filled begins with, if there is one.
         prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together
             share the prompt's pages.
         source: the sequence whose prompt's pages it is about to share, if there is one.
@@ -37,7 +37,7 @@ class Sequence:
     generated: int = 0
     home: str = ""
     pages: list[list[int]] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)
+    copied: dict[int, int] = field(default_factory=dict)
     prompt: int | None = None
     source: "Sequence | None" = None
     first: int = -1
@@ -155,11 +155,10 @@ class Sweeps:
     def _growing(self, tier: str) -> list[Growing]:
         """Return how the live sequences of a tier will grow. Of those that share pages, the last to leave counts them,
         unless they are kept."""
-        counting = {s.first: s.id for s in sorted(self.live.values(), key=lambda s: s.max_tokens - s.generated)}
-        kept = {s.first for s in self.kept.values()}
-        return [
-            s.growing(s.first in kept or counting[s.first] != s.id) for s in self.live.values() if s.home == tier
-        ]
+        samples = [s for s in self.live.values() if s.prompt is not None]
+        counting = {s.first: s.id for s in sorted(samples, key=lambda s: s.max_tokens - s.generated)}
+        counting |= {s.first: s.id for s in self.kept.values()}
+        return [s.growing(counting.get(s.first, s.id) != s.id) for s in self.live.values() if s.home == tier]
 
     def _home_for(
         self, sequence: Sequence, there: dict[str, list[Growing]], sources: Mapping[Key, Sequence]
