@@ -69,6 +69,7 @@ class Generation:
         self._more = True
         self._bad: deque[Result] = deque()
         self._texts: dict[int, Text] = {}
+        self._first: dict[int, Sampled] = {}  # by sequence that waits: its first token, if its prompt was computed
         self._open: dict[int, _Open] = {}  # by row index
         self._next = 0  # sequence id
 
@@ -155,15 +156,19 @@ class Generation:
         """One token further for everyone alive; returns the gpu_batches, who left, whether prompts were computed."""
         resources = self.resources
         sweeps, worker = resources.sweeps, resources.worker
-        batches = sweeps.begin(worker.cache.claim)
+        batches = sweeps.begin(worker.cache.claim, worker.cache.release)
         if not batches:
             raise RuntimeError("the next sequence needs more KV pages than the pools have: a fault of the plan")
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
-        worker.begin(batches, sweeps.live, self._texts)
+        self.progress.tokens += len(sweeps.joined)
+        over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
+        worker.begin(batches, sweeps.live, self._texts, sweeps.first_tokens())
         worker.weights.machine.synchronize()
         resources.executor.run(resources.program.sweep(sweeps.sweep, batches, sweeps.another))
-        ended = {sequence for sequence, sampled in worker.sampled.items() if self._append(sequence, sampled)}
-        self.progress.tokens += len(worker.sampled)
+        sampled = {sequence: found for sequence, found in worker.sampled.items() if sequence not in over}
+        self._first.update((waits, sampled.pop(waits)) for waits in sampled.keys() - sweeps.live.keys())
+        ended = over | {sequence for sequence, found in sampled.items() if self._append(sequence, found)}
+        self.progress.tokens += len(sampled)
         gone = sweeps.advance(batches, ended)
         for sequence in gone:
             worker.cache.release(sequence)
@@ -183,7 +188,7 @@ class Generation:
 
     def _leave(self, sequence: Sequence) -> Result | None:
         """Books a finished sequence; the row's result if it was the last of its samples."""
-        text = self._texts.pop(sequence.id)
+        text, _ = self._texts.pop(sequence.id), self._first.pop(sequence.id, None)
         row = self._open[text.row]
         self.progress.most -= sequence.max_tokens - len(text.generated)
         row.left -= 1

@@ -113,10 +113,9 @@ def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
     """
     if not sequences:
         return 0
-    tokens = np.array([s.tokens for s in sequences])
-    sweeps = np.array([s.sweeps for s in sequences])
+    tokens, sweeps, shared = np.array(sequences).T
     at = np.unique(sweeps)[:, None]
-    held = pool.held(tokens + at - 1) - np.array([pool.num_shared(s.shared) for s in sequences])
+    held = pool.held(tokens + at - 1) - pool.num_shared(shared)
     return int(np.where(sweeps >= at, held, 0).sum(axis=1).max())
 
 

@@ -89,10 +89,11 @@ class Pool:
         """Return where pages lie in a sequence's list of page ids, rising."""
         return list(numbers) if self.ring is None else sorted(self.entry(n) for n in numbers)
 
-    def num_shared(self, prompt: int) -> int:
+    def num_shared(self, prompt: Count) -> Count:
         """Return how many pages of a prompt its samples share for good: the full ones, where no window lets later pages
         overwrite them."""
-        return prompt // self.page_tokens if self.window is None else 0
+        full: Count = prompt // self.page_tokens if self.window is None else prompt * 0
+        return full
 
     def table(self, ids: list[int], tokens: int) -> list[int]:
         """Return the page table of a sequence of `tokens` tokens: the id of every page by its number.

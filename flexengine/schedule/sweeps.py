@@ -12,6 +12,8 @@ from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batc
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import place
 
+Key = tuple[int | None, str]  # prompt and tier
+
 
 @dataclass
 class Sequence:
@@ -21,10 +23,10 @@ class Sequence:
         cached: tokens whose KV is stored.
         home: tier of that KV.
         pages: page ids of each pool of that tier.
-        copied: of each pool, the shared page whose tokens the page being filled begins with; -1: none.
+        copied: by pool, the shared page whose tokens the page being filled begins with, if there is one.
         prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together
             share the prompt's pages.
-        source: the sequence that computes this one's prompt in the coming sweep, if another does.
+        source: the sequence whose prompt's pages it is about to share, if there is one.
         first: id of the first of the sequences that share the prompt's pages.
     """
 
@@ -35,7 +37,7 @@ class Sequence:
     generated: int = 0
     home: str = ""
     pages: list[list[int]] = field(default_factory=list)
-    copied: list[int] = field(default_factory=list)
+    copied: dict[int, int] = field(default_factory=dict)
     prompt: int | None = None
     source: "Sequence | None" = None
     first: int = -1
@@ -59,8 +61,13 @@ class Sequence:
 class Sweeps:
     """The sequences waiting and alive, and the batches of each sweep.
 
+    Samples of one prompt that enter together compute it once. While more of them wait, the prompt's pages are kept, so
+    that these only decode.
+
     Attributes:
         pools: by tier, a pool for each group of layers that see equally many tokens.
+        kept: by prompt and tier, a sequence that holds the pages of a prompt but is not computed.
+        joined: live sequences that entered in this sweep with the pages of a kept prompt. They have a first token.
     """
 
     def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]]) -> None:
@@ -69,6 +76,8 @@ class Sweeps:
         self.places = {tier: homes.count(tier) for tier in TIERS}
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
+        self.kept: dict[Key, Sequence] = {}
+        self.joined: list[Sequence] = []
         self.sweep = -1
 
     @property
@@ -78,48 +87,87 @@ class Sweeps:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
-    def begin(self, claim: Callable[[Sequence, int], None]) -> list[Batch]:
+    def begin(
+        self, claim: Callable[[Sequence, int], None], release: Callable[[Sequence], None] = lambda sequence: None
+    ) -> list[Batch]:
         """Admit waiting sequences, then form the sweep's batches.
 
         Args:
             claim: called with every live sequence and its cached tokens after the sweep; takes the pages for them.
+            release: called with a sequence of `kept`; gives its pages back.
         """
         self.sweep += 1
-        policy = self.policy
+        sources = self._admit()
+        if not self.live and self.kept:  # their pages are in the way
+            self._forget(list(self.kept), release)
+            sources = self._admit()
+        for sequence in self.live.values():
+            claim(sequence, sequence.cached + sequence.pending)
+        for sequence in self.joined:
+            sequence.source = None
+        self._keep(sources, claim)
+        self._forget([key for key in self.kept if not self._more_of(key[0])], release)
+        return self._batches()
+
+    def _admit(self) -> dict[Key, Sequence]:
+        """Let sequences enter that have a place and pages. Return those of them that compute a prompt of several
+        samples."""
+        policy, self.joined = self.policy, []
         room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
         there = {tier: self._growing(tier) for tier in self.pools}
-        sources: dict[tuple[int | None, str], Sequence] = {}  # by prompt and tier: who computes it
+        sources: dict[Key, Sequence] = {}
         while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], there, sources)):
             sequence = self.waiting.popleft()
-            sequence.home, sequence.source = home, sources.get((sequence.prompt, home))
-            sequence.first = sequence.source.id if sequence.source else sequence.id
-            if sequence.prompt is not None:
-                sources.setdefault((sequence.prompt, home), sequence)
+            key, sequence.home = (sequence.prompt, home), home
+            if key in self.kept:
+                self.joined.append(sequence)
+                sequence.cached, sequence.generated = sequence.prompt_tokens, 1
+            sequence.source = sources.get(key) or self.kept.get(key)
+            sequence.first = sequence.source.first if sequence.source else sequence.id
+            if sequence.prompt is not None and sequence.source is None:
+                sources[key] = sequence
             self.live[sequence.id] = sequence
             there[home].append(sequence.growing(sequence.source is not None))
             room -= 1
-        for sequence in self.live.values():
-            claim(sequence, sequence.cached + sequence.pending)
-        return self._batches()
+        return sources
+
+    def _more_of(self, prompt: int | None) -> bool:
+        """Return whether the next waiting sequence is one more sample of a prompt."""
+        return bool(self.waiting) and prompt is not None and self.waiting[0].prompt == prompt
+
+    def _keep(self, sources: Mapping[Key, Sequence], claim: Callable[[Sequence, int], None]) -> None:
+        """Keep the pages of prompts of which more samples wait, if there is room."""
+        for key, source in sources.items():
+            if not self._more_of(source.prompt) or source.max_tokens < 2:
+                continue
+            first, (_, tier) = source.id, key
+            self.kept[key] = Sequence(-1 - first, source.prompt_tokens, 1, home=tier, source=source, first=first)
+            growing = self._growing(tier)
+            if all(self._fits(growing, tier, pool) for pool in self.pools[tier]):
+                claim(self.kept[key], source.prompt_tokens)
+            else:
+                del self.kept[key]
+
+    def _forget(self, keys: list[Key], release: Callable[[Sequence], None]) -> None:
+        for key in keys:
+            release(self.kept.pop(key))
 
     def _growing(self, tier: str) -> list[Growing]:
-        """Return how the live sequences of a tier will grow. Sequences that share pages have as many sweeps left: the
-        first of those that are alive counts the pages."""
-        firsts, found = set[int](), list[Growing]()
-        for sequence in self.live.values():
-            if sequence.home == tier:
-                found.append(sequence.growing(sequence.first in firsts))
-                firsts.add(sequence.first)
-        return found
+        """Return how the live sequences of a tier will grow. Of those that share pages, the last to leave counts them,
+        unless they are kept."""
+        samples = [s for s in self.live.values() if s.prompt is not None]
+        counting = {s.first: s.id for s in sorted(samples, key=lambda s: s.max_tokens - s.generated)}
+        counting |= {s.first: s.id for s in self.kept.values()}
+        return [s.growing(counting.get(s.first, s.id) != s.id) for s in self.live.values() if s.home == tier]
 
     def _home_for(
-        self, sequence: Sequence, there: dict[str, list[Growing]], sources: Mapping[tuple[int | None, str], Sequence]
+        self, sequence: Sequence, there: dict[str, list[Growing]], sources: Mapping[Key, Sequence]
     ) -> str | None:
         """Return the first tier with a free place and enough pages at the forecast peak, or None.
 
         Args:
             there: by tier, the sequences that live there.
-            sources: by prompt and tier, the sequences that compute a prompt in the coming sweep.
+            sources: sequences that compute a prompt in the coming sweep.
         """
         for tier, pools in self.pools.items():
             if len(there[tier]) >= self.places[tier]:
@@ -127,14 +175,31 @@ class Sweeps:
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue
             growing = sequence.growing((sequence.prompt, tier) in sources)
-            if all(peak_pages([*there[tier], growing], pool) <= pool.pages for pool in pools):
+            if (sequence.prompt, tier) in self.kept:
+                growing = Growing(sequence.prompt_tokens + 1, sequence.max_tokens - 1, sequence.prompt_tokens)
+            if all(self._fits([*there[tier], growing], tier, pool) for pool in pools):
                 return tier
         return None
 
+    def _fits(self, growing: list[Growing], tier: str, pool: Pool) -> bool:
+        """Return whether a pool is large enough for sequences that grow and for the kept pages of prompts."""
+        kept = sum(pool.held(s.prompt_tokens) for s in self.kept.values() if s.home == tier)
+        return peak_pages(growing, pool) + kept <= pool.pages
+
     @property
     def joining(self) -> list[Sequence]:
-        """The sequences whose prompt another computes in the sweep in progress."""
-        return [s for s in self.live.values() if s.source is not None]
+        """The sequences whose prompt another computes in the sweep in progress, those of `kept` among them."""
+        return [s for s in (*self.live.values(), *self.kept.values()) if s.source is not None]
+
+    def first_tokens(self) -> dict[int, list[int]]:
+        """Return which sequences' first tokens are drawn from the logits of another's prompt in the coming sweep, by
+        the other's id."""
+        found: dict[int, list[int]] = {}
+        for s in self.joining:
+            assert s.source is not None
+            others = [w.id for w in self.waiting if w.prompt == s.source.prompt] if s.id < 0 else [s.id]
+            found.setdefault(s.source.id, []).extend(others)
+        return found
 
     def _batches(self) -> list[Batch]:
         policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, bool]]()

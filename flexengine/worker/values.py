@@ -12,9 +12,9 @@ so that in one layer, with pages of P tokens and `kv` bytes a token, these bytes
 
     kv / 2 * (P * (pages with a past + 1 if the last of them is not full) + chosen / kv_heads)
 
-chosen: (kv head, token) pairs in full pages. Where pages are short beside the sequence, and every query head has a kv
-head of its own, that is (1 + topk) / 2 of all. Attention then runs as if everything were there: it makes the same
-choice, finds it there, and reads nothing else.
+Of a layer with a window, only pages that the query sees count. chosen: (kv head, token) pairs in full pages. Where
+pages are short beside the sequence, and every query head has a kv head of its own, that is (1 + topk) / 2 of all.
+Attention then runs as if everything were there: it makes the same choice, finds it there, and reads nothing else.
 
 Nothing is written to those pages meanwhile: what stores to a sequence in the same sweep has ended before its last piece
 is loaded, and the next sweep begins when this one has ended.

@@ -1,6 +1,5 @@
 """Does what tasks say: the one place where models, tiers and kernels meet."""
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,7 +80,7 @@ class Worker:
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
         self._texts: Mapping[int, Text] = {}
-        self._joining: Mapping[int, list[int]] = {}  # sequences whose prompt another computes, by its id
+        self._joining: Mapping[int, list[int]] = {}
         # Torch and the reader of files allocate for themselves; the ledgers keep room for that.
         self._regions = Regions(weights.machine)
         for tier, account in cache.layout.account.items():
@@ -90,13 +89,12 @@ class Worker:
         self.embedding = Embedding(weights, cache.layout, self._regions)
         self.experts = Experts(weights)
 
-    def begin(self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text]) -> None:
-        """Prepares the forward passes of one sweep."""
-        self._texts, self.sampled = texts, {}
-        self._joining = joining = defaultdict[int, list[int]](list)
-        for sequence in live.values():
-            if sequence.source is not None:
-                joining[sequence.source.id].append(sequence.id)
+    def begin(
+        self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text],
+        first_tokens: Mapping[int, list[int]],
+    ) -> None:  # fmt: skip
+        """Prepares the forward passes of one sweep. first_tokens: see `Sweeps.first_tokens`."""
+        self._texts, self.sampled, self._joining = texts, {}, first_tokens
         self.hidden.begin(batches)
         self.embedding.begin()
         if self.delegation is not None:

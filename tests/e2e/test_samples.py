@@ -18,7 +18,9 @@ from flexengine.model.sample import Draw, sample
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import Batch, Growing, peak_pages
 from flexengine.schedule.pages import Pool
+from flexengine.schedule.program import Task
 from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 
 D, H, K, MIX = (1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
@@ -76,8 +78,10 @@ def test_the_forecast_counts_shared_pages_once() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal", "continuous"])
-def test_samples_that_enter_together_compute_one_prompt(schedule: str) -> None:
-    """In small pools and blocks, with samples that end early: no page too many, every token once."""
+@pytest.mark.parametrize("roomy", [True, False])
+def test_samples_compute_a_prompt_once(schedule: str, roomy: bool) -> None:
+    """In small blocks, with samples that end early: no page too many, every token once. In small pools there may be no
+    room to keep a prompt for the samples that wait; then these compute it again."""
     for seed in range(60):
         rng = random.Random(f"{schedule} {seed}")
         policy = Policy(rng.randint(1, 5), rng.randint(1, 3), cache=rng.choice([D, H, (0.5, 0.5, 0)]),
@@ -85,25 +89,30 @@ def test_samples_that_enter_together_compute_one_prompt(schedule: str) -> None:
         rows = [(rng.randint(1, 30), rng.randint(1, 12), rng.randint(1, 6)) for _ in range(rng.randint(1, 6))]
         longest, page = max(p + n - 1 for p, n, _ in rows), rng.choice([2, 4])
         least = -(-longest // page)
-        pools = {tier: (Pool(least + rng.randint(0, 3 * least), page), Pool(9 * policy.block_size, page, window=7))
+        pages, near = (10**4, 10**4) if roomy else (least + rng.randint(0, 3 * least), 5 * policy.block_size)
+        pools = {tier: (Pool(pages, page), Pool(near, page, window=7))
                  for tier, share in zip(("device", "host"), policy.cache, strict=False) if share}  # fmt: skip
         sweeps, number = Sweeps(policy, pools), 0
         for i, (prompt, new, samples) in enumerate(rows):
             for _ in range(samples):
                 sweeps.add(Sequence(number, prompt, new, prompt=i))
                 number += 1
-        done, entered = Counter[int](), Counter[int]()
+        done, entered, prefilled = Counter[int](), Counter[int](), Counter[tuple[int | None, str]]()
         while not sweeps.idle:
             before = set(sweeps.live)
             batches = sweeps.begin(lambda sequence, tokens: None)
+            assert before or sweeps.live
             check_pages(sweeps)
-            fresh = [s for s in sweeps.live.values() if s.id not in before]
-            entered.update(s.id for s in fresh)
+            joined = {s.id for s in sweeps.joined}
+            fresh = [s for s in sweeps.live.values() if s.id not in before | joined]
+            entered.update(set(sweeps.live) - before)
             computed = Counter(p.sequence for b in batches for p in b.pieces if p.final)
+            prefilled.update((s.prompt, s.home) for s in fresh if computed[s.id])
             for s in fresh:  # one of those of a prompt and tier computes it
                 together = [o.id for o in fresh if (o.prompt, o.home) == (s.prompt, s.home)]
                 assert sum(computed[i] for i in together) == 1
-            assert all(computed[i] == 1 for i in before)
+            assert all(computed[i] == 1 for i in before | joined)
+            done.update(joined)  # drawn when the prompt was computed
             live = list(sweeps.live.values())
             ended = {s for s in sweeps.live if rng.random() < 0.1}
             sweeps.advance(batches, ended)
@@ -112,17 +121,22 @@ def test_samples_that_enter_together_compute_one_prompt(schedule: str) -> None:
                 assert s.source is None
                 assert (s.cached, s.generated) == (s.prompt_tokens + done[s.id] - 1, done[s.id])
         assert entered == dict.fromkeys(range(number), 1)
+        assert not sweeps.kept
+        if roomy:
+            assert all(times == 1 for (i, _), times in prefilled.items() if i is not None and rows[i][1] > 1)
 
 
 def check_pages(sweeps: Sweeps) -> None:
-    """Pages that are really needed: full ones of a prompt once for all that entered together."""
-    for tier, (pool, _) in sweeps.pools.items():
-        held = set[tuple[int, ...]]()
-        for s in (s for s in sweeps.live.values() if s.home == tier):
-            numbers = range(-(-(s.cached + s.pending) // pool.page_tokens))
+    """Pages that are really needed: full ones of a prompt once for all that entered together, and all of a kept one."""
+    for tier, (pool, near) in sweeps.pools.items():
+        held, windowed = set[tuple[int, ...]](), 0
+        for s in (s for s in (*sweeps.live.values(), *sweeps.kept.values()) if s.home == tier):
+            tokens = s.prompt_tokens if s.id < 0 else s.cached + s.pending
             full = s.prompt_tokens // pool.page_tokens
-            held |= {(s.first, n) if n < full else (s.first, s.id, n) for n in numbers}
+            held |= {(s.first, n) if n < full else (s.first, s.id, n) for n in range(-(-tokens // pool.page_tokens))}
+            windowed += near.held(tokens)
         assert len(held) <= pool.pages
+        assert windowed <= near.pages
 
 
 # The engine.
@@ -133,8 +147,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Prompt tokens that were computed, and the most pages held at once by tier, of the first group of layers."""
     found, begin, take = Counter[str](), Sweeps.begin, Pages.take
 
-    def beginning(self: Sweeps, claim: Any) -> list[Batch]:
-        batches = begin(self, claim)
+    def beginning(self: Sweeps, *hooks: Any) -> list[Batch]:
+        batches = begin(self, *hooks)
         found["prompt"] += sum(p.count for b in batches for p in b.pieces if not self.live[p.sequence].generated)
         return batches
 
@@ -208,9 +222,13 @@ def generated(
 @pytest.mark.parametrize("name", POLICIES)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_samples_are_drawn_from_the_logits_of_transformers(
-    families: Any, prompts: list[list[int]], expected: Any, family: str, name: str
+    families: Any, prompts: list[list[int]], expected: Any, counted: Counter[str], family: str, name: str
 ) -> None:
     assert generated(families(family).directory, prompts, POLICIES[name], DRAWN) == expected(family)
+    if POLICIES[name].block_size >= SAMPLES * len(LENGTHS) and name != "everywhere":
+        assert counted["prompt"] == sum(LENGTHS)
+    elif name == "host in pieces":  # two places are missing, and there is no page to keep the last prompt in
+        assert counted["prompt"] == sum(LENGTHS) + LENGTHS[-1]
 
 
 @pytest.mark.slow
@@ -232,6 +250,26 @@ def test_greedy_samples_are_the_answer_of_one(
     for name in ("device", "host", "disk", "delegated"):
         found = generated(families(family).directory, prompts, POLICIES[name], GREEDY, lossy)
         assert found == [answer * SAMPLES for answer in one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["device", "host", "delegated", "one at a time"])
+def test_a_smaller_plan_draws_the_same_samples(
+    families: Any, prompts: list[list[int]], expected: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Memory runs out three times on the way; unfinished rows are run anew."""
+    count, perform = 0, Worker.perform
+
+    def failing(worker: Worker, task: Task) -> None:
+        nonlocal count
+        count += 1
+        if count in (9, 60, 200):
+            raise OutOfMemory("device", "activations", 4096, 10, 20)
+        perform(worker, task)
+
+    monkeypatch.setattr(Worker, "perform", failing)
+    assert generated(families("llama").directory, prompts, POLICIES[name], DRAWN) == expected("llama")
+    assert count > 200
 
 
 @pytest.mark.slow

@@ -70,10 +70,11 @@ class Cache:
     def view(self, batch: Batch, live: dict[int, Sequence]) -> View:
         """The tables of one batch for one sweep."""
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
+        copies = {i: copied for i, p in enumerate(pieces) if (copied := live[p.sequence].copied)}
         groups = (
             tables_of(batch, pool, [live[p.sequence].pages[g] for p in pieces],
-                      [live[p.sequence].copied[g] for p in pieces], self.pools.page_shape(g, tier), compute,
-                      self._values is not None)
+                      {i: copied[g] for i, copied in copies.items() if g in copied}, self.pools.page_shape(g, tier),
+                      compute, self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
         return View(sum(p.count == 1 for p in pieces), tuple(groups), self._means_of(pieces, compute))

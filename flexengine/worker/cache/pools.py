@@ -52,13 +52,16 @@ class Pools:
         if not sequence.pages:
             shared = sequence.source.pages if sequence.source else [[] for _ in pools]
             sequence.pages = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
-        sequence.copied = [-1] * len(pools)
+        sequence.copied = {}
         for g, (pool, free, held) in enumerate(zip(pools, ids, sequence.pages, strict=True)):
             if (more := pool.held(tokens) - len(held)) > 0:
                 held += free.take(more)
+            if sequence.prompt is None or not sequence.cached:
+                continue
             entry = pool.entry((tokens - 1) // pool.page_tokens)
-            if sequence.cached and free.is_shared(held[entry]):
-                sequence.copied[g] = held[entry] if sequence.cached % pool.page_tokens else -1
+            if free.is_shared(held[entry]):
+                if sequence.cached % pool.page_tokens:
+                    sequence.copied[g] = held[entry]
                 free.give([held[entry]])
                 held[entry : entry + 1] = free.take(1)
 

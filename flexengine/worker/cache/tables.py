@@ -103,7 +103,7 @@ class _Moved:
         self.tokens: list[tuple[int, int, int]] = []  # page in the pool, page in the buffer, place in the page
         self._at = 0
 
-    def add(self, piece: Piece, ids: list[int], copied: int) -> list[int]:
+    def add(self, piece: Piece, ids: list[int], copied: int | None) -> list[int]:
         """Note what the piece loads and stores. Return the buffer's pages for the sequence's page ids.
 
         Args:
@@ -118,14 +118,14 @@ class _Moved:
 
         read, filling = pool.read(piece.start), piece.start // size
         sources = ids
-        if copied >= 0:
+        if copied is not None:
             sources = ids.copy()
             sources[pool.entry(filling)] = copied
         if self.single and piece.count == 1:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
         self.load += _runs(pairs(read, sources))
-        if piece.decodes and self.rows and copied < 0:
+        if piece.decodes and self.rows and copied is None:
             ((far, near),) = pairs(range(filling, filling + 1))
             self.tokens.append((far, near, piece.start % size))
         else:
@@ -134,7 +134,7 @@ class _Moved:
 
 
 def tables_of(
-    batch: Batch, pool: Pool, owned: list[list[int]], copied: list[int], shape: PageShape, device: torch.device,
+    batch: Batch, pool: Pool, owned: list[list[int]], copied: dict[int, int], shape: PageShape, device: torch.device,
     values: bool,
 ) -> Tables:  # fmt: skip
     """Return the tables of a gpu_batch for one group of layers.
@@ -142,7 +142,7 @@ def tables_of(
     Args:
         pool: of the batch's tier.
         owned: page ids of the sequence of each piece, in packed order.
-        copied: the same of `Sequence.copied`.
+        copied: by piece, `Sequence.copied` of this pool if there is one.
         shape: layout of a page.
         device: where attention runs that is not delegated.
         values: whether values are loaded when they are chosen.
@@ -152,11 +152,9 @@ def tables_of(
     here, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
     if batch.cache_home != "device" and not batch.delegated:
-        here = [moved.add(*each) for each in zip(pieces, owned, copied, strict=True)]
-    elif any(page >= 0 for page in copied):
-        filling = [pool.entry(piece.start // pool.page_tokens) for piece in pieces]
-        targets = [ids[i] for ids, i in zip(owned, filling, strict=True)]
-        copies = [(page, to) for page, to in zip(copied, targets, strict=True) if page >= 0]
+        here = [moved.add(piece, owned[i], copied.get(i)) for i, piece in enumerate(pieces)]
+    else:
+        copies = [(page, owned[i][pool.entry(pieces[i].start // pool.page_tokens)]) for i, page in copied.items()]
     ends = [p.start + p.count for p in pieces]
     tables = [pool.table(ids, end) for ids, end in zip(here, ends, strict=True)]
     if moved.keys:
@@ -179,6 +177,8 @@ def tables_of(
 def _kept(pool: Pool, piece: Piece) -> range:
     """Return the positions of the piece's tokens that are written to pages."""
     end = piece.start + piece.count
+    if piece.count == 1:
+        return range(piece.start, end)
     return range(max(piece.start, pool.first_written(piece.start, end) * pool.page_tokens), end)
 
 
