@@ -54,31 +54,31 @@ class PinnedTier(MemoryTier):
             )  # fmt: skip
         self._told = True
 
-    def free(self, home: Home, what: str) -> None:
-        self._unlock(home.place.data_ptr())
-        super().free(home, what)
+    def free(self, region: Home, what: str) -> None:
+        self._unlock(region.place.data_ptr())
+        super().free(region, what)
 
     def _unlock(self, address: int) -> None:
         if address in self._locked:
             self._locked.remove(address)
             unregister(address)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
+    def load(self, region: Home, target: torch.Tensor) -> None:
         if not target.is_cuda:
-            super().load(home, target)
+            super().load(region, target)
             return
-        source, flat = self.view(home), target.view(-1)
+        source, flat = self.view(region), target.view(-1)
         step = max(1, len(source) if source.dtype == flat.dtype else CONVERTED // source.itemsize)
         for part, there in zip(torch.split(source, step), torch.split(flat, step), strict=True):
             there.copy_(part, non_blocking=True)  # the stream's order keeps one piece at a time
-        self.count(read=home.nbytes)
+        self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
+    def store(self, source: torch.Tensor, region: Home) -> None:
         if not source.is_cuda:
-            super().store(source, home)
+            super().store(source, region)
             return
-        self.view(home).copy_(source.view(-1), non_blocking=True)
-        self.count(written=home.nbytes)
+        self.view(region).copy_(source.view(-1), non_blocking=True)
+        self.count(written=region.nbytes)
 
     def close(self) -> None:
         for address in list(self._locked):
@@ -96,18 +96,18 @@ class CudaTier(Tier):
         with self.ledger.booked(size, what):
             return Home(torch.empty(size, dtype=torch.uint8, device="cuda"), 0, nbytes, dtype)
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        place: torch.Tensor = home.place
-        return place[home.start : home.start + home.nbytes].view(home.dtype)
+    def view(self, region: Home) -> torch.Tensor:
+        place: torch.Tensor = region.place
+        return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        target.view(-1).copy_(self.view(home))
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        target.view(-1).copy_(self.view(region))
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self.view(home).copy_(source.view(-1))
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self.view(region).copy_(source.view(-1))
 
 
 def register(room: torch.Tensor) -> str:

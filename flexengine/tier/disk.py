@@ -76,10 +76,10 @@ class DiskTier(Tier):
         self._end += size
         return self._spill, self._end - size
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
         with self._lock:
-            self._free.append((home.start, aligned(home.nbytes)))
+            self._free.append((region.start, aligned(region.nbytes)))
             if not self.ledger.used:
                 self._free, self._end = [], 0
 
@@ -92,7 +92,11 @@ class DiskTier(Tier):
             raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
-        """A home inside a file the user owns; read only, nothing is booked. Raises BadCheckpoint if it is too short."""
+        """Return a region inside a file of the user. It is only read, and no ledger books it.
+
+        Raises:
+            BadCheckpoint: the file cannot be opened, or ends before the region does.
+        """
         with self._lock:
             if path not in self._files:
                 try:
@@ -105,16 +109,16 @@ class DiskTier(Tier):
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
         return Home(file, start, nbytes, dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        self.load_all([(home, target)])
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
-        """Reads neighbouring homes as one run, in file order, while helper threads convert what was read.
+        """Reads neighbouring regions as one run, in file order, while helper threads convert what was read.
 
         Long runs are read by the caller alone: one sequential reader is what the kernel's readahead serves best. Short
         ones (single embedding rows) are spread over the helpers, since each of them waits for the disk.
         """
-        runs = _runs([(home, target.view(-1)) for home, target in pairs])
+        runs = _runs([(region, target.view(-1)) for region, target in pairs])
         short = [run for run in runs if run.nbytes < SHORT]
         long = [run for run in runs if run.nbytes >= SHORT]
         if len(runs) == 1 == len(short):
@@ -127,13 +131,13 @@ class DiskTier(Tier):
             wait(waiting)  # all of them, before an error lets the targets go
         for done in waiting:
             done.result()
-        self.count(read=sum(home.nbytes for home, _ in pairs))
+        self.count(read=sum(region.nbytes for region, _ in pairs))
 
-    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         """Reads the blocks that the rows lie in, and those between rows that are no further apart than GAP."""
-        starts = home.start + rows * width
+        starts = region.start + rows * width
         parts = [(starts[a:b], target[a:b]) for a, b in _together(starts, width)]
-        self._side_by_side([partial(self._read_rows, home.place, *part) for part in parts])
+        self._side_by_side([partial(self._read_rows, region.place, *part) for part in parts])
         self.count(read=target.nbytes)
 
     def _read_rows(self, file: File, starts: torch.Tensor, target: torch.Tensor) -> None:
@@ -216,40 +220,40 @@ class DiskTier(Tier):
             os.posix_fadvise(file.cached, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
-        """Converts those parts of the run's homes that lie in file bytes low .. high, which `buffer` holds."""
-        for home, flat in run.parts:
-            begin, end = max(home.start, low), min(home.start + home.nbytes, high)
+        """Converts those parts of the run's regions that lie in file bytes low .. high, which `buffer` holds."""
+        for region, flat in run.parts:
+            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
             if begin >= end:
                 continue
-            width = home.dtype.itemsize
+            width = region.dtype.itemsize
             source = buffer[begin - low : end - low]
             if source.data_ptr() % width:
                 source = source.clone()
-            at = (begin - home.start) // width
-            load_kernels().convert(source.view(home.dtype), flat[at : at + len(source) // width])
+            at = (begin - region.start) // width
+            load_kernels().convert(source.view(region.dtype), flat[at : at + len(source) // width])
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self._write(source, home)
-        self.count(written=home.nbytes)
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self._write(source, region)
+        self.count(written=region.nbytes)
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
         """Writes by the helpers, side by side, since each write waits for the disk."""
         if len(pairs) < 2:
             return super().store_all(pairs)
-        self._side_by_side([partial(self._write, source, home) for source, home in pairs])
-        self.count(written=sum(home.nbytes for _, home in pairs))
+        self._side_by_side([partial(self._write, source, region) for source, region in pairs])
+        self.count(written=sum(region.nbytes for _, region in pairs))
 
-    def _write(self, source: torch.Tensor, home: Home) -> None:
-        file: File = home.place
+    def _write(self, source: torch.Tensor, region: Home) -> None:
+        file: File = region.place
         if file is not self._spill:
             raise ValueError(f"{file.path} belongs to the user and is never written")
         flat = source.view(-1).view(torch.uint8)
-        size = aligned(home.nbytes)
+        size = aligned(region.nbytes)
         if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
             padded = aligned_buffer(size)
             padded[: flat.numel()].copy_(flat)
             flat = padded
-        write_fully(file, memory(flat), home.start)
+        write_fully(file, memory(flat), region.start)
 
     def close(self) -> None:
         if self._helpers:
@@ -311,20 +315,20 @@ def _together(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
-    """Joins neighbours. A home whose elements straddle chunks (an odd start) is a run of its own, in short pieces."""
+    """Joins neighbours. A region whose elements straddle chunks (an odd start) is a run of its own, in short pieces."""
     runs: list[Run] = []
-    for home, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        end = home.start + home.nbytes
-        if home.start % home.dtype.itemsize:
+    for region, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
+        end = region.start + region.nbytes
+        if region.start % region.dtype.itemsize:
             step = CHUNK // 8
-            for at in range(0, home.nbytes, step):
-                part = home.part(at, min(step, home.nbytes - at))
-                width = home.dtype.itemsize
+            for at in range(0, region.nbytes, step):
+                part = region.part(at, min(step, region.nbytes - at))
+                width = region.dtype.itemsize
                 target = flat[at // width : (at + part.nbytes) // width]
-                runs.append(Run(home.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif runs and runs[-1].file is home.place and runs[-1].end == home.start:
+                runs.append(Run(region.place, part.start, part.start + part.nbytes, [(part, target)]))
+        elif runs and runs[-1].file is region.place and runs[-1].end == region.start:
             runs[-1].end = end
-            runs[-1].parts.append((home, flat))
+            runs[-1].parts.append((region, flat))
         else:
-            runs.append(Run(home.place, home.start, end, [(home, flat)]))
+            runs.append(Run(region.place, region.start, end, [(region, flat)]))
     return runs

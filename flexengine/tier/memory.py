@@ -84,17 +84,17 @@ class MemoryTier(Tier):
         """The memory of a region of `nbytes`, a multiple of ALIGN. what: for errors."""
         return aligned_buffer(nbytes)
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        place: torch.Tensor = home.place
-        return place[home.start : home.start + home.nbytes].view(home.dtype)
+    def view(self, region: Home) -> torch.Tensor:
+        place: torch.Tensor = region.place
+        return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        load_kernels().convert(self.view(home), target.view(-1))
-        self.count(read=home.nbytes)
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        load_kernels().convert(self.view(region), target.view(-1))
+        self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        load_kernels().convert(source.view(-1), self.view(home))
-        self.count(written=home.nbytes)
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        load_kernels().convert(source.view(-1), self.view(region))
+        self.count(written=region.nbytes)

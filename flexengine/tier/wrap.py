@@ -55,37 +55,37 @@ class Throttled(Tier):
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         return self.inner.allocate(nbytes, what, dtype)
 
-    def free(self, home: Home, what: str) -> None:
-        self.inner.free(home, what)
+    def free(self, region: Home, what: str) -> None:
+        self.inner.free(region, what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        return self.inner.view(home)
+    def view(self, region: Home) -> torch.Tensor:
+        return self.inner.view(region)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        self.load_all([(home, target)])
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
         began = time.perf_counter()
         self.inner.load_all(pairs)
-        self._wait("read", sum(home.nbytes for home, _ in pairs), began)
+        self._wait("read", sum(region.nbytes for region, _ in pairs), began)
 
-    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         began = time.perf_counter()
-        self.inner.pick(home, rows, width, target)
+        self.inner.pick(region, rows, width, target)
         self._wait("read", target.nbytes, began)
 
-    def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
+    def put(self, source: torch.Tensor, region: Home, rows: torch.Tensor) -> None:
         began = time.perf_counter()
-        self.inner.put(source, home, rows)
+        self.inner.put(source, region, rows)
         self._wait("write", source.nbytes, began)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self.store_all([(source, home)])
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self.store_all([(source, region)])
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
         began = time.perf_counter()
         self.inner.store_all(pairs)
-        self._wait("write", sum(home.nbytes for _, home in pairs), began)
+        self._wait("write", sum(region.nbytes for _, region in pairs), began)
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
         """See DiskTier.checkpoint."""
