@@ -1,4 +1,4 @@
-"""Tiers around tiers."""
+"""Wrappers around tiers."""
 
 import threading
 import time
@@ -10,15 +10,20 @@ import torch
 from flexengine.tier.base import Home, Tier
 from flexengine.tier.disk import DiskTier
 
-OWED = 1e-4  # seconds; a thread sleeps longer than it means to, by 0.06 ms on an idle core and more on a busy one
+OWED = 1e-4  # seconds; shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, more on a busy one
 
 
 class Throttled(Tier):
-    """A tier behind slower links: real copies, then sleep until a link of that rate would have finished.
+    """A tier behind slower links: each call copies, then sleeps until a link of the given rate would have finished.
 
-    read_rate, write_rate: bytes per second, None for as fast as it goes; latency: seconds that each transfer takes
-    besides. One direction carries one transfer at a time. A transfer that ends less than OWED too early does not sleep:
-    what it owes is added to the next one.
+    Each direction carries one transfer at a time. A transfer that ends at most OWED seconds too early does not sleep:
+    the next transfer sleeps for both.
+
+    Args:
+        inner: the tier that does the copies.
+        read_rate: bytes per second of loads; None for unlimited.
+        write_rate: bytes per second of stores; None for unlimited.
+        latency: seconds added to each transfer.
     """
 
     def __init__(
@@ -27,8 +32,8 @@ class Throttled(Tier):
         self.latency = latency
         self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
         self.rates = {"read": read_rate, "write": write_rate}
-        self._free = {"read": 0.0, "write": 0.0}  # when a direction is free again
-        self._owed = {"read": 0.0, "write": 0.0}  # seconds that its last transfer did not sleep
+        self._free = {"read": 0.0, "write": 0.0}  # time at which a direction is free again
+        self._owed = {"read": 0.0, "write": 0.0}  # seconds that the last transfer of a direction did not sleep
         self._lock = threading.Lock()
 
     @property
@@ -88,9 +93,9 @@ class Throttled(Tier):
         self._wait("write", sum(region.nbytes for _, region in pairs), began)
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
-        """See DiskTier.checkpoint."""
+        """Return a region inside a file of the user; see `DiskTier.checkpoint`."""
         if not isinstance(self.inner, DiskTier):
-            raise TypeError(f"{self.name} is not a disk")
+            raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")
         return self.inner.checkpoint(path, start, nbytes, dtype)
 
     def close(self) -> None:
