@@ -1,4 +1,4 @@
-"""The native kernels: the C++ beside this file, called through ctypes (no GIL)."""
+"""The native kernels: the C++ code in this folder, called through ctypes, which releases the GIL."""
 
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
@@ -14,16 +14,17 @@ from flexengine.kernels import base, build, structs
 from flexengine.kernels.pages import bad_place, bad_sequence
 from flexengine.kernels.reference import ReferenceKernels
 
-STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
+STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 
 
 class NativeKernels(ReferenceKernels):
-    """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
+    """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch.
 
-    simd: vector width in bits the library was compiled for; 0 is the portable code. bf16: whether it multiplies pairs
-    of bf16; where it does not, what is to be rounded to bf16 is, and then multiplied in fp32.
+    Attributes:
+        simd: vector width in bits that the library was compiled for; 0 for portable code.
+        bf16: whether the library multiplies pairs of bf16. If not, numbers are rounded to bf16 and multiplied in fp32.
     """
 
     name = "native"
@@ -114,7 +115,13 @@ class NativeKernels(ReferenceKernels):
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None,
         options: tuple[int, float, float, float], others: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
-        """Calls flex_decode. options: window, topk, scale, softcap; others: out, sinks, lse, chosen."""
+        """Call flex_decode.
+
+        Args:
+            q, pool, tables, lengths, form: as in `decode`.
+            options: (window, topk, scale, softcap).
+            others: (out, sinks, lse, chosen).
+        """
         room = base.check_pool(pool, form)
         q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
         out, *rest = (None if x is None else x.data_ptr() for x in others)
@@ -146,18 +153,18 @@ class NativeKernels(ReferenceKernels):
         base.check_prompt(q, k, v)
         base.check_options(window, softcap, sinks, q.shape[2])
         cached: tuple[int, ...] = (0, 0, 1, 0)
-        places: tuple[int | None, int | None] = (None, None)
+        addresses: tuple[int | None, int | None] = (None, None)
         stored = 0
         if past is not None:
             room, table = base.check_past(q, k, past), _int32(past.table)
             cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
-            places, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
+            addresses, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
         dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
         q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
         call = structs.Prompt(
-            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *places,
+            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *addresses,
             *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, stored, torch.get_num_threads()),
@@ -263,17 +270,17 @@ class NativeKernels(ReferenceKernels):
 
 
 def load_native(*flags: str) -> NativeKernels:
-    """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
+    """Return the native kernels; `flags` are for the compiler. Raise build.BuildFailed if they cannot be built."""
     return NativeKernels(build.load(*flags))
 
 
 def no_memory(what: str, needed: int) -> OutOfMemory:
-    """Return the error for memory that the system refused to a native kernel; its result is not to be used."""
+    """Return the error for a failed allocation of `needed` bytes in a native kernel."""
     return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
 
 
 def _native(*tensors: Tensor) -> bool:
-    """Whether the library can take these: all on the CPU, floats of a known dtype."""
+    """Return whether all tensors are on the CPU, and floats have a dtype that the library supports."""
     return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
 
 
@@ -282,12 +289,12 @@ def _fp32(*tensors: Tensor) -> bool:
 
 
 def _stored(pool: Tensor, form: CacheForm | None) -> int:
-    """enum Dtype of simd.h: floats, or the bits of a code."""
+    """Return the code of a pool's format: enum Dtype of simd.h for floats, enum Codes of codes.h if encoded."""
     return CODES[pool.dtype] if form is None else form.bits * 16
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """The rows [n, k] in bf16, two numbers in the place of one: fp32 [n, (k + 1) // 2]."""
+    """Return the rows [n, k] as pairs of bf16, each pair in the 32 bits of an fp32 number: [n, (k + 1) // 2]."""
     rows = nn.functional.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows
     return rows.bfloat16().contiguous().view(torch.float32)
 
