@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
-from flexengine.kernels import base
+from flexengine.kernels import base, checks
 from flexengine.kernels.pages import read, write
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator
 
@@ -51,7 +51,7 @@ class CudaKernels(ReferenceKernels):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
     ) -> None:
-        room = base.check_append(k, v, pool, pages, offsets, form)
+        room = checks.check_append(k, v, pool, pages, offsets, form)
         step = len(k) if form is None else max(1, BUFFER // (ENCODED * room.kv_heads * room.dim))
         for some in _slices(len(k), step):
             write(k[some], v[some], pool, pages[some], offsets[some], form)
@@ -70,9 +70,9 @@ class CudaKernels(ReferenceKernels):
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, sinks, q.shape[1])
-        base.check_topk(topk, with_lse)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, sinks, q.shape[1])
+        checks.check_topk(topk, with_lse)
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
             tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
@@ -98,9 +98,9 @@ class CudaKernels(ReferenceKernels):
         softcap: float | None = None,
         form: CacheForm | None = None,
     ) -> Tensor:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, None, q.shape[1])
-        base.check_topk(topk)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, None, q.shape[1])
+        checks.check_topk(topk)
         chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
         for part in _parts(tables, room):  # the same parts as in `decode`: products of one shape round equally
@@ -112,7 +112,7 @@ class CudaKernels(ReferenceKernels):
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        base.check_product(x, weight, form, bias, narrow=True)
+        checks.check_product(x, weight, form, bias, narrow=True)
         # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
         fused = self._triton(x.device.type) if not x.is_cuda or is_ampere(x) else None
         rows = x.reshape(-1, form.columns)

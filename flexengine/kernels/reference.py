@@ -9,7 +9,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import ROWS, Packed
-from flexengine.kernels import base
+from flexengine.kernels import base, checks
 from flexengine.kernels.pages import bad_place, bad_sequence, check_pages, read, write
 
 SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
@@ -28,7 +28,7 @@ class ReferenceKernels(base.Kernels):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
     ) -> None:
-        room = base.check_append(k, v, pool, pages, offsets, form)
+        room = checks.check_append(k, v, pool, pages, offsets, form)
         bad = (pages < 0) | (pages >= room.pages) | (offsets < 0) | (offsets >= room.page_tokens)
         if bad.any():
             raise bad_place(int(bad.nonzero()[0]), room)
@@ -48,9 +48,9 @@ class ReferenceKernels(base.Kernels):
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
-        base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, sinks, q.shape[1])
-        base.check_topk(topk, with_lse)
+        checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, sinks, q.shape[1])
+        checks.check_topk(topk, with_lse)
         n, heads, dim = q.shape
         out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
@@ -76,9 +76,9 @@ class ReferenceKernels(base.Kernels):
         softcap: float | None = None,
         form: CacheForm | None = None,
     ) -> Tensor:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, None, q.shape[1])
-        base.check_topk(topk)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, None, q.shape[1])
+        checks.check_topk(topk)
         chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
         for i, (first, scores, _) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
@@ -96,8 +96,8 @@ class ReferenceKernels(base.Kernels):
         sinks: Tensor | None = None,
         past: base.Past | None = None,
     ) -> Tensor:
-        base.check_prompt(q, k, v)
-        base.check_options(window, softcap, sinks, q.shape[2])
+        checks.check_prompt(q, k, v)
+        checks.check_options(window, softcap, sinks, q.shape[2])
         queries, keys = q.shape[1], k.shape[1]
         if past is not None or softcap is not None or sinks is not None:
             first = keys - queries + (0 if past is None else past.length)
@@ -131,7 +131,7 @@ class ReferenceKernels(base.Kernels):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
     ) -> Tensor:
-        base.check_linear(x, weight, bias)
+        checks.check_linear(x, weight, bias)
         x = x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
         step = max(1, WIDENED // max(1, weight.shape[1] * 4))
@@ -143,7 +143,7 @@ class ReferenceKernels(base.Kernels):
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        base.check_product(x, weight, form, bias)
+        checks.check_product(x, weight, form, bias)
         x = _rounded(x, form.codec.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], form.rows))
         blocks = weight.view(form.blocks[0], -1)
@@ -156,22 +156,22 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-        base.check_norm(x, weight)
+        checks.check_norm(x, weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return ((weight.float() + shift) * normed).to(x.dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        base.check_rotate(x, cos, sin)
+        checks.check_rotate(x, cos, sin)
         first, second = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        base.check_gate(gate, up, act)
+        checks.check_gate(gate, up, act)
         return (silu(gate) if act == "silu" else gelu(gate, approximate="tanh")) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
-        base.check_convert(source, target)
+        checks.check_convert(source, target)
         target.copy_(source)
 
 
@@ -243,7 +243,7 @@ def scored(
     form: CacheForm | None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:  # fmt: skip
     """Yield (first position seen, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]) per sequence."""
-    room = base.check_pool(pool, form)
+    room = checks.check_pool(pool, form)
     for i, length in enumerate(lengths.tolist()):
         if not 1 <= length <= tables.shape[1] * room.page_tokens:
             raise bad_sequence(i, room)
@@ -307,7 +307,7 @@ def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past |
     """Yield the K and V that the queries see in blocks of about CACHED elements: cached tokens first, then k and v."""
     width, start = 2 * k.shape[2] * k.shape[3], 0
     if past is not None:
-        room, start = base.check_past(q, k, past), past.length
+        room, start = checks.check_past(q, k, past), past.length
         pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
         if q.device.type == "cpu":  # on a GPU the check would synchronise with the host
             check_pages(pages, room)
