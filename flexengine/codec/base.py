@@ -1,4 +1,4 @@
-"""Encodings of tensors in fewer bytes: what all of them can do, and how codes of a few bits lie in bytes."""
+"""The interface of codecs, which encode matrices in fewer bytes, and the packing of codes of a few bits into bytes."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ BITS = (2, 3, 4, 8)
 
 
 class Part(NamedTuple):
-    """One of the tensors that an encoded tensor consists of."""
+    """Shape and dtype of one tensor of an encoded matrix, which consists of several."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -23,49 +23,63 @@ class Part(NamedTuple):
 
 
 class Codec(ABC):
-    """A form of matrices [rows, columns]; of a weight, rows are output channels and columns inputs; of a KV cache, rows
-    are tokens and columns the elements of a head.
+    """An encoding of matrices [rows, columns].
 
-    Encoding works on fp32 and gives the same bits for the same numbers everywhere; nothing is random.
+    In a weight, rows are output channels and columns inputs. In a KV cache, rows are tokens and columns the elements of
+    a head. Encoding computes in fp32 and is deterministic: equal numbers give equal bits on every machine.
     """
 
     name: str
 
     @abstractmethod
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """The tensors of an encoded matrix. Raises InvalidInput for a shape that this codec cannot hold."""
+        """Return shape and dtype of each tensor of an encoded matrix. Raise InvalidInput for an unsupported shape."""
 
     @abstractmethod
     def encode(self, x: Tensor, importance: Tensor | None = None) -> dict[str, Tensor]:
-        """The encoded matrix, as `parts` says. importance: [columns], how much an error of each column matters; None:
-        all alike. Raises InvalidInput for numbers that are not finite, or beyond what the form can hold."""
+        """Return the tensors of the encoded matrix, named as by `parts`.
+
+        Args:
+            x: [rows, columns].
+            importance: [columns], weight of each column's squared error; None for equal weights.
+
+        Raises:
+            InvalidInput: a number is not finite or beyond the range of the codec.
+        """
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
-        """The matrix in fp32 again, nearly."""
+        """Return the dequantized matrix, fp32 [rows, columns]."""
 
     @abstractmethod
     def slack(self, x: Tensor) -> Tensor:
-        """[rows, columns]: by how much each element of decode(encode(x)) may differ from x at most, where nothing is
-        fitted (no importance, no search)."""
+        """Return the largest possible error of each element after encoding and decoding, [rows, columns].
+
+        The bound holds for codecs that do not fit the range, and without importance.
+        """
 
     def nbytes(self, rows: int, columns: int) -> int:
-        """Bytes of an encoded matrix."""
+        """Return the bytes of an encoded matrix."""
         return sum(part.nbytes for part in self.parts(rows, columns).values())
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of `count` codes; 8 codes must fill whole bytes together."""
+    """Return the bytes of `count` codes; count is a multiple of 8."""
     return count * bits // 8
 
 
 def _word(bits: int) -> tuple[int, int]:
-    """Codes that fill bytes together, and how many bytes."""
+    """Return (codes, bytes) of the smallest number of codes that fills whole bytes."""
     return (8, 3) if bits == 3 else (8 // bits, 1)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """uint8 codes [..., n] below 2^bits into bytes [..., n * bits / 8], the first code lowest. n: a multiple of 8."""
+    """Return codes packed into bytes, the first code in the lowest bits: uint8 [..., n * bits / 8].
+
+    Args:
+        codes: uint8 [..., n], below 2^bits; n is a multiple of 8.
+        bits: of a code.
+    """
     if bits == 8:
         return codes
     each, octets = _word(bits)
@@ -77,7 +91,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The codes again, uint8."""
+    """Return the codes that `pack` packed, uint8 [..., n]."""
     if bits == 8:
         return packed
     each, octets = _word(bits)

@@ -1,7 +1,7 @@
 """Group-wise asymmetric quantisation (FlexGen section 5; systems 1.6): b-bit codes; per group, a scale and a minimum.
 
-x' = minimum + code * scale, both in 16 bits. Codes are rounded against the 16-bit numbers that are kept, not against
-the exact ones; a group of equal numbers has scale 0.
+A dequantized element is minimum + code * scale, with both in fp16. Codes are computed from the rounded fp16 scale and
+minimum, not from the exact ones. A group of equal numbers has scale 0.
 """
 
 from collections.abc import Mapping
@@ -15,15 +15,23 @@ from flexengine.errors import InvalidInput
 
 GROUPS = (8, 16, 32, 64, 128)
 HALF = torch.finfo(torch.float16)
-START, ROUNDS = 0.95, 3  # of a fit: share of the range it begins with; how often codes and range are improved in turn
-ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of a range, cut alike from both ends, tried where there is no time to fit
+START, ROUNDS = 0.95, 3  # a fit starts with this share of the range and improves codes and range this many times
+ALIKE = (1.0, 0.925, 0.85, 0.775)  # shares of the range that the faster search tries, cut equally from both ends
 
 
 @dataclass(frozen=True)
 class Groupwise(Codec):
-    """bits: of a code. group: elements that share a scale. across: groups run down the columns (along the output
-    channel of a weight, the tokens of a KV cache) instead of along the rows. fitted: scale and minimum are those of
-    least squared error for the codes they give, rather than all of the range; alike: the best of ALIKE instead."""
+    """Codec with a scale and a minimum per group of elements.
+
+    Attributes:
+        name: for messages and file names.
+        bits: of a code.
+        group: number of elements that share a scale and a minimum.
+        across: groups run down the columns (along the output channel of a weight, or the tokens of a KV cache) instead
+            of along the rows.
+        fitted: choose scale and minimum for a small squared error, instead of the full range of the group.
+        alike: if fitted, take the best of the ranges in ALIKE, which is faster than a least-squares fit.
+    """
 
     name: str
     bits: int
@@ -58,13 +66,17 @@ class Groupwise(Codec):
         return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}
 
     def fit(self, groups: Tensor, matters: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The codes of fp32 groups [..., group], uint8, and their scales and minima, fp16 [...]. matters: how much an
-        error of each element does. Numbers that are not finite, or beyond fp16, are not looked for."""
+        """Return the codes, uint8 [..., group], scales and minima, fp16 [...], of groups.
+
+        Args:
+            groups: fp32 [..., group]; the caller has checked that all are finite and within fp16.
+            matters: [..., group], weight of each element's squared error; None for equal weights.
+        """
         low, high = groups.amin(-1), groups.amax(-1)
-        scale, minimum = self._kept(low, high)
+        scale, minimum = self._scale_and_minimum(low, high)
         if self.fitted:
-            find = self._best if self.alike else self._fitted
-            scale, minimum = find(groups, matters, low, high)
+            search = self._best if self.alike else self._fitted
+            scale, minimum = search(groups, matters, low, high)
         return self._codes(groups, scale, minimum), scale, minimum
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
@@ -72,7 +84,7 @@ class Groupwise(Codec):
         return self._ungrouped(groups, rows, columns)
 
     def slack(self, x: Tensor) -> Tensor:
-        """Half a step; and, as scale and minimum are rounded to 16 bits, a step's share of that."""
+        """Return half a step, plus the error that rounding scale and minimum to fp16 adds, [rows, columns]."""
         groups = self._grouped(x.float())
         low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
         step = (high - low) / self.levels
@@ -83,10 +95,8 @@ class Groupwise(Codec):
     def levels(self) -> int:
         return int(2**self.bits - 1)
 
-    # Groups.
-
     def _grouped(self, x: Tensor) -> Tensor:
-        """[lines, groups, group]; what is missing of the last group repeats the last element."""
+        """Return x as [lines, groups, group]; copies of the last element fill up the last group."""
         lines = x.T if self.across else x
         missing = -lines.shape[1] % self.group
         if missing:
@@ -97,10 +107,8 @@ class Groupwise(Codec):
         lines = groups.flatten(-2)
         return lines[:, :rows].T if self.across else lines[:, :columns]
 
-    # A group's numbers.
-
-    def _kept(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and minimum in the 16 bits that are kept."""
+    def _scale_and_minimum(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and minimum, fp16, that cover the range from `low` to `high`."""
         minimum = low.half()
         levels = low.new_full((), self.levels, dtype=torch.float32)  # see kernels.reference.rounded_codes
         return ((high - minimum.float()).clamp(min=0) / levels).half(), minimum
@@ -112,10 +120,13 @@ class Groupwise(Codec):
         return codes.round().clamp(0, self.levels).to(torch.uint8)
 
     def _fitted(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """Rounds to codes, draws the line of least squares through (code, number), rounds again, and so on."""
+        """Return scale and minimum of a least-squares fit.
+
+        Each round computes the codes, then fits a line through the points (code, number).
+        """
         weights = torch.ones_like(groups) if matters is None else matters + 1e-12
         total, cut = weights.sum(-1), (1 - START) / 2 * (high - low)
-        scale, minimum = self._kept(low + cut, high - cut)
+        scale, minimum = self._scale_and_minimum(low + cut, high - cut)
         for _ in range(ROUNDS):
             codes = self._codes(groups, scale, minimum).float()
             centre, mean = (codes * weights).sum(-1) / total, (groups * weights).sum(-1) / total
@@ -127,12 +138,12 @@ class Groupwise(Codec):
         return scale, minimum
 
     def _best(self, groups: Tensor, matters: Tensor | None, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-        """The scale and minimum with the least squared error over the group, of the ranges tried."""
-        best_scale, best_minimum = self._kept(low, high)
+        """Return scale and minimum of the range in ALIKE with the least squared error over the group."""
+        best_scale, best_minimum = self._scale_and_minimum(low, high)
         best = self._error(groups, matters, best_scale, best_minimum)
         for share in ALIKE[1:]:
             cut = (1 - share) / 2 * (high - low)
-            scale, minimum = self._kept(low + cut, high - cut)
+            scale, minimum = self._scale_and_minimum(low + cut, high - cut)
             error = self._error(groups, matters, scale, minimum)
             better = error < best
             best = torch.where(better, error, best)

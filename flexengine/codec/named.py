@@ -1,4 +1,4 @@
-"""Codecs by name: of weights as users give them, and of papers, to compare with."""
+"""Codecs by name: WEIGHTS, which users select, and CACHES, the codecs of papers for comparison."""
 
 from typing import NamedTuple
 
@@ -7,8 +7,13 @@ from flexengine.codec.groupwise import Groupwise
 
 
 class KV(NamedTuple):
-    """How papers store keys and values; what jobs do is codec.cache. window: the newest tokens of a sequence, which
-    stay as they are until there are so many: groups of keys that run along the tokens are encoded when they are full.
+    """Codecs of keys and values from papers. Jobs use codec.cache instead.
+
+    Attributes:
+        keys: codec of K.
+        values: codec of V.
+        window: tokens per group of keys that runs along the tokens. The newest tokens of a sequence stay unencoded
+            until a group is full.
     """
 
     keys: Codec
@@ -16,7 +21,7 @@ class KV(NamedTuple):
     window: int = 1
 
 
-# flexgen4: systems 1.6, groups along the output channel; the others along the input, where errors cost less.
+# flexgen4 (systems 1.6) groups along the output channel; the others along the input, where errors do less harm.
 WEIGHTS: dict[str, Groupwise] = {
     codec.name: codec
     for codec in (
@@ -28,17 +33,17 @@ WEIGHTS: dict[str, Groupwise] = {
     )
 }
 
-EDGES = Groupwise("int8", 8, 64)  # embedding and output projection, wherever the layers are encoded
+EDGES = Groupwise("int8", 8, 64)  # codec of the embedding and the output projection if the layers are encoded
 
 
 def _kivi(bits: int) -> KV:
-    """Keys by channel, values by token (KIVI, arXiv 2402.02750, section 3)."""
+    """Return codecs that group keys by channel and values by token (KIVI, arXiv 2402.02750, section 3)."""
     name = f"kivi{bits}"
     return KV(Groupwise(name, bits, 32, across=True), Groupwise(name, bits, 32), window=32)
 
 
 def _by_token(name: str, bits: int) -> KV:
-    """Both along the elements of a head, token by token (FlexGen)."""
+    """Return codecs that group keys and values along the elements of a head, token by token (FlexGen)."""
     return KV(Groupwise(name, bits, 64), Groupwise(name, bits, 64))
 
 

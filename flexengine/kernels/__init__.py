@@ -1,4 +1,4 @@
-"""What base.Kernels says, by several means: `load()` gives the best there is, `load_for()` that of a device."""
+"""Implementations of `base.Kernels`: `load` returns the fastest one for the CPU, `load_for` the one for a device."""
 
 import os
 import warnings
@@ -18,7 +18,7 @@ __all__ = ["CudaKernels", "Kernels", "ReferenceKernels", "choice", "load", "load
 
 
 def load_for(device: torch.device) -> Kernels:
-    """The kernels for tensors on a device. FLEXENGINE_KERNELS=reference asks for plain torch on a GPU too."""
+    """Return the kernels for tensors on a device. FLEXENGINE_KERNELS=reference selects plain torch, on a GPU too."""
     return load() if device.type == "cpu" else _load_cuda()
 
 
@@ -29,13 +29,13 @@ def _load_cuda() -> Kernels:
 
 
 def load() -> Kernels:
-    """The native kernels, or with one warning the plain torch ones where they cannot be built. Decided once a process,
-    whichever threads call first.
+    """Return the native kernels, or after one warning the plain torch kernels if the native ones cannot be built.
 
-    The environment variable FLEXENGINE_KERNELS=reference asks for the latter.
+    The choice is made once per process, also if several threads call at the same time. The environment variable
+    FLEXENGINE_KERNELS=reference selects the plain torch kernels.
 
     Raises:
-        InvalidInput: the variable has another value, or torch has no oneDNN.
+        InvalidInput: the variable has another value than native or reference, or torch was built without oneDNN.
     """
     with _loading:
         return _load()
@@ -47,8 +47,8 @@ _loading = Lock()
 @cache
 def _load() -> Kernels:
     if not has_onednn():
-        raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, whose products alone are the same in"
-                           " every batch; install a build that has it, as pip's for Linux do")  # fmt: skip
+        raise InvalidInput(f"torch {torch.__version__} was built without oneDNN, and only oneDNN's products are"
+                           " independent of the batch; install a build with oneDNN, as pip's for Linux")  # fmt: skip
     if choice() == "reference":
         return ReferenceKernels()
     try:
@@ -59,8 +59,8 @@ def _load() -> Kernels:
 
 
 def choice() -> str:
-    """Return which kernels FLEXENGINE_KERNELS names; empty for the best. Raises InvalidInput for another value."""
+    """Return the value of FLEXENGINE_KERNELS, "" if it is not set. Raise InvalidInput if it names no kernels."""
     name = os.environ.get("FLEXENGINE_KERNELS", "")
     if name not in ("", "native", "reference"):
-        raise InvalidInput(f"FLEXENGINE_KERNELS is {name!r}; it may be native or reference")
+        raise InvalidInput(f"FLEXENGINE_KERNELS is {name!r}; set it to native or reference, or unset it")
     return name

@@ -1,4 +1,4 @@
-"""Building what is native: C++ is compiled on first use, and kept in the cache."""
+"""Build of the native kernels: the C++ sources are compiled on first use, and the library is stored in the cache."""
 
 import atexit
 import contextlib
@@ -24,20 +24,27 @@ from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
-         "-ffp-contract=off")  # else the compiler fuses a * b + c here and not there, and a result depends on the batch
-SECONDS = 300  # that a compiler may take
-QUIET = 5  # seconds of waiting for another process before it is told of
+         "-ffp-contract=off")  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
+SECONDS = 300  # limit of one compiler run
+QUIET = 5  # seconds of waiting for another process before a message says so
 
 log = logging.getLogger(__name__)
 
 
 class BuildFailed(Exception):
-    """No usable library; the message says why in one line."""
+    """The library could not be built; the message gives the reason in one line."""
 
 
 def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
-    """The library of these sources (default: the kernels'), built if the cache lacks it. flags: for the compiler,
-    besides FLAGS. Raises BuildFailed."""
+    """Return the library built from `sources`; it is compiled if the cache does not hold it.
+
+    Args:
+        flags: for the compiler, in addition to FLAGS.
+        sources: C++ files; default: those of the kernels.
+
+    Raises:
+        BuildFailed: no compiler could build the library.
+    """
     compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
     problems = []
     for compiler in filter(None, compilers):
@@ -51,8 +58,11 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
 
 
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
-    """The library; what a crash left of it is built anew, and a compiler that knows no -march=native does without,
-    with a warning."""
+    """Return the loaded library.
+
+    If the compiler does not support -march=native, the flag is left out, with a warning. If the cached file cannot be
+    loaded, as after a crash, it is built again.
+    """
     try:
         library = _build(compiler, flags, sources)
     except BuildFailed as error:
@@ -68,17 +78,17 @@ def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> cty
 
 
 def openmp_runtime() -> str | None:
-    """The OpenMP library torch brought into this process; linking against it keeps one thread pool, not two."""
+    """Return the path of the OpenMP library that torch loaded. Linking it gives one thread pool instead of two."""
     try:
         maps = Path("/proc/self/maps").read_text()
     except OSError:
         return None
-    found = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
-    return found[1] if found else None
+    match = re.search(r"(/\S*/lib(?:gomp|iomp5|omp)\b[^/\s]*\.so\S*)$", maps, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _folder() -> Path:
-    """Return the folder to build libraries in: a private one for this process where the cache cannot be written."""
+    """Return the folder to build libraries in: a temporary one of this process if the cache cannot be written."""
     try:
         folder = cache_root() / "kernels"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -93,29 +103,32 @@ def _folder() -> Path:
 
 
 def _cpu() -> str:
-    """What -march=native depends on."""
+    """Return a text that identifies the CPU type, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
 
 
 def _code(sources: Sequence[Path]) -> str:
-    headers = sorted(Path(__file__).parent.glob("*.h"))  # which other sources include, too
+    headers = sorted(Path(__file__).parent.glob("*.h"))  # sources other than the kernels' include them too
     return "\0".join(path.read_text() for path in (*sources, *headers))
 
 
 @cache
 def version() -> str:
-    """Of what the kernels compute, to the last bit: another one for any other source."""
+    """Return a hash of the kernels' sources. Kernels of the same version compute bitwise the same results."""
     return hashlib.sha256(_code(SOURCES).encode()).hexdigest()[:12]
 
 
 def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Path:
-    """The library's path. It is written under a temporary name and renamed, so processes may race to build it; they
-    need not, where one can wait for another."""
+    """Return the path of the library, after compiling it if it is missing.
+
+    The file is written under a temporary name and renamed, so several processes can build it at the same time. A lock
+    on the folder avoids this where the file system supports locks.
+    """
     built_by = _run([*compiler, "--version"])
     openmp = openmp_runtime()
     key = hashlib.sha256("\0".join([_code(sources), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
@@ -133,9 +146,11 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
 
 @contextlib.contextmanager
 def _alone(library: Path) -> Iterator[None]:
-    """While no other process builds in the same folder; but only for so long as building it may take, or not at all
-    where folders cannot be locked."""
-    folder, began, told = os.open(library.parent, os.O_RDONLY), time.monotonic(), False
+    """Lock the library's folder while the block runs, so that one process builds and the others wait for the library.
+
+    The block runs without the lock after SECONDS of waiting, or if the folder cannot be locked.
+    """
+    folder, began, announced = os.open(library.parent, os.O_RDONLY), time.monotonic(), False
     try:
         while not library.exists():
             try:
@@ -145,8 +160,8 @@ def _alone(library: Path) -> Iterator[None]:
                 waited = time.monotonic() - began
                 if waited > SECONDS:
                     break
-                if waited > QUIET and not told:
-                    told = True
+                if waited > QUIET and not announced:
+                    announced = True
                     log.warning("waiting for another process that builds kernels: it has locked %s; after %s s they are"
                                 " built here as well", library.parent, SECONDS)  # fmt: skip
                 time.sleep(0.05)
@@ -175,17 +190,17 @@ def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], ope
 
 
 def _run(*commands: list[str]) -> str:
-    """What the commands print, run side by side. Raises BuildFailed with the first error."""
+    """Run the commands at the same time and return their joined output. Raise BuildFailed with the first error."""
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
     try:
-        said = [process.communicate(timeout=SECONDS) for process in running]
+        outputs = [process.communicate(timeout=SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
-    for process, (_, problems) in zip(running, said, strict=True):
+    for process, (_, errors) in zip(running, outputs, strict=True):
         if process.returncode:
-            lines = problems.strip().splitlines()
+            lines = errors.strip().splitlines()
             lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
             raise BuildFailed(lines[0])
-    return "".join(out for out, _ in said)
+    return "".join(out for out, _ in outputs)

@@ -1,4 +1,4 @@
-"""The native kernels: the C++ beside this file, called through ctypes (no GIL)."""
+"""The native kernels: the C++ code in this folder, called through ctypes, which releases the GIL."""
 
 import ctypes
 from ctypes import c_int32, c_int64, c_void_p
@@ -10,20 +10,21 @@ from torch import Tensor, nn
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.kernels import base, build, structs
+from flexengine.kernels import base, build, checks, structs
 from flexengine.kernels.pages import bad_place, bad_sequence
 from flexengine.kernels.reference import ReferenceKernels
 
-STREAM = 2 << 20  # bytes; a converted target from this size on bypasses the cache
+STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
 CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 COMPUTES: dict[str | None, int] = {None: 0, "bf16": 1, "int8": 2}  # enum Compute of encoded.h
 
 
 class NativeKernels(ReferenceKernels):
-    """See base.Kernels. Tensors on other devices or of other dtypes than fp32, bf16 and fp16 take the reference path.
+    """Kernels in C++, see base.Kernels. Tensors on a GPU, or of other dtypes than fp32, bf16, fp16, use plain torch.
 
-    simd: vector width in bits the library was compiled for; 0 is the portable code. bf16: whether it multiplies pairs
-    of bf16; where it does not, what is to be rounded to bf16 is, and then multiplied in fp32.
+    Attributes:
+        simd: vector width in bits that the library was compiled for; 0 for portable code.
+        bf16: whether the library multiplies pairs of bf16. If not, numbers are rounded to bf16 and multiplied in fp32.
     """
 
     name = "native"
@@ -50,7 +51,7 @@ class NativeKernels(ReferenceKernels):
     ) -> None:
         if not _native(k, v, pool, pages, offsets):
             return super().append(k, v, pool, pages, offsets, form)
-        room = base.check_append(k, v, pool, pages, offsets, form)
+        room = checks.check_append(k, v, pool, pages, offsets, form)
         k, v, pages, offsets = _rows(k), _rows(v), _int32(pages), _int32(offsets)
         call = structs.Append(
             *(x.data_ptr() for x in (k, v, pool, pages, offsets)),
@@ -77,9 +78,9 @@ class NativeKernels(ReferenceKernels):
     ) -> Any:
         if not _native(q, pool, tables, lengths):
             return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse)
-        base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, sinks, q.shape[1])
-        base.check_topk(topk, with_lse)
+        checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, sinks, q.shape[1])
+        checks.check_topk(topk, with_lse)
         n, heads, dim = q.shape
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty((n, heads, dim), dtype=q.dtype)
@@ -102,9 +103,9 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:
         if not _native(q, pool, tables, lengths):
             return super().choose(q, pool, tables, lengths, scale, topk, window, softcap, form)
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, None, q.shape[1])
-        base.check_topk(topk)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, None, q.shape[1])
+        checks.check_topk(topk)
         chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool)
         options = (window or 0, topk, scale, softcap or 0.0)
         self._attend(q, pool, tables, lengths, form, options, (None, None, None, chosen))
@@ -114,8 +115,14 @@ class NativeKernels(ReferenceKernels):
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None,
         options: tuple[int, float, float, float], others: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
-        """Calls flex_decode. options: window, topk, scale, softcap; others: out, sinks, lse, chosen."""
-        room = base.check_pool(pool, form)
+        """Call flex_decode.
+
+        Args:
+            q, pool, tables, lengths, form: as in `decode`.
+            options: (window, topk, scale, softcap).
+            others: (out, sinks, lse, chosen).
+        """
+        room = checks.check_pool(pool, form)
         q, tables, lengths = _rows(q), _int32(tables), _int32(lengths)
         out, *rest = (None if x is None else x.data_ptr() for x in others)
         call = structs.Decode(
@@ -143,21 +150,21 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:
         if not _native(q, k, v, *(() if past is None else past[:2])):
             return super().attend_prompt(q, k, v, scale, window, softcap, sinks, past)
-        base.check_prompt(q, k, v)
-        base.check_options(window, softcap, sinks, q.shape[2])
+        checks.check_prompt(q, k, v)
+        checks.check_options(window, softcap, sinks, q.shape[2])
         cached: tuple[int, ...] = (0, 0, 1, 0)
-        places: tuple[int | None, int | None] = (None, None)
+        addresses: tuple[int | None, int | None] = (None, None)
         stored = 0
         if past is not None:
-            room, table = base.check_past(q, k, past), _int32(past.table)
+            room, table = checks.check_past(q, k, past), _int32(past.table)
             cached = (past.length, room.pages, room.page_tokens, 0 if past.form is None else past.form.group)
-            places, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
+            addresses, stored = (past.pool.data_ptr(), table.data_ptr()), _stored(past.pool, past.form)
         dtype, (batch, queries, heads, dim), (keys, kv_heads) = q.dtype, q.shape, k.shape[1:3]
         q, k, v = (_rows(x.float()) for x in (q, k, v))
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out = torch.empty(q.shape, dtype=torch.float32, device="cpu")
         call = structs.Prompt(
-            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *places,
+            *(x.data_ptr() for x in (q, k, v)), None if sinks is None else sinks.data_ptr(), out.data_ptr(), *addresses,
             *(batch, queries, keys, heads, kv_heads, dim, window or 0, *cached),
             *(x.stride(i) for x in (q, k, v) for i in range(3)),
             *(scale, softcap or 0.0, stored, torch.get_num_threads()),
@@ -165,7 +172,7 @@ class NativeKernels(ReferenceKernels):
         status = self._prompt(ctypes.addressof(call))
         if status > 0:
             assert past is not None
-            raise bad_sequence(0, base.check_pool(past.pool, past.form))
+            raise bad_sequence(0, checks.check_pool(past.pool, past.form))
         if status < 0:
             raise no_memory("scratch memory of one thread for prompt attention", -status)
         return out.to(dtype)
@@ -180,7 +187,7 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:
         if not _native(x, weight) or x.shape[-1:] == (0,):
             return super().linear(x, weight, bias, compute)
-        base.check_linear(x, weight, bias)
+        checks.check_linear(x, weight, bias)
         rows, pairs = x.reshape(-1, x.shape[-1]), 0
         if compute == "bf16":
             pairs = int(self.bf16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0)
@@ -201,7 +208,7 @@ class NativeKernels(ReferenceKernels):
     ) -> Tensor:
         if not _native(x, weight) or form.columns == 0:
             return super().product(x, weight, form, bias, compute)
-        base.check_product(x, weight, form, bias)
+        checks.check_product(x, weight, form, bias)
         rows = x.reshape(-1, form.columns)
         if compute == "bf16":
             rows = _pairs(rows) if self.bf16 else rows.bfloat16().float()
@@ -222,7 +229,7 @@ class NativeKernels(ReferenceKernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
         if not _fp32(x, weight) or x.numel() == 0:
             return super().rms_norm(x, weight, eps, shift)
-        base.check_norm(x, weight)
+        checks.check_norm(x, weight)
         rows, weight = _rows(x.reshape(-1, x.shape[-1])), weight.contiguous()
         out = torch.empty(x.shape, dtype=torch.float32, device="cpu")
         call = structs.Norm(
@@ -235,7 +242,7 @@ class NativeKernels(ReferenceKernels):
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if not _fp32(x, cos, sin) or cos.shape[0] != 1 or x.shape[0] != 1:
             return super().rotate(x, cos, sin)
-        base.check_rotate(x, cos, sin)
+        checks.check_rotate(x, cos, sin)
         x, cos, sin = _rows(x), cos.contiguous(), sin.contiguous()
         _, heads, tokens, dim = x.shape
         out = torch.empty((1, tokens, heads, dim), dtype=torch.float32, device="cpu")
@@ -249,7 +256,7 @@ class NativeKernels(ReferenceKernels):
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
         if not _fp32(gate, up) or not (gate.is_contiguous() and up.is_contiguous()):
             return super().gate(gate, up, act)
-        base.check_gate(gate, up, act)
+        checks.check_gate(gate, up, act)
         call = structs.Gate(gate.data_ptr(), up.data_ptr(), gate.numel(), base.ACTS.index(act), torch.get_num_threads())
         self._gate(ctypes.addressof(call))
         return gate
@@ -257,23 +264,23 @@ class NativeKernels(ReferenceKernels):
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
         if not _native(source, target) or source.dtype not in CODES or target.dtype not in CODES:
             return super().convert(source, target)
-        base.check_convert(source, target)
+        checks.check_convert(source, target)
         codes = CODES[source.dtype], CODES[target.dtype]
         self._convert(source.data_ptr(), target.data_ptr(), source.numel(), *codes, STREAM, threads)
 
 
 def load_native(*flags: str) -> NativeKernels:
-    """The native kernels, built if the cache lacks them. flags: for the compiler. Raises build.BuildFailed."""
+    """Return the native kernels; `flags` are for the compiler. Raise build.BuildFailed if they cannot be built."""
     return NativeKernels(build.load(*flags))
 
 
 def no_memory(what: str, needed: int) -> OutOfMemory:
-    """Return the error for memory that the system refused to a native kernel; its result is not to be used."""
+    """Return the error for a failed allocation of `needed` bytes in a native kernel."""
     return OutOfMemory("device", what, needed, remedy="lower --device-mem, or end what else takes memory")
 
 
 def _native(*tensors: Tensor) -> bool:
-    """Whether the library can take these: all on the CPU, floats of a known dtype."""
+    """Return whether all tensors are on the CPU, and floats have a dtype that the library supports."""
     return all(x.device.type == "cpu" and (x.dtype in CODES or not x.dtype.is_floating_point) for x in tensors)
 
 
@@ -282,12 +289,12 @@ def _fp32(*tensors: Tensor) -> bool:
 
 
 def _stored(pool: Tensor, form: CacheForm | None) -> int:
-    """enum Dtype of simd.h: floats, or the bits of a code."""
+    """Return the code of a pool's format: enum Dtype of simd.h for floats, enum Codes of codes.h if encoded."""
     return CODES[pool.dtype] if form is None else form.bits * 16
 
 
 def _pairs(rows: Tensor) -> Tensor:
-    """The rows [n, k] in bf16, two numbers in the place of one: fp32 [n, (k + 1) // 2]."""
+    """Return the rows [n, k] as pairs of bf16, each pair in the 32 bits of an fp32 number: [n, (k + 1) // 2]."""
     rows = nn.functional.pad(rows, (0, 1)) if rows.shape[1] % 2 else rows
     return rows.bfloat16().contiguous().view(torch.float32)
 

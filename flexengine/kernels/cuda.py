@@ -1,4 +1,4 @@
-"""Kernels on a GPU: Triton's where it can be had, else batched torch; no host synchronisation in either."""
+"""Kernels for a GPU, in Triton if it works there, else in batched torch. Neither synchronises with the host."""
 
 import functools
 import os
@@ -12,22 +12,23 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import Packed
-from flexengine.kernels import base
+from flexengine.kernels import base, checks
 from flexengine.kernels.pages import read, write
 from flexengine.kernels.reference import ReferenceKernels, capped, denominator
 
-# Bytes that a kernel holds at once beside its arguments, its result and 8-bit codes of x; more only where one row, or
-# one sequence, needs more. plan.gpu books as much.
+# Limit in bytes of a kernel's scratch memory, without arguments, result and 8-bit codes of x. A kernel takes more only
+# if one row, or one sequence, needs more. plan.gpu reserves the same amount.
 BUFFER = 2**26
-GATHERED = 32  # of them, per element of K and V that is gathered and decoded: six fp32 copies and 8 bytes of codes
-ENCODED = 48  # per element that is encoded: the copies that a fit makes
-MULTIPLIED = 32  # per element of x that is rounded to 8 bits, in fp32
+GATHERED = 32  # bytes of scratch per element of K and V that is gathered: six fp32 copies and 8 bytes of codes
+ENCODED = 48  # bytes of scratch per element that is encoded: the copies that a fit makes
+MULTIPLIED = 32  # bytes of scratch per element of x that is rounded to 8 bits, in fp32
 
 
 class CudaKernels(ReferenceKernels):
-    """See base.Kernels. Page tables are trusted: checking them would make the GPU wait for the host at every layer.
+    """Kernels for a GPU, see base.Kernels. Page tables are not checked, as a check would stall the GPU in every layer.
 
-    fused: use Triton's kernels for what they do, on a GPU and, with TRITON_INTERPRET=1, on a CPU.
+    Args:
+        fused: use the Triton kernels where they apply, on a GPU or, with TRITON_INTERPRET=1, on a CPU.
     """
 
     name = "cuda"
@@ -37,9 +38,9 @@ class CudaKernels(ReferenceKernels):
         self._fused = fused
 
     def numerics(self) -> str:
-        """What decides the last bits of results."""
-        found = self._triton("cuda")
-        return "cuda, torch alone" if found is None else f"cuda, triton {found.attention.version()}"
+        """Return a text that names the implementation, which determines the last bits of results."""
+        fused = self._triton("cuda")
+        return "cuda, torch alone" if fused is None else f"cuda, triton {fused.attention.version()}"
 
     def _triton(self, kind: str) -> "Fused | None":
         return fused_kernels(kind) if self._fused else None
@@ -50,7 +51,7 @@ class CudaKernels(ReferenceKernels):
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
     ) -> None:
-        room = base.check_append(k, v, pool, pages, offsets, form)
+        room = checks.check_append(k, v, pool, pages, offsets, form)
         step = len(k) if form is None else max(1, BUFFER // (ENCODED * room.kv_heads * room.dim))
         for some in _slices(len(k), step):
             write(k[some], v[some], pool, pages[some], offsets[some], form)
@@ -69,9 +70,9 @@ class CudaKernels(ReferenceKernels):
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, sinks, q.shape[1])
-        base.check_topk(topk, with_lse)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, sinks, q.shape[1])
+        checks.check_topk(topk, with_lse)
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
             tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
@@ -97,12 +98,12 @@ class CudaKernels(ReferenceKernels):
         softcap: float | None = None,
         form: CacheForm | None = None,
     ) -> Tensor:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, None, q.shape[1])
-        base.check_topk(topk)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, None, q.shape[1])
+        checks.check_topk(topk)
         chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
-        for part in _parts(tables, room):  # those of decode: products of one shape round alike
+        for part in _parts(tables, room):  # the same parts as in `decode`: products of one shape round equally
             pages = read(pool, tables[part].long(), form, values=False).float()
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
@@ -111,7 +112,7 @@ class CudaKernels(ReferenceKernels):
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        base.check_product(x, weight, form, bias, narrow=True)
+        checks.check_product(x, weight, form, bias, narrow=True)
         # Before Ampere Triton multiplies without tensor cores, and cannot multiply 8-bit codes.
         fused = self._triton(x.device.type) if not x.is_cuda or is_ampere(x) else None
         rows = x.reshape(-1, form.columns)
@@ -133,16 +134,18 @@ def is_ampere(x: Tensor) -> bool:
 
 
 def has_grouped_product(x: Tensor) -> bool:
-    """Return whether torch multiplies groups of rows like `x` by a matrix each in one call that waits for nothing: bf16
-    on GPUs of compute capability 9 and 10. Elsewhere torch's own fallback reads the groups' sizes on the host."""
+    """Return whether torch multiplies groups of rows of `x` by one matrix per group without synchronisation.
+
+    This holds for bf16 on GPUs of compute capability 9 and 10. Elsewhere torch reads the groups' sizes on the host.
+    """
     return x.is_cuda and x.dtype == torch.bfloat16 and torch.cuda.get_device_capability(x.device)[0] in (9, 10)
 
 
 def sum_in_fp32() -> None:
-    """Let torch multiply fp32 as it is on a GPU and sum 16-bit products in fp32, for the whole process.
+    """Set torch to multiply fp32 on a GPU without TF32 and to sum 16-bit products in fp32, for the whole process.
 
-    cuDNN's attention is switched off: it makes a plan for every length of prompts, which takes tens of milliseconds,
-    and keeps it for one thread, while every job has lanes of its own.
+    cuDNN's attention is disabled: it builds a plan for every prompt length, which takes tens of milliseconds, and
+    caches the plan per thread, while every job has its own lane threads.
     """
     matmul = torch.backends.cuda.matmul
     matmul.allow_tf32 = matmul.allow_bf16_reduced_precision_reduction = False
@@ -151,7 +154,7 @@ def sum_in_fp32() -> None:
 
 
 class Fused(NamedTuple):
-    """The modules with Triton's kernels."""
+    """The modules that contain Triton kernels."""
 
     attention: ModuleType
     codes: ModuleType
@@ -159,7 +162,7 @@ class Fused(NamedTuple):
 
 @functools.cache
 def fused_kernels(kind: str) -> Fused | None:
-    """Triton's kernels, if they run on tensors of devices of that kind; a GPU that must do without is told of once."""
+    """Return the Triton kernels if they run on devices of this kind; else None, with one warning for a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind != "cuda" and not (kind == "cpu" and interpreted):
         return None
@@ -167,7 +170,7 @@ def fused_kernels(kind: str) -> Fused | None:
         from flexengine.kernels import triton_attention, triton_codes
 
         triton_attention.probe(torch.device(kind))
-    except Exception as error:  # no triton; no compiler for its launchers; a GPU it knows nothing of
+    except Exception as error:  # Triton is not installed, has no compiler for its launchers, or lacks this GPU
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"kernels run in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)
         return None
@@ -175,44 +178,46 @@ def fused_kernels(kind: str) -> Fused | None:
 
 
 def _parts(tables: Tensor, room: base.Room) -> Iterator[slice]:
-    """Sequences that are gathered together."""
+    """Return slices of the sequences, each of which needs at most BUFFER bytes of gathered K and V."""
     one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * GATHERED
     return _slices(len(tables), max(1, BUFFER // max(1, one)))
 
 
 def _slices(count: int, step: int) -> Iterator[slice]:
-    """`count` things, `step` at a time."""
-    return (slice(at, min(count, at + step)) for at in range(0, count, max(1, step)))
+    """Return slices of at most `step` items that cover `count` items."""
+    return (slice(low, min(count, low + step)) for low in range(0, count, max(1, step)))
 
 
 def _scores(
     q: Tensor, pages: Tensor, lengths: Tensor, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim], and which tokens a sequence sees, [n, tokens].
+    """Return scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim] and the mask of seen tokens [n, tokens].
 
-    pages: [n, pages, 2, kv_heads, page_tokens, dim] of each sequence side by side, padded to the longest; of K alone
-    the 2 is 1, and what is returned as V means nothing.
+    Args:
+        q, lengths, scale, window: as in `Kernels.decode`.
+        pages: gathered pages [n, pages, 2, kv_heads, page_tokens, dim], padded to the longest sequence. If they hold K
+            only, the third dimension is 1, and the V returned must not be used.
     """
     n, heads, dim = q.shape
     both = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     k, v = both[0], both[-1]
     scores = q.float().reshape(n, k.shape[1], heads // k.shape[1], dim) @ k.transpose(2, 3) * scale
-    at, end = torch.arange(k.shape[2], device=q.device), lengths[:, None]
-    return scores, v, at < end if window is None else (at < end) & (at >= end - window)
+    token, end = torch.arange(k.shape[2], device=q.device), lengths[:, None]
+    return scores, v, token < end if window is None else (token < end) & (token >= end - window)
 
 
 def _weighed(
     scores: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, topk: float | None
 ) -> tuple[Tensor, Tensor]:
-    """The attention's result [n, heads, dim] in fp32 and the log of its denominator [n, heads]."""
+    """Return the result of attention, fp32 [n, heads, dim], and the log of its denominator, fp32 [n, heads]."""
     n, kv_heads, _, dim = (*scores.shape[:3], v.shape[-1])
     scores = _masked(scores, seen)
     lse = denominator(scores, sinks)
     weights = torch.exp(scores - lse.view(n, kv_heads, -1, 1))
-    wanted = seen[:, None, None] if topk is None else _largest(scores, seen, topk)
-    # What lies beyond a sequence's end may be anything, NaN too, and 0 * NaN is NaN.
-    v = v.masked_fill(~wanted.any(2)[..., None], 0.0)
-    return (weights.masked_fill(~wanted, 0.0) @ v).reshape(n, -1, dim), lse
+    used = seen[:, None, None] if topk is None else _largest(scores, seen, topk)
+    # V after a sequence's end may be NaN, and 0 * NaN is NaN.
+    v = v.masked_fill(~used.any(2)[..., None], 0.0)
+    return (weights.masked_fill(~used, 0.0) @ v).reshape(n, -1, dim), lse
 
 
 def _masked(scores: Tensor, seen: Tensor) -> Tensor:
@@ -220,11 +225,11 @@ def _masked(scores: Tensor, seen: Tensor) -> Tensor:
 
 
 def _largest(scores: Tensor, seen: Tensor, topk: float) -> Tensor:
-    """reference.largest for sequences side by side: bool like scores."""
+    """Return the mask of `reference.largest` for a batch of sequences, bool of the shape of `scores`."""
     ends = seen.shape[1] - 1 - seen.flip(1).int().argmax(1)  # the query's own position
     own = torch.arange(seen.shape[1], device=seen.device) == ends[:, None]
     past = scores.masked_fill(own[:, None, None], float("-inf"))
     rank = past.sort(dim=-1, descending=True, stable=True).indices.argsort(-1)
     count = (topk * (seen.sum(1) - 1).double()).floor()
-    wanted: Tensor = (rank < count[:, None, None, None]) & seen[:, None, None] | own[:, None, None]
-    return wanted
+    mask: Tensor = (rank < count[:, None, None, None]) & seen[:, None, None] | own[:, None, None]
+    return mask

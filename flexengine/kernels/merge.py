@@ -1,4 +1,4 @@
-"""Attention over a cache that lies in several places: each computes its part, and the parts are joined here."""
+"""Merge of attention results over disjoint parts of a KV cache, which lie on different devices."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,16 @@ from torch import Tensor
 
 
 def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
-    """The attention over the union of disjoint sets of keys and values, from that over each.
+    """Return attention over the union of disjoint sets of keys and values, from the results over each set.
 
-    outs: [n, heads, head_dim] each; lses: fp32 [n, heads] each, the logs of the softmaxes' denominators, as
-        Kernels.decode returns them with_lse. -inf: no keys at all; such a part's result is not looked at. Sinks may
-        join one of the parts only. The merged log is torch.logsumexp of them.
-    Returns [n, heads, head_dim] in the parts' dtype, summed in fp32.
+    Args:
+        outs: [n, heads, head_dim] per set.
+        lses: fp32 [n, heads] per set, logs of the softmax denominators, as Kernels.decode returns them with_lse; -inf
+            for a set without keys, whose `outs` is ignored. Sinks may be part of one set's denominator only.
+
+    Returns:
+        [n, heads, head_dim] in the dtype of `outs`, summed in fp32. The log of the merged denominator is
+        torch.logsumexp of `lses`.
     """
     logs = torch.stack(list(lses)).float()
     shares = torch.exp(logs - torch.logsumexp(logs, 0))[..., None]

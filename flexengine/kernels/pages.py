@@ -1,4 +1,4 @@
-"""Pages of a KV pool in plain torch: written, read and checked."""
+"""Writing, reading and checking pages of a KV pool in plain torch."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ def bad_sequence(i: int, room: base.Room) -> InvalidInput:
 
 
 def bad_place(t: int, room: base.Room) -> InvalidInput:
-    """Return the error for token t, whose page or offset the pool does not have."""
+    """Return the error for token t, whose page or offset lies outside the pool."""
     return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
 
 
@@ -50,6 +50,6 @@ def read(pool: Tensor, pages: Tensor, form: CacheForm | None, values: bool = Tru
 
 
 def check_pages(pages: Tensor, room: base.Room) -> None:
-    """Raise InvalidInput unless the pool has all these pages."""
+    """Raise InvalidInput if a page number is outside the pool."""
     if ((pages < 0) | (pages >= room.pages)).any():
         raise bad_sequence(0, room)

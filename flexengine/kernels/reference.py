@@ -1,4 +1,4 @@
-"""The kernels in plain torch, on any device: what runs where the native ones cannot be built, and their measure."""
+"""The kernels in plain torch, for any device: the fallback if the native ones cannot be built, and their reference."""
 
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -9,32 +9,32 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
 from flexengine.codec.cache import CacheForm
 from flexengine.codec.packed import ROWS, Packed
-from flexengine.kernels import base
+from flexengine.kernels import base, checks
 from flexengine.kernels.pages import bad_place, bad_sequence, check_pages, read, write
 
-SCORES = 2**21  # fp32 scores held at once by the explicit path: 8 MiB
-EXPLICIT = 21  # most bytes held per score: itself, its query, value, sum and product in fp32, and its mask
-CACHED = 2**20  # elements of K and V that the explicit path reads at once
-DECODED = 24  # most bytes held per element of these: fp32, and what unpacking codes takes
+SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
+EXPLICIT = 21  # maximum bytes per score: the score, its query, value, sum and product in fp32, and its mask
+CACHED = 2**20  # number of elements of K and V that the blockwise path reads at once
+DECODED = 24  # maximum bytes per element of K and V: fp32 copies and scratch for unpacking codes
 BLOCK = 128  # queries per call on a CPU
-WIDENED = 16 << 20  # bytes of a 16-bit weight widened at a time
+WIDENED = 16 << 20  # bytes of fp32 copies of a weight at a time
 
 
 class ReferenceKernels(base.Kernels):
-    """See base.Kernels."""
+    """Kernels in plain torch, see base.Kernels."""
 
     name = "reference"
 
     def append(
         self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
     ) -> None:
-        room = base.check_append(k, v, pool, pages, offsets, form)
+        room = checks.check_append(k, v, pool, pages, offsets, form)
         bad = (pages < 0) | (pages >= room.pages) | (offsets < 0) | (offsets >= room.page_tokens)
         if bad.any():
             raise bad_place(int(bad.nonzero()[0]), room)
         write(k, v, pool, pages, offsets, form)
 
-    def decode(  # type: ignore[override]  # not overloaded again: what it returns is what base says
+    def decode(  # type: ignore[override]  # the overloads of the base class are not repeated
         self,
         q: Tensor,
         pool: Tensor,
@@ -48,19 +48,19 @@ class ReferenceKernels(base.Kernels):
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
-        base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, sinks, q.shape[1])
-        base.check_topk(topk, with_lse)
+        checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, sinks, q.shape[1])
+        checks.check_topk(topk, with_lse)
         n, heads, dim = q.shape
         out = torch.empty((n, heads, dim), dtype=q.dtype, device=q.device)
         lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
         for i, (_, scores, v) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
-            wanted = None if topk is None else largest(scores, topk)
+            used = None if topk is None else largest(scores, topk)
             lse[i] = denominator(scores, sinks)
             weights = _softmax(scores.view(heads, 1, -1), sinks).view(scores.shape)
-            if wanted is not None:
-                weights = weights.masked_fill(~wanted, 0.0)
-                v = v.masked_fill(~wanted.any(1)[..., None], 0.0)  # may be anything, NaN too, and 0 * NaN is NaN
+            if used is not None:
+                weights = weights.masked_fill(~used, 0.0)
+                v = v.masked_fill(~used.any(1)[..., None], 0.0)  # unused V may be NaN, and 0 * NaN is NaN
             out[i] = (weights @ v).view(heads, dim).to(q.dtype)
         return (out, lse) if with_lse else out
 
@@ -76,9 +76,9 @@ class ReferenceKernels(base.Kernels):
         softcap: float | None = None,
         form: CacheForm | None = None,
     ) -> Tensor:
-        room = base.check_decode(q, pool, tables, lengths, form)
-        base.check_options(window, softcap, None, q.shape[1])
-        base.check_topk(topk)
+        room = checks.check_decode(q, pool, tables, lengths, form)
+        checks.check_options(window, softcap, None, q.shape[1])
+        checks.check_topk(topk)
         chosen = torch.zeros((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
         for i, (first, scores, _) in enumerate(scored(q, pool, tables, lengths, scale, window, softcap, form)):
@@ -96,8 +96,8 @@ class ReferenceKernels(base.Kernels):
         sinks: Tensor | None = None,
         past: base.Past | None = None,
     ) -> Tensor:
-        base.check_prompt(q, k, v)
-        base.check_options(window, softcap, sinks, q.shape[2])
+        checks.check_prompt(q, k, v)
+        checks.check_options(window, softcap, sinks, q.shape[2])
         queries, keys = q.shape[1], k.shape[1]
         if past is not None or softcap is not None or sinks is not None:
             first = keys - queries + (0 if past is None else past.length)
@@ -109,8 +109,8 @@ class ReferenceKernels(base.Kernels):
         causal = queries == keys and (window is None or window >= keys)
         if causal and (queries <= BLOCK or not cpu):
             return out.copy_(_sdpa(q, k, v, None, scale, self.fuses_groups(q)).transpose(1, 2))
-        # Blocks of queries skip the keys that none of them sees: 512 tokens, 32 heads over 4, head_dim 128 on 2 cores:
-        # is_causal 23.7 ms, blocks of 256 18.4 ms, of 128 16.5 ms.
+        # A block of queries skips the keys that none of its queries sees. Times for 512 tokens, 32 heads over 4,
+        # head_dim 128 on 2 cores: is_causal 23.7 ms, blocks of 256 18.4 ms, of 128 16.5 ms.
         block = BLOCK if cpu else 1024
         for begin in range(0, queries, block):
             end = min(queries, begin + block)
@@ -122,7 +122,7 @@ class ReferenceKernels(base.Kernels):
         return out
 
     def fuses_groups(self, q: Tensor) -> bool:
-        """Return whether torch's fused attention takes queries like q with fewer heads of keys and values."""
+        """Return whether torch's fused attention supports grouped-query attention for queries like q."""
         return True
 
     def prompt_scratch(self, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -131,7 +131,7 @@ class ReferenceKernels(base.Kernels):
     def linear(
         self, x: Tensor, weight: Tensor, bias: Tensor | None = None, compute: Literal["bf16"] | None = None
     ) -> Tensor:
-        base.check_linear(x, weight, bias)
+        checks.check_linear(x, weight, bias)
         x = x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], weight.shape[0]))
         step = max(1, WIDENED // max(1, weight.shape[1] * 4))
@@ -143,7 +143,7 @@ class ReferenceKernels(base.Kernels):
     def product(
         self, x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None = None, compute: base.Compute | None = None
     ) -> Tensor:
-        base.check_product(x, weight, form, bias)
+        checks.check_product(x, weight, form, bias)
         x = _rounded(x, form.codec.group) if compute == "int8" else x if compute is None else x.bfloat16().float()
         out = x.new_empty((*x.shape[:-1], form.rows))
         blocks = weight.view(form.blocks[0], -1)
@@ -151,36 +151,44 @@ class ReferenceKernels(base.Kernels):
         for low in range(0, len(blocks), step):
             run = slice(low * ROWS, min(form.rows, (low + step) * ROWS))
             decoded = Packed(form.codec, run.stop - run.start, form.columns).decode(blocks[low : low + step])
-            # oneDNN takes a thousand times as long where rows are cut off from longer ones
+            # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
             out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
-        base.check_norm(x, weight)
+        checks.check_norm(x, weight)
         wide = x.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
         return ((weight.float() + shift) * normed).to(x.dtype)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        base.check_rotate(x, cos, sin)
+        checks.check_rotate(x, cos, sin)
         first, second = x.chunk(2, dim=-1)
         return x * cos[:, None] + torch.cat((-second, first), dim=-1) * sin[:, None]
 
     def gate(self, gate: Tensor, up: Tensor, act: str) -> Tensor:
-        base.check_gate(gate, up, act)
+        checks.check_gate(gate, up, act)
         return (silu(gate) if act == "silu" else gelu(gate, approximate="tanh")) * up
 
     def convert(self, source: Tensor, target: Tensor, threads: int = 1) -> None:
-        base.check_convert(source, target)
+        checks.check_convert(source, target)
         target.copy_(source)
 
 
 def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, all fp32. x [..., k], weight [n, k], bias [n]; returns [..., n].
+    """Return x @ weight.T + bias, all fp32.
 
-    On a CPU a row's result is bit for bit the same whatever other rows there are: oneDNN computes every row alike as
-    soon as there are two. MKL does not, and is slower: on AMD Zen 5 (2048 x 8192, 16 / 512 rows) it does 91 / 208,
-    oneDNN 218 / 467 GFLOP/s.
+    On a CPU a row's result is bitwise the same for any other rows: oneDNN computes each of two or more rows in the same
+    way. MKL does not, and is slower: on AMD Zen 5 (2048 x 8192, 16 / 512 rows) MKL reaches 91 / 208 GFLOP/s, oneDNN
+    218 / 467 GFLOP/s.
+
+    Args:
+        x: [..., k].
+        weight: [n, k].
+        bias: [n], or None.
+
+    Returns:
+        [..., n].
     """
     if x.device.type != "cpu" or not x.numel():
         return linear(x, weight, bias)
@@ -192,28 +200,28 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def _rounded(x: Tensor, group: int) -> Tensor:
-    """x to 8 bits, symmetric, per group of columns, and back. What is not finite makes its group NaN."""
+    """Return x rounded to symmetric 8-bit codes per group of columns, dequantized; NaN if a group is not finite."""
     codes, scale = rounded_codes(nn.functional.pad(x, (0, -x.shape[-1] % group)), group)
     return (codes * scale).flatten(-2)[..., : x.shape[-1]]
 
 
 def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Whole numbers from -127 to 127, [..., groups, group], and their scales [..., groups, 1], of x [..., columns].
+    """Return integer codes from -127 to 127, [..., groups, group], and scales [..., groups, 1], of x [..., columns].
 
-    A scale is NaN where its group has numbers that are not finite; the codes there may be.
+    The scale of a group with a number that is not finite is NaN; codes of this group may be NaN.
     """
     groups = x.reshape(*x.shape[:-1], x.shape[-1] // group, group)
-    most = groups.new_full((), 127)  # a number instead would be a product with its reciprocal on a GPU: other codes
-    scale = groups.abs().amax(-1, keepdim=True) / most
+    limit = groups.new_full((), 127)  # on a GPU, division by a Python number multiplies by its reciprocal: other codes
+    scale = groups.abs().amax(-1, keepdim=True) / limit
     codes = torch.where(scale > 0, groups / scale, 0.0).round().clamp(-127, 127)
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def few_sizes(rows: int) -> int:
-    """The least size a product is computed with for so many rows.
+    """Return the number of rows, at least `rows`, to which a product is padded.
 
-    oneDNN keeps code and tables of some 300 kB for every size it has met, of up to 1024, so they should be few; and it
-    computes a single row in another way.
+    oneDNN caches about 300 kB of code and tables per number of rows, for up to 1024 of them, so there should be few.
+    The result is at least 2, as oneDNN computes a single row in another way.
     """
     if rows <= 16:
         return max(2, 1 << (rows - 1).bit_length())
@@ -222,7 +230,7 @@ def few_sizes(rows: int) -> int:
 
 
 def has_onednn() -> bool:
-    """Whether this torch has oneDNN's product."""
+    """Return whether torch was built with oneDNN's product."""
     try:
         torch.ops.mkldnn._linear_pointwise(torch.zeros(2, 2), torch.zeros(2, 2), None, "none", [], "")
     except (RuntimeError, AttributeError):
@@ -234,8 +242,8 @@ def scored(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
     form: CacheForm | None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:  # fmt: skip
-    """Of each sequence: the first position it sees, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]."""
-    room = base.check_pool(pool, form)
+    """Yield (first position seen, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]) per sequence."""
+    room = checks.check_pool(pool, form)
     for i, length in enumerate(lengths.tolist()):
         if not 1 <= length <= tables.shape[1] * room.page_tokens:
             raise bad_sequence(i, room)
@@ -252,27 +260,27 @@ def scored(
 
 
 def capped(scores: Tensor, softcap: float | None) -> Tensor:
-    """The scores after the soft cap, if there is one."""
+    """Return softcap * tanh(scores / softcap), or the scores if softcap is None."""
     return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Log of the softmax's denominator: [..., heads] of capped scores [..., kv_heads, heads / kv_heads, S]."""
+    """Return the log of the softmax's denominator, [..., heads], of capped scores [..., kv_heads, group, S]."""
     total = torch.logsumexp(scores, -1).flatten(-2)
     return total if sinks is None else torch.logaddexp(total, sinks.float())
 
 
 def largest(scores: Tensor, topk: float) -> Tensor:
-    """Which of the positions [..., S] `decode` multiplies with V: see there. The last one is the query's own."""
+    """Return the mask, bool [..., S], of the positions whose V `decode` uses with topk. The last one is always used."""
     past = scores[..., :-1]
     order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
-    wanted = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
-    wanted[..., -1] = True
-    return wanted
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
+    mask[..., -1] = True
+    return mask
 
 
 def _visible(positions: range, keys: range, window: int | None, device: torch.device) -> Tensor:
-    """Return which keys the queries at some positions see: bool [positions, keys]."""
+    """Return the mask of the keys that queries at `positions` see, bool [positions, keys]."""
     position = torch.arange(positions.start, positions.stop, device=device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=device)[None]
     mask = key <= position
@@ -280,10 +288,10 @@ def _visible(positions: range, keys: range, window: int | None, device: torch.de
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, grouped: bool) -> Tensor:
-    """Torch's fused attention. q [B, heads, T, d]; k, v [B, kv_heads, S, d]; no mask means causal."""
-    # On a CPU enable_gqa stays on the flash path and needs no copy: 16.5 ms with blocks, expanded k and v 17.5 ms.
-    # On CUDA a masked call with it leaves the fused kernels, and scores of all queries and keys would be held at once.
-    # There, and where `grouped` is false, k and v are expanded.
+    """Return torch's fused attention of q [B, heads, T, d] over k, v [B, kv_heads, S, d]; causal if mask is None."""
+    # On a CPU enable_gqa uses the flash path without copies: 16.5 ms with blocks, 17.5 ms with expanded k and v. On
+    # CUDA a masked call with enable_gqa does not use the fused kernels and would hold the scores of all queries and
+    # keys. So k and v are expanded for a masked call on CUDA, and if `grouped` is false.
     group = q.shape[1] // k.shape[1]
     if group > 1 and (not grouped or (mask is not None and q.device.type != "cpu")):
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -292,23 +300,23 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, gr
     )
 
 
-Keys = Iterator[tuple[range, Tensor, Tensor]]  # positions, and their K and V [B, keys, kv_heads, dim]
+Keys = Iterator[tuple[range, Tensor, Tensor]]  # (positions, K, V) with K and V [B, keys, kv_heads, dim]
 
 
 def _keys(q: Tensor, k: Tensor, v: Tensor, window: int | None, past: base.Past | None) -> Keys:
-    """Yield all that the queries see in blocks of about CACHED elements: cached tokens first, then k and v."""
+    """Yield the K and V that the queries see in blocks of about CACHED elements: cached tokens first, then k and v."""
     width, start = 2 * k.shape[2] * k.shape[3], 0
     if past is not None:
-        room, start = base.check_past(q, k, past), past.length
+        room, start = checks.check_past(q, k, past), past.length
         pages, P = past.table[: -(-start // room.page_tokens)].long(), room.page_tokens
-        if q.device.type == "cpu":  # a GPU would wait for it
+        if q.device.type == "cpu":  # on a GPU the check would synchronise with the host
             check_pages(pages, room)
-        first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # position that is seen
+        first = max(0, start + k.shape[1] - q.shape[1] + 1 - window) if window else 0  # first position seen
         step = max(1, CACHED // (width * P))
         for page in range(first // P, len(pages), step):
             positions = range(page * P, min((page + step) * P, start))
-            found = read(past.pool, pages[page : page + step], past.form).permute(1, 0, 3, 2, 4).flatten(1, 2)
-            yield positions, found[:1, : len(positions)], found[1:, : len(positions)]
+            both = read(past.pool, pages[page : page + step], past.form).permute(1, 0, 3, 2, 4).flatten(1, 2)
+            yield positions, both[:1, : len(positions)], both[1:, : len(positions)]
     step = max(1, CACHED // max(1, k.shape[0] * width))
     for low in range(0, k.shape[1], step):
         high = min(low + step, k.shape[1])
@@ -320,7 +328,7 @@ def _blockwise(
 ) -> Tensor:
     """Return attention of the queries [B, T, heads, dim] at positions first, first + 1, ...
 
-    Softmax and sums are updated with one block of keys after the other (online softmax, arXiv 1805.02867), in fp32.
+    Softmax and sums are updated block by block of keys (online softmax, arXiv 1805.02867), in fp32.
     """
     batch, count, heads, dim = q.shape
     acc = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -350,7 +358,7 @@ def _blockwise(
 
 
 def _softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Return weights of capped scores [..., heads, T, S]; overwrites the scores."""
+    """Return the softmax weights of capped scores [..., heads, T, S], with sinks. May overwrite the scores."""
     if sinks is None:
         return torch.softmax(scores, -1)
     sink = sinks.float()[:, None, None]

@@ -1,4 +1,4 @@
-"""The argument structs of the native kernels, field by field as in the C++ headers beside this file."""
+"""Argument structs of the native kernels, with the same fields as in the C++ headers in this folder."""
 
 import ctypes
 from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
@@ -99,8 +99,8 @@ def check(library: ctypes.CDLL) -> None:
     for name, struct in STRUCTS.items():
         size_of = getattr(library, f"flex_{name}_size")
         size_of.restype = c_int64
-        if (there := size_of()) != (here := ctypes.sizeof(struct)):
+        if (native := size_of()) != (python := ctypes.sizeof(struct)):
             raise RuntimeError(
-                f"the argument struct of flex_{name} has {there} bytes in the native kernels but {here} in"
+                f"the argument struct of flex_{name} has {native} bytes in the native kernels but {python} in"
                 f" {__name__}.{struct.__name__}; give both the same fields"
             )

@@ -1,11 +1,12 @@
-"""Decode attention over a paged cache in Triton: what base.Kernels.decode does without topk.
+"""Decode attention over a paged cache in Triton: base.Kernels.decode without topk.
 
-A sequence's tokens are cut at multiples of SPAN. One program weighs one span's V for the query heads of one kv head, so
-that a page is read once for all of them; a second kernel merges a sequence's spans in order. So a sequence's result
-depends on nothing but itself, and one long sequence still keeps all of a GPU busy.
+A sequence's tokens are cut into spans at multiples of SPAN. One program computes attention over one span for the query
+heads of one kv head, so that a page is read once for all of them. A second kernel merges the spans of a sequence in
+order. So a sequence's result is independent of the batch, and one long sequence still uses the whole GPU.
 
-Encoded K and V are decoded in registers: as a byte holds `each` codes, whose elements lie apart (codec.cache), a row's
-columns stand in the order (byte, code of the byte), and so do those of q and of the result until it is stored.
+Encoded K and V are dequantized in registers. A byte holds several codes, whose elements are not neighbours (see
+codec.cache). So the kernel orders the columns of a row by (byte, code in the byte), those of q too, and those of the
+result until it is stored.
 """
 
 from dataclasses import asdict, dataclass
@@ -18,20 +19,30 @@ from torch import Tensor
 from flexengine.codec.cache import CacheForm
 from flexengine.kernels.base import Room
 
-SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, is 1/80 of the KV it stands for
-WIDEST = 256  # elements of a head, for want of registers
+SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, has 1/80 of the bytes of the span's KV
+WIDEST = 256  # maximum elements of a head, limited by registers
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-HEADS = 64  # query heads of a program at most
-BUFFER = 2**26  # bytes held at once beside arguments and results, as kernels.cuda says
-EVERYTHING = 2**31 - 1  # a window that hides nothing
+HEADS = 64  # maximum query heads of a program
+BUFFER = 2**26  # bytes of scratch memory, see BUFFER in kernels.cuda
+EVERYTHING = 2**31 - 1  # tokens; a window that includes all tokens
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a kernel is compiled for: the fields are its constants of these names.
+    """Compile-time constants of span_kernel, which has parameters of the same names.
 
-    BITS: 0, or of a code. CODED: columns of a group of codes, else all. COLUMNS: of a row, a power of two. ROWS: query
-    heads, TOKENS: tokens of a tile. DOT: multiplied by tensor cores, else by sums along a row. NARROW: in 16 bits.
+    Attributes:
+        KV_HEADS: key/value heads.
+        GROUP: query heads per kv head.
+        PAGE: tokens of a page.
+        DIM: elements of a head.
+        BITS: of a code; 0 for a plain pool.
+        CODED: columns of a group of codes; all columns for a plain pool.
+        COLUMNS: columns of a row, a power of two.
+        ROWS: query heads of a tile.
+        TOKENS: tokens of a tile.
+        DOT: multiply by tensor cores, else by sums along a row.
+        NARROW: multiply in 16 bits.
     """
 
     KV_HEADS: int
@@ -48,15 +59,23 @@ class Tiles:
 
     @property
     def warps(self) -> int:
-        """Of a program. In 4 warps Triton 3.6 spills hundreds of bytes of fp32 tiles, in 8 none."""
+        """Warps of a program. For fp32 tiles, Triton 3.6 spills hundreds of bytes with 4 warps, and none with 8."""
         return 8 if self.DOT and not self.NARROW else 4
 
 
 def tiles(room: Room, heads: int, form: CacheForm | None, q: torch.dtype, pool: torch.dtype) -> Tiles | None:
-    """How to compute attention of `heads` query heads, or None for what the kernel does not do.
+    """Return the constants for attention of `heads` query heads; None if the kernel does not support the case.
 
-    One query head to a kv head is summed in fp32. More go through tensor cores: in 16 bits if q has them and the pool
-    the same ones or codes, which then are decoded to q's dtype; else in fp32 (without TF32, so by ordinary units).
+    A single query head per kv head is summed in fp32. Several are multiplied by tl.dot: in 16 bits if q has 16 bits and
+    the pool the same dtype or codes, which are then dequantized to q's dtype; else in fp32, without TF32 and so without
+    tensor cores.
+
+    Args:
+        room: sizes of the pool.
+        heads: query heads.
+        form: format of an encoded pool; None for a plain one.
+        q: dtype of the queries.
+        pool: dtype of the pool.
     """
     known = q in FLOATS and (form is not None or pool in FLOATS)
     if not known or room.dim > WIDEST:
@@ -78,15 +97,20 @@ def decode(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
     sinks: Tensor | None, tile: Tiles,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The result and the logs of the denominators, of what was checked. tile: what `tiles` gave."""
+    """Return the result, [n, heads, head_dim], and the logs of the denominators, fp32 [n, heads].
+
+    Args:
+        q, pool, tables, lengths, scale, window, softcap, sinks: as in `Kernels.decode`, already checked.
+        tile: the constants that `tiles` returned.
+    """
     n, heads, dim = q.shape
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty((n, heads), dtype=torch.float32, device=q.device)
     spans = max(1, triton.cdiv(tables.shape[1] * tile.PAGE, SPAN))
     q, tables, lengths = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, tables, lengths))
     step = max(1, BUFFER // (heads * spans * (dim + 1) * 4))
-    for at in range(0, n, step):
-        some = slice(at, at + step)
+    for low in range(0, n, step):
+        some = slice(low, low + step)
         part = q[some]
         partial = torch.empty((len(part), heads, spans, dim), dtype=torch.float32, device=q.device)
         partial_lse = torch.empty((len(part), heads, spans), dtype=torch.float32, device=q.device)
@@ -101,12 +125,12 @@ def decode(
             *common, partial if sinks is None else sinks, out[some], lse[some], spans, seen, heads, DIM=dim,
             COLUMNS=triton.next_power_of_2(dim), SINKS=sinks is not None, SPAN=SPAN, num_warps=1,
         )  # fmt: skip
-        del partial, partial_lse, common  # before the next are made
+        del partial, partial_lse, common  # free them before the next ones are allocated
     return out, lse
 
 
 def probe(device: torch.device) -> None:
-    """Runs a kernel once; raises whatever hinders it."""
+    """Run a kernel once, and raise the error that prevents it on this device."""
     pool, one = torch.zeros(1, 2, 1, 16, 16, device=device), torch.ones(1, dtype=torch.int32, device=device)
     tile = tiles(Room(1, 1, 16, 16), 1, None, pool.dtype, pool.dtype)
     assert tile is not None
@@ -116,19 +140,21 @@ def probe(device: torch.device) -> None:
 
 
 def version() -> str:
+    """Return the version of Triton."""
     return str(triton.__version__)
 
 
-@triton.jit(do_not_specialize=["table", "spans", "window"])  # they change as sequences grow
+@triton.jit(do_not_specialize=["table", "spans", "window"])  # these change as sequences grow
 def span_kernel(
     q_at, pool_at, halves_at, tables_at, lengths_at, partial_at, lse_at, q_token, q_head, table, spans, scale, window,
     softcap, CAPPED: tl.constexpr, SPAN: tl.constexpr, WIDEN: tl.constexpr, KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, BITS: tl.constexpr, CODED: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, DOT: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and kv head, span, block of query heads): attention over what the sequence sees of the span.
+    """Compute attention over the tokens of one span. Program: (sequence and kv head, span, block of query heads).
 
-    partial_at: fp32 [n, heads, spans, dim]; lse_at: fp32 [n, heads, spans]. Spans it sees none of stay unwritten.
+    Writes partial_at, fp32 [n, heads, spans, dim], and lse_at, fp32 [n, heads, spans]. Spans without a token that the
+    sequence sees are not written.
     """
     sequence, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     span = tl.program_id(1)
@@ -171,7 +197,7 @@ def span_kernel(
         total = total * fade + tl.sum(weights, 1)
         if not DOT:
             fresh = tl.sum(v * tl.reshape(weights, (TOKENS,))[:, None], 0)[None, :]
-        elif NARROW:  # a weight as the sum of two numbers in 16 bits, so that it is not rounded to one
+        elif NARROW:  # each weight as a sum of two 16-bit numbers, so that no precision is lost
             upper = weights.to(v.dtype)
             fresh = _dot(upper, v, WIDEN) + _dot((weights - upper.to(tl.float32)).to(v.dtype), v, WIDEN)
         else:
@@ -190,17 +216,17 @@ def _read(
     pool_at, halves_at, panel, offset, seen, dtype: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     BITS: tl.constexpr, CODED: tl.constexpr, COLUMNS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Rows [TOKENS, COLUMNS] of K or V in dtype, zeros where nothing is seen: there a pool may hold anything, NaN too.
+    """Return rows [TOKENS, COLUMNS] of K or V in dtype; zeros for tokens not seen, where the pool may hold NaN.
 
-    panel: int64 [TOKENS], counted from the pool's start. offset: of a token in its page.
+    panel: int64 [TOKENS], number of the panel from the start of the pool. offset: of each token in its page.
     """
     if BITS == 0:
         column = tl.arange(0, COLUMNS)
         start = panel * (PAGE * DIM) + offset * DIM
-        found = tl.load(
+        stored = tl.load(
             pool_at + start[:, None] + column[None, :], mask=seen[:, None] & (column < DIM)[None, :], other=0.0
         )
-        rows = found.to(dtype)
+        rows = stored.to(dtype)
     else:
         ROW: tl.constexpr = DIM * BITS // 8
         GROUPS: tl.constexpr = DIM // CODED
@@ -209,9 +235,9 @@ def _read(
         row = start + offset * ROW
         codes = tl.load(pool_at + row[:, None] + byte[None, :], mask=seen[:, None] & (byte < ROW)[None, :], other=0)
         half = (start + PAGE * ROW) // 2 + offset
-        there = seen[:, None] & (group < GROUPS)[None, :]
-        scale = tl.load(halves_at + half[:, None] + group[None, :] * PAGE, mask=there, other=0.0)
-        minimum = tl.load(halves_at + half[:, None] + (group + GROUPS)[None, :] * PAGE, mask=there, other=0.0)
+        valid = seen[:, None] & (group < GROUPS)[None, :]
+        scale = tl.load(halves_at + half[:, None] + group[None, :] * PAGE, mask=valid, other=0.0)
+        minimum = tl.load(halves_at + half[:, None] + (group + GROUPS)[None, :] * PAGE, mask=valid, other=0.0)
         if BITS == 4:
             codes = tl.join(codes & 15, codes >> 4)
         elif BITS == 2:
@@ -224,7 +250,7 @@ def _read(
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
-    """Sums in fp32. WIDEN: Triton's interpreter cannot multiply bf16; products of 16-bit numbers are exact in fp32."""
+    """Return a @ b with fp32 sums. WIDEN is for Triton's interpreter, which cannot multiply bf16."""
     if WIDEN:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -235,7 +261,7 @@ def merge_kernel(
     lengths_at, partial_at, partial_lse_at, sinks_at, out_at, lse_at, spans, window, heads, DIM: tl.constexpr,
     COLUMNS: tl.constexpr, SINKS: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence and head): its spans' results, and its sink, as one."""
+    """Merge the results of a sequence's spans, and its sink, into one result. Program: (sequence and head)."""
     row = tl.program_id(0)
     length = tl.load(lengths_at + row // heads)
     column = tl.arange(0, COLUMNS)
@@ -259,4 +285,4 @@ def merge_kernel(
     tl.store(out_at + row * DIM + column, (summed / total).to(out_at.dtype.element_ty), mask=column < DIM)
 
 
-INTERPRETED = not isinstance(span_kernel, triton.runtime.JITFunction)  # TRITON_INTERPRET=1: on a CPU, for tests
+INTERPRETED = not isinstance(span_kernel, triton.runtime.JITFunction)  # TRITON_INTERPRET=1 runs on a CPU, for tests

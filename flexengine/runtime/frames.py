@@ -1,17 +1,17 @@
-"""Variables that errors keep alive through the frames of their tracebacks."""
+"""Release of the variables that an error keeps alive through the frames of its traceback."""
 
 import traceback
 
 
 def forget_variables(error: BaseException) -> None:
-    """Clear the local variables of all ended frames in the tracebacks of `error` and of the errors before it.
+    """Clear the local variables of all ended frames in the tracebacks of `error` and of its causes and contexts.
 
     Tensors in such variables would live as long as the error, and a variable that leads back to the error (a `Done`)
     would close a reference cycle. The traceback still prints as before.
     """
     seen: set[int] = set()
-    at: BaseException | None = error
-    while at is not None and id(at) not in seen:
-        seen.add(id(at))
-        traceback.clear_frames(at.__traceback__)
-        at = at.__cause__ or at.__context__
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        traceback.clear_frames(current.__traceback__)
+        current = current.__cause__ or current.__context__

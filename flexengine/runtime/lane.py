@@ -1,4 +1,4 @@
-"""Lanes: serial resources that run tasks. The only place with CUDA streams, and with threads that run tasks."""
+"""Lanes: serial resources that run tasks. Only this module uses CUDA streams, and threads that run tasks."""
 
 import contextlib
 import queue
@@ -17,8 +17,8 @@ class Mark:
     """A point in time on a lane whose work ends before its call returns.
 
     Attributes:
-        seconds: of time.perf_counter. To be read only when `passed` is true.
-        passed: whether the lane has come to this point.
+        seconds: of time.perf_counter; read it only when `passed` is true.
+        passed: whether the lane has reached this point.
     """
 
     passed = True
@@ -28,16 +28,16 @@ class Mark:
 
 
 class StreamMark(Mark):
-    """A point in a CUDA stream: the GPU reaches it when everything queued before it has ended.
+    """A point in a CUDA stream: the GPU reaches the mark when all work queued before the mark has ended.
 
-    Reading it makes neither the GPU nor this thread wait: `passed` turns true by itself.
+    Reading `passed` or `seconds` blocks neither the GPU nor the thread.
 
-    Seconds are summed from mark to mark of a stream: the GPU tells them as fp32 milliseconds, which after ten hours
-    would be 4 ms apart.
+    Seconds are summed from mark to mark of a stream: CUDA returns elapsed times as fp32 milliseconds, which are 4 ms
+    apart after ten hours.
 
     Args:
         stream: the torch.cuda.Stream.
-        before: the stream's mark before this one; None makes this one the first, for which this thread waits once.
+        before: the previous mark of the stream; None for the first one, at which the constructor waits for the GPU.
     """
 
     def __init__(self, stream: Any, before: "StreamMark | None") -> None:
@@ -50,7 +50,7 @@ class StreamMark(Mark):
 
     @property
     def passed(self) -> bool:  # type: ignore[override]
-        """Whether the GPU has come to this point. False after an error of the GPU, as then every query fails."""
+        """Whether the GPU has reached this point. False after a GPU error, as every query then fails."""
         with contextlib.suppress(RuntimeError):
             return bool(self._event.query())  # type: ignore[no-untyped-call]
         return False
@@ -63,28 +63,35 @@ class StreamMark(Mark):
         for mark in reversed(unknown[:-1]):
             assert mark._before is not None
             mark._seconds = mark._before._seconds + mark._before._event.elapsed_time(mark._event) / 1e3
-            mark._before = None  # each mark would keep all before it
+            mark._before = None  # else each mark would keep all earlier marks alive
         return self._seconds
 
 
 class Done:
-    """A task that has ended, or will. `error` is its own failure or that of something it waited for."""
+    """Completion of a task.
+
+    Attributes:
+        error: of the task or of a task it waited for; None if there was none.
+        event: torch.cuda.Event on a Stream lane, whose work may still run on the GPU after `ended`; else None.
+    """
 
     def __init__(self) -> None:
         self._flag = threading.Event()
         self.error: BaseException | None = None
-        self.event: Any = None  # torch.cuda.Event on a Stream lane: work is queued on the GPU, perhaps not finished
+        self.event: Any = None
 
     def set(self, error: BaseException | None = None) -> None:
+        """Mark the task as ended, with its error if there was one."""
         self.error = error
         self._flag.set()
 
     @property
     def ended(self) -> bool:
+        """Whether the task's work has returned; on a Stream lane the GPU may still compute."""
         return self._flag.is_set()
 
     def wait(self) -> None:
-        """Returns when the task has ended, on the GPU too. Raises its error."""
+        """Wait until the task has ended, on the GPU too. Raise its error if there was one."""
         self._flag.wait()
         if self.error is not None:
             raise self.error
@@ -92,7 +99,7 @@ class Done:
             self.event.synchronize()
 
     def wait_on(self, stream: Any) -> None:
-        """Like wait(), but GPU work is waited for by `stream` instead of by this thread."""
+        """Do as `wait`, but let `stream`, not this thread, wait for GPU work."""
         self._flag.wait()
         if self.error is not None:
             raise self.error
@@ -107,18 +114,18 @@ class Lane(ABC):
 
     @abstractmethod
     def submit(self, work: Callable[[], None], after: Sequence[Done], done: Done) -> None:
-        """Runs `work` once everything in `after` has ended, then sets `done`, with the error if there was one."""
+        """Run `work` once all tasks in `after` have ended, then set `done`, with the error if there was one."""
 
     def mark(self) -> Mark:
-        """Return this point of the lane's work. Called within `work`, in the thread that runs it."""
+        """Return a mark at this point of the lane's work. Called by `work`, in the lane's thread."""
         return Mark()
 
     def close(self) -> None:  # noqa: B027 - an Inline lane has nothing to close
-        """Waits for what was submitted and ends the lane."""
+        """Wait for the submitted tasks and end the lane."""
 
 
 class Inline(Lane):
-    """Runs each task at once in the caller's thread: the reference, and the fastest where nothing overlaps."""
+    """Lane that runs each task at once in the caller's thread. It is the reference, and fastest without overlap."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -128,14 +135,14 @@ class Inline(Lane):
             for earlier in after:
                 earlier.wait()
             work()
-            _synchronize()  # copies from pinned memory are still under way
+            _synchronize()  # copies from pinned memory may still run
         except BaseException as error:
             done.set(error)
             raise
         done.set()
 
     def mark(self) -> Mark:
-        """Return this point, after what was queued on a GPU has ended: else it would be the time of queueing."""
+        """Return a mark after the queued GPU work has ended, as the mark would else give the time of queueing."""
         _synchronize()
         return Mark()
 
@@ -146,7 +153,7 @@ def _synchronize() -> None:
 
 
 class Thread(Lane):
-    """A thread of its own. A failed task fails everything that waits for it; the lane itself lives on."""
+    """Lane with a thread of its own. After a failed task, tasks that wait for it fail, and the lane keeps running."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -160,7 +167,7 @@ class Thread(Lane):
                 work, after, done = item
                 try:
                     self._run(work, after, done)
-                except BaseException as error:  # every failure travels to whoever waits
+                except BaseException as error:  # tasks that wait for this one raise its error
                     forget_variables(error)
                     done.set(error)
                 else:
@@ -181,7 +188,7 @@ class Thread(Lane):
 
 
 class Stream(Thread):
-    """A Thread lane with its own CUDA stream; ordering between streams is left to the GPU."""
+    """Thread lane with its own CUDA stream; CUDA events order the work of several streams on the GPU."""
 
     def __init__(self, name: str) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -189,7 +196,7 @@ class Stream(Thread):
         super().__init__(name)
 
     def mark(self) -> Mark:
-        """Return this point of the stream, which the GPU may reach long after the call."""
+        """Return a mark at this point of the stream, which the GPU may reach long after the call."""
         self._last = StreamMark(self._stream, self._last)
         return self._last
 
@@ -203,12 +210,17 @@ class Stream(Thread):
 
     def close(self) -> None:
         super().close()
-        self._stream.synchronize()  # a load for a sweep that never came may still be under way
+        self._stream.synchronize()  # a prefetch for a sweep that was never run may not have ended
 
 
 def new_lane(kind: str, name: str) -> Lane:
-    """kind: inline, thread or stream. On a machine with CUDA streams the disk and cpu lanes stay plain threads, which
-    begin when what they wait for has ended on the GPU too."""
+    """Return a new lane.
+
+    Args:
+        kind: inline, thread or stream. With stream, lanes whose names start with disk or cpu are Thread lanes, whose
+            tasks start after the tasks they depend on have ended on the GPU too.
+        name: for threads and messages.
+    """
     if kind == "inline":
         return Inline(name)
     if kind == "stream" and not name.startswith(("disk", "cpu")):

@@ -1,4 +1,4 @@
-"""Memory that runs out while a job computes, whoever says so: torch on a GPU or in RAM, a ledger, the system."""
+"""Out-of-memory errors of a running job, from torch (GPU or RAM), a ledger or the operating system, as one type."""
 
 import errno
 import re
@@ -9,15 +9,20 @@ from flexengine.errors import OutOfMemory
 from flexengine.runtime.frames import forget_variables
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-_ASKED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
-# What torch says in RuntimeErrors that have no type of their own.
+_REQUESTED = re.compile(r"tried to allocate ([\d.]+) (bytes|[KMG]iB|B)\b", re.IGNORECASE)
+# Texts of out-of-memory errors that torch raises as plain RuntimeError.
 _IN_RAM = ("DefaultCPUAllocator",)
 _ON_GPU = ("CUDA error: out of memory", "Triton Error [CUDA]: out of memory", "STATUS_ALLOC_FAILED")
 
 
 class Shortage(Exception):
-    """Memory of `tier` (device or host) that a job was to have and did not get. what: was to lie or to be computed
-    there; needed: bytes of it, 0 if nobody says."""
+    """A job ran out of memory in a tier.
+
+    Attributes:
+        tier: device or host.
+        what: data or computation that needed the memory.
+        needed: bytes requested; 0 if the error does not state them.
+    """
 
     def __init__(self, tier: str, what: str, needed: int = 0) -> None:
         self.tier, self.what, self.needed = tier, what, needed
@@ -26,28 +31,34 @@ class Shortage(Exception):
 
 
 def shortage(error: BaseException, gpu: bool) -> Shortage | None:
-    """What an error says of memory that ran out; None if it is about something else, or about a full disk. gpu: whether
-    computing happens on one, so that RAM is the host's.
+    """Return the Shortage that `error` reports; None for other errors, and for a full disk.
 
-    Frames of the error's traceback that have ended forget their variables, or their tensors would stay.
+    The variables of ended frames in the error's traceback are cleared, to free their tensors.
+
+    Args:
+        error: any error of a job.
+        gpu: whether the compute device is a GPU; RAM is then the host tier, else the device tier.
     """
     ram = "host" if gpu else "device"
     if isinstance(error, OutOfMemory):
-        found = None if error.tier == "disk" else Shortage(_tier(error, ram), error.what, error.needed)
+        result = None if error.tier == "disk" else Shortage(_tier(error, ram), error.what, error.needed)
     elif isinstance(error, torch.OutOfMemoryError) or _says(error, _ON_GPU):
-        found = Shortage("device", _where(error), _asked(error))
+        result = Shortage("device", _task(error), _requested(error))
     elif isinstance(error, MemoryError) or _says(error, _IN_RAM) or getattr(error, "errno", None) == errno.ENOMEM:
-        found = Shortage(ram, _where(error), _asked(error))
+        result = Shortage(ram, _task(error), _requested(error))
     else:
-        found = None
-    if found is not None:
+        result = None
+    if result is not None:
         forget_variables(error)
-    return found
+    return result
 
 
 def _tier(error: OutOfMemory, ram: str) -> str:
-    """The tier to make smaller. Kernels for a CPU call RAM the device, also where it is the host. They give no
-    capacity, as ledgers do; and a GPU's allocator raises errors of its own."""
+    """Return the tier that ran out of memory.
+
+    CPU kernels report tier "device" for RAM even if RAM is the host tier; `ram` is then returned. Their errors have no
+    capacity, unlike a ledger's, and torch's GPU allocator raises another type, so this case is unambiguous.
+    """
     return error.tier if error.capacity or error.tier != "device" else ram
 
 
@@ -55,14 +66,14 @@ def _says(error: BaseException, texts: tuple[str, ...]) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
-def _asked(error: BaseException) -> int:
-    """Bytes that an allocator was asked for in vain."""
-    found = _ASKED.search(str(error))
+def _requested(error: BaseException) -> int:
+    """Return the bytes of the allocation that failed; 0 if the message does not state them."""
+    match = _REQUESTED.search(str(error))
     units = {unit.lower(): size for unit, size in _UNITS.items()}
-    return int(float(found[1]) * units[found[2].lower()]) if found else 0
+    return int(float(match[1]) * units[match[2].lower()]) if match else 0
 
 
-def _where(error: BaseException) -> str:
-    """The task that failed, from the note that the executor adds."""
+def _task(error: BaseException) -> str:
+    """Return the name of the failed task, from the note that the executor adds."""
     notes: list[str] = getattr(error, "__notes__", [])
     return next((note.removeprefix("in task: ") for note in notes if note.startswith("in task: ")), "the job's regions")

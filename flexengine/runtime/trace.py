@@ -1,4 +1,4 @@
-"""What ran when, as Chrome trace JSON: opens in Perfetto, one row per lane."""
+"""Trace of a job's tasks as Chrome trace JSON, which Perfetto opens: one row per lane."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,15 @@ from flexengine.schedule.program import Task
 
 
 class Trace:
-    """Collects task spans and writes them to `path` when told. Raises InvalidInput at once if it cannot."""
+    """Spans of tasks, which `write` writes to a file.
+
+    Attributes:
+        path: of the file.
+        spans: (task, began, end) in seconds of time.perf_counter.
+
+    Raises:
+        InvalidInput: the constructor cannot open the file for writing.
+    """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -20,11 +28,11 @@ class Trace:
             raise InvalidInput(f"trace file {path}: {error}") from error
 
     def add(self, task: Task, began: float, end: float) -> None:
-        """A task that ran from `began` to `end`, in seconds of time.perf_counter."""
+        """Add a task that ran from `began` to `end`, in seconds of time.perf_counter."""
         self.spans.append((task, began, end))
 
     def write(self) -> None:
-        """Writes all spans so far; times in microseconds from the first."""
+        """Write all spans so far, with times in microseconds after the start of the first one."""
         lanes = sorted({task.lane for task, _, _ in self.spans})
         zero = min((began for _, began, _ in self.spans), default=0.0)
         events: list[dict[str, object]] = [

@@ -1,16 +1,15 @@
-"""Tells people when nothing has ended for long: a silent hang is the one failure that nobody is told of."""
+"""Reports to the user when no task has ended for long, since a hang raises no error."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-_PATIENCE = 1.0  # seconds to wait for the thread, whose report may block
+_PATIENCE = 1.0  # seconds to wait for the thread at the end: `say` may block
 
 
 class Watchdog:
-    """Report a lack of progress while a block runs. It changes nothing: only the user can tell a slow disk from a lost
-    one.
+    """Report a lack of progress while a block runs. The job goes on: only users can tell a slow disk from a dead one.
 
     Args:
         quiet: seconds without progress until the first report; the next one comes after twice that, and so on.
@@ -21,7 +20,7 @@ class Watchdog:
         self._last = 0.0  # progress, in seconds of time.perf_counter
 
     def progress(self) -> None:
-        """Something has ended."""
+        """Note that a task has ended now."""
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
@@ -29,8 +28,8 @@ class Watchdog:
         """Watch from a thread of its own while the block runs.
 
         Args:
-            lasting: returns the work under way, in words. Not kept after the block: its owner may own this watchdog,
-                and a reference cycle would keep the job's memory until a garbage collection.
+            lasting: returns a text that names the running tasks. Not stored, as the owner of `lasting` may own this
+                watchdog: the reference cycle would hold the job's memory until a garbage collection.
             say: receives the reports; it may block.
         """
         self.progress()
@@ -52,6 +51,6 @@ class Watchdog:
             if silent < self._first:
                 quiet = self._first
             elif silent >= quiet:
-                with contextlib.suppress(Exception):  # that nobody listens is no reason to stop looking
+                with contextlib.suppress(Exception):  # keep watching even if `say` fails
                     say(f"no task has ended for {silent:.0f} s; {lasting()}")
                 quiet *= 2

@@ -1,14 +1,14 @@
-"""Who computes together, and in which order: pure functions and generators over plain numbers.
+"""The order of cells, admission of sequences, and forming of gpu_batches: pure functions over plain numbers.
 
-A sweep takes every live sequence one token further. Its cells are walked column by column (layer-major), so that each
-layer's weights are needed once per sweep (FlexGen section 4.2).
+A sweep advances every live sequence by one token. Its cells are computed layer by layer, so that each layer's weights
+are needed once per sweep (FlexGen section 4.2).
 
         batch 0   batch 1   batch 2
 layer 0    1         2         3
-layer 1    4         5         6          the numbers are the order of the cells of one sweep
+layer 1    4         5         6          the numbers give the order of the cells of one sweep
 layer 2    7         8         9
 
-Schedules differ only in who is alive in a sweep, that is in admission (`entrants`).
+Schedules differ only in the admission of sequences (`entrants`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,7 +21,13 @@ from flexengine.schedule.pages import Pool
 
 
 class Cell(NamedTuple):
-    """One layer of one gpu_batch in one sweep: the unit of compute. `layer` counts layers, then head chunks."""
+    """One layer of one gpu_batch in one sweep: the unit of compute.
+
+    Attributes:
+        sweep: number of the sweep.
+        layer: number of the layer; numbers after the last layer are head chunks.
+        batch: number of the gpu_batch in the sweep.
+    """
 
     sweep: int
     layer: int
@@ -30,7 +36,14 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Tokens start .. start+count-1 of a sequence in one gpu_batch; `final` when its last token is sampled from."""
+    """Tokens start .. start + count - 1 of a sequence in one gpu_batch.
+
+    Attributes:
+        sequence: number of the sequence.
+        start: position of the first token.
+        count: number of tokens.
+        final: whether the next token is sampled after the last of these tokens.
+    """
 
     sequence: int
     start: int
@@ -39,11 +52,11 @@ class Piece:
 
     @property
     def decodes(self) -> bool:
-        """Whether it is one generated token rather than a piece of a prompt."""
+        """Whether the piece is a decode step (one token after others), not a prefill chunk."""
         return self.start > 0 and self.count == 1
 
     def pairs(self, window: int | None) -> int:
-        """(query, key) pairs of its attention, of which each query sees `window` at most."""
+        """Return the number of (query, key) pairs in attention; each query sees at most `window` keys (None: all)."""
         first, last = self.start + 1, self.start + self.count
         if window is None or last <= window:
             return (first + last) * self.count // 2
@@ -54,9 +67,13 @@ class Piece:
 
 
 class Batch(NamedTuple):
-    """A gpu_batch: pieces whose KV cache shares a home tier, and the home of its activations between layers.
+    """A gpu_batch.
 
-    delegated: attention runs where the cache lives; then every piece is one generated token.
+    Attributes:
+        pieces: tokens to compute, of sequences whose KV cache lies in one tier.
+        cache_home: tier of the KV cache.
+        hidden_home: tier of the activations between layers.
+        delegated: attention is computed on the tier of the cache; every piece is then a decode step.
     """
 
     pieces: tuple[Piece, ...]
@@ -66,15 +83,16 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
+        """Number of tokens in all pieces."""
         return sum(p.count for p in self.pieces)
 
 
 class Growing(NamedTuple):
-    """A sequence as the forecast sees it.
+    """A sequence in the forecast of KV pages.
 
     Attributes:
-        tokens: cached after the coming sweep.
-        sweeps: until it leaves.
+        tokens: cached after the next sweep.
+        sweeps: until the sequence ends.
         shared: tokens of its prompt if another sequence that leaves no earlier counts the pages that they share.
     """
 
@@ -84,16 +102,20 @@ class Growing(NamedTuple):
 
 
 def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
-    """The cells of one sweep in layer-major order."""
+    """Return the cells of one sweep in layer-major order."""
     return (Cell(sweep, j, k) for j in range(layers) for k in range(batches))
 
 
 def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
-    """Most sequences that may enter in the coming sweep when `live` are alive.
+    """Return the maximum number of sequences that may enter in the next sweep.
 
-    row: one gpu_batch runs to its end before the next enters. zigzag: a whole block enters together when the last has
-    ended (FlexGen 4.2). diagonal: one cohort of gpu_batch_size per sweep (FlexGen appendix A.1). continuous: every free
-    place is filled at once.
+    Args:
+        schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
+            when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
+            (FlexGen appendix A.1). continuous: every free place is filled at once.
+        live: sequences that are alive.
+        gpu_batch_size: sequences of a gpu_batch.
+        num_gpu_batches: gpu_batches of a block.
     """
     block = gpu_batch_size * num_gpu_batches
     if schedule == "row":
@@ -106,10 +128,10 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
 
 
 def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
-    """Return the most pages ever held if no other sequence enters: each sequence grows one token per sweep and then
-    leaves. Pages that sequences share are counted once.
+    """Return the maximum number of pages in use if no sequence enters; each grows by one token per sweep until it ends.
+    Pages that sequences share are counted once.
 
-    The number of pages only falls when a sequence leaves, so the peak lies at one of the last sweeps of a sequence.
+    The number of pages falls only when a sequence ends, so the maximum occurs in the last sweep of some sequence.
     """
     if not sequences:
         return 0
@@ -120,7 +142,7 @@ def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
 
 
 def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:
-    """Pieces of at most `budget` tokens covering tokens start .. start+count-1, in order."""
+    """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order."""
     cuts = range(start, start + count, budget)
     return [Piece(sequence, at, min(budget, start + count - at), at + budget >= start + count) for at in cuts]
 
@@ -128,9 +150,15 @@ def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Pie
 def form_batches(
     pieces: Iterable[Piece], gpu_batch_size: int, token_budget: int, pools: Sequence[Pool] = ()
 ) -> list[tuple[Piece, ...]]:
-    """Cut pieces, in order, into gpu_batches of bounded sequences, tokens and, where a pool limits them, cache pages.
+    """Return gpu_batches of the pieces, in order.
 
-    Pieces of one sequence land in different batches, in order, so that a later one finds the cache of the earlier.
+    Pieces of one sequence are in different gpu_batches, in order, as a later piece reads the KV of the earlier ones.
+
+    Args:
+        pieces: to divide.
+        gpu_batch_size: maximum sequences of a gpu_batch.
+        token_budget: maximum tokens of a gpu_batch; a single piece may exceed it.
+        pools: their `batch_pages` limit the KV pages of a gpu_batch.
     """
     limited = [(pool, pool.batch_pages) for pool in pools if pool.batch_pages is not None]
     batches: list[tuple[Piece, ...]] = []

@@ -1,4 +1,4 @@
-"""A program on a virtual clock: the schedule's test, the plan's check and the ETA (docs/architecture.md 3)."""
+"""Simulation of a program on a virtual clock, for tests of schedules, checks of plans and the remaining time."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -9,7 +9,13 @@ from flexengine.schedule.program import Task
 
 @dataclass
 class Forecast:
-    """seconds: end of the last task; busy: seconds of work per lane; spans: (task, start, end) in program order."""
+    """Result of a simulation.
+
+    Attributes:
+        seconds: end of the last task.
+        busy: seconds of work per lane.
+        spans: (task, start, end) in program order, in seconds.
+    """
 
     seconds: float = 0.0
     busy: dict[str, float] = field(default_factory=dict)
@@ -17,9 +23,12 @@ class Forecast:
 
 
 def simulate(program: Iterable[Task], cost: Callable[[Task], float], overlap: bool = True) -> Forecast:
-    """Runs every task for cost(task) seconds on its lane, first come first served, after all it waits for.
+    """Simulate a program in which every lane runs its tasks in order, each after the tasks it depends on.
 
-    Without overlap one task runs at a time, which is what Inline lanes do: the end is then the sum of all costs.
+    Args:
+        program: the tasks.
+        cost: returns the seconds of a task.
+        overlap: False runs one task at a time, as Inline lanes do, so the end is the sum of all costs.
     """
     free: dict[str, float] = {}
     edges: Edges[list[float]] = Edges()

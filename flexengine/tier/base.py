@@ -1,4 +1,4 @@
-"""What every tier can do. The bytes of a tensor lie in a Home; `load` brings them out, `store` puts them there."""
+"""The interface of all tiers. A Home is a region of bytes in a tier; `load` copies from it, `store` copies to it."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -11,19 +11,23 @@ import torch
 
 from flexengine.tier.ledger import Ledger
 
-ALIGN = 4096  # bytes; direct I/O wants buffers, offsets and lengths that are multiples of it
+ALIGN = 4096  # bytes; direct I/O needs buffers, offsets and lengths that are multiples of ALIGN
 
 
 def aligned(nbytes: int) -> int:
-    """nbytes rounded up to the alignment of regions."""
+    """Return nbytes rounded up to a multiple of ALIGN, as all regions are."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where bytes lie between uses: `nbytes` bytes at `start` of `place`, holding elements of `dtype`.
+    """A region of bytes in a tier, where a tensor lies between uses.
 
-    place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made it looks inside.
+    Attributes:
+        place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads `place`.
+        start: first byte of the region in `place`.
+        nbytes: size in bytes.
+        dtype: of the elements in the region.
     """
 
     place: Any = field(repr=False)
@@ -32,16 +36,20 @@ class Home:
     dtype: torch.dtype
 
     def part(self, start: int, nbytes: int) -> "Home":
-        """nbytes at byte `start` of this home."""
+        """Return the nbytes at byte `start` of this region. Raise ValueError if they are not all inside it."""
         if start < 0 or start + nbytes > self.nbytes:
-            raise ValueError(f"bytes {start}..{start + nbytes} are outside a home of {self.nbytes}")
+            raise ValueError(f"bytes {start}..{start + nbytes} are outside a region of {self.nbytes}")
         return Home(self.place, self.start + start, nbytes, self.dtype)
 
 
 class Tier(ABC):
-    """One memory with its ledger. A handful of methods; wrappers (wrap.py) add throttling without the tier knowing.
+    """One memory with its ledger. Wrappers (wrap.py) add throttling around a tier.
 
-    bytes_read, bytes_written: bytes that crossed its link, counted in the home's own encoding.
+    Attributes:
+        name: for messages.
+        ledger: account of the bytes reserved in this tier.
+        bytes_read: bytes loaded from regions so far, in the encoding of the regions.
+        bytes_written: bytes stored to regions so far, in the encoding of the regions.
     """
 
     name: str
@@ -51,69 +59,83 @@ class Tier(ABC):
     _counting = threading.Lock()  # several lanes move data through one tier
 
     def count(self, read: int = 0, written: int = 0) -> None:
-        """Adds to the bytes moved."""
+        """Add to `bytes_read` and `bytes_written`."""
         with self._counting:
             self.bytes_read += read
             self.bytes_written += written
 
     @abstractmethod
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
-        """Books and takes aligned(nbytes) bytes; contents are undefined. Raises OutOfMemory."""
+        """Reserve aligned(nbytes) bytes in the ledger and allocate them; their contents are undefined.
+
+        Args:
+            nbytes: size of the region, in bytes.
+            what: purpose, for the ledger and for errors.
+            dtype: of the elements that the region will hold.
+
+        Raises:
+            OutOfMemory: the ledger or the system has too few bytes left.
+        """
 
     @abstractmethod
-    def free(self, home: Home, what: str) -> None:
-        """Gives back what `allocate` returned."""
+    def free(self, region: Home, what: str) -> None:
+        """Free a region that `allocate` returned for the same `what`."""
 
     @abstractmethod
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        """Copies the home's elements into `target` (contiguous, same number of elements), converting dtype."""
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        """Copy the region's elements into `target` (contiguous, same number of elements) and convert the dtype."""
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
-        """load() of several (home, target) pairs; a tier that gains from it reads them at the same time."""
-        for home, target in pairs:
-            self.load(home, target)
+        """Load several (region, target) pairs. A tier may read them at the same time."""
+        for region, target in pairs:
+            self.load(region, target)
 
-    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
-        """Copies single rows: bytes rows[i] * width on, `width` of them, of the home to target[i].
+    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+        """Copy rows of the region: the `width` bytes from byte rows[i] * width on go to target[i].
 
-        rows: int64, in RAM, rising on a disk; target: uint8 [len(rows), width], contiguous. The bytes asked for are
-        counted, whatever is read besides.
+        Only the bytes of the rows are counted, even if the tier reads bytes between them too.
+
+        Args:
+            region: bytes that consist of rows of `width` bytes.
+            rows: int64 [n], row numbers, in RAM; ascending if the tier is a disk.
+            width: bytes of a row.
+            target: uint8 [n, width], contiguous.
         """
         last = torch.nonzero(rows.diff() != 1).flatten().tolist()
         bounds = pairwise([0, *(i + 1 for i in last), len(rows)]) if len(rows) else ()
-        plain = replace(home, dtype=torch.uint8)
+        plain = replace(region, dtype=torch.uint8)
         self.load_all([
             (plain.part(int(rows[a]) * width, (b - a) * width), target[a:b].view(-1)) for a, b in bounds
         ])  # fmt: skip
 
     @abstractmethod
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        """Copies `source` (contiguous, of the home's dtype and number of elements) to the home."""
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        """Copy `source` (contiguous, of the region's dtype and number of elements) to the region."""
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
-        """store() of several (source, home) pairs; a tier that gains from it writes them at the same time."""
-        for source, home in pairs:
-            self.store(source, home)
+        """Store several (source, region) pairs. A tier may write them at the same time."""
+        for source, region in pairs:
+            self.store(source, region)
 
-    def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
-        """Copy source[i] to row number rows[i] of the home, which is cut into rows of that many bytes.
+    def put(self, source: torch.Tensor, region: Home, rows: torch.Tensor) -> None:
+        """Copy source[i] to row rows[i] of the region, which consists of rows of as many bytes as source[i] has.
 
         Args:
             source: [n, elements], contiguous; of any dtype, on any device.
-            home: any number of bytes; what is left behind its last whole row is not written to.
-            rows: int64 [n], in RAM.
+            region: of any size; bytes after its last whole row are not written.
+            rows: int64 [n], row numbers, in RAM.
 
         Raises:
-            TypeError: this tier cannot be addressed.
+            TypeError: the tier is a disk, whose regions are not tensors.
         """
         width = source.shape[1] * source.element_size()
-        whole = Home(home.place, home.start, home.nbytes // width * width, source.dtype)
+        whole = Home(region.place, region.start, region.nbytes // width * width, source.dtype)
         self.view(whole).view(-1, source.shape[1]).index_copy_(0, rows, source.cpu())
         self.count(written=source.nbytes)
 
-    def view(self, home: Home) -> torch.Tensor:
-        """The home as a 1-D tensor sharing its memory. Raises TypeError where the tier cannot be addressed."""
-        raise TypeError(f"{self.name} cannot be addressed; load from it")
+    def view(self, region: Home) -> torch.Tensor:
+        """Return the region as a 1-D tensor that shares its memory. Raise TypeError if the tier is a disk."""
+        raise TypeError(f"regions of tier {self.name} cannot be addressed as tensors; use load and store")
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to close
-        """Releases files and buffers."""
+        """Close files and free buffers."""

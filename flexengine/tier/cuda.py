@@ -1,4 +1,4 @@
-"""A GPU's tiers: its own memory as the device tier, and RAM that it reads and writes by itself as the host tier."""
+"""Tiers for a GPU: its own memory as the device tier, and pinned RAM as the host tier."""
 
 import contextlib
 import resource
@@ -13,25 +13,25 @@ from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.memory import MemoryTier, mapped
 
-CONVERTED = 16 << 20  # bytes of the host's elements that are on the GPU at once to be converted there
+CONVERTED = 16 << 20  # bytes of elements that `PinnedTier.load` copies to the GPU at once to convert them there
 
 
 class PinnedTier(MemoryTier):
-    """RAM whose pages the CUDA runtime has locked, so that copies run at the link's full rate beside everything else.
+    """RAM whose pages the CUDA runtime has locked, so that copies run at the link's full rate and asynchronously.
 
-    Every region is a mapping of its own of exactly the bytes that the ledger books. torch's own pinned memory is cut to
-    powers of two: a matrix of 129 MiB would take 256.
+    Every region is one mapping of exactly the bytes that the ledger books. torch's own pinned memory is rounded up to
+    powers of two: a matrix of 129 MiB would take 256 MiB.
 
-    Memory that cannot be locked is used as it is, which is said once: copies are then slower and hold up their lane.
+    Memory that cannot be locked is used unlocked, after one warning: copies are then slower and block their lane.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         super().__init__(name, ledger)
         self._locked: set[int] = set()  # addresses
-        self._told = False
+        self._warned = False
 
     def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
-        if not nbytes:  # a mapping has at least a page
+        if not nbytes:  # a mapping cannot be empty
             return super()._buffer(nbytes, what)
         room = mapped(nbytes)
         if error := register(room):
@@ -41,10 +41,10 @@ class PinnedTier(MemoryTier):
         return room
 
     def _refused(self, nbytes: int, what: str, error: str) -> None:
-        """Raises OutOfMemory if RAM is short; else warns, as it is a limit of locked memory."""
+        """Raise OutOfMemory if RAM is short; else warn once that the limit of locked memory was reached."""
         if usable_memory() < nbytes:
             raise OutOfMemory(self.name, what, nbytes, remedy="lower --host-mem, or end what else takes memory")
-        if not self._told:
+        if not self._warned:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             most = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
             warnings.warn(
@@ -52,33 +52,33 @@ class PinnedTier(MemoryTier):
                 f" slower; the limit of locked memory is {most}: raise it by ulimit -l, in a container by --ulimit"
                 " memlock=-1", RuntimeWarning, stacklevel=2,
             )  # fmt: skip
-        self._told = True
+        self._warned = True
 
-    def free(self, home: Home, what: str) -> None:
-        self._unlock(home.place.data_ptr())
-        super().free(home, what)
+    def free(self, region: Home, what: str) -> None:
+        self._unlock(region.place.data_ptr())
+        super().free(region, what)
 
     def _unlock(self, address: int) -> None:
         if address in self._locked:
             self._locked.remove(address)
             unregister(address)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
+    def load(self, region: Home, target: torch.Tensor) -> None:
         if not target.is_cuda:
-            super().load(home, target)
+            super().load(region, target)
             return
-        source, flat = self.view(home), target.view(-1)
+        source, flat = self.view(region), target.view(-1)
         step = max(1, len(source) if source.dtype == flat.dtype else CONVERTED // source.itemsize)
-        for part, there in zip(torch.split(source, step), torch.split(flat, step), strict=True):
-            there.copy_(part, non_blocking=True)  # the stream's order keeps one piece at a time
-        self.count(read=home.nbytes)
+        for part, target_part in zip(torch.split(source, step), torch.split(flat, step), strict=True):
+            target_part.copy_(part, non_blocking=True)  # in stream order, so one unconverted piece is alive at a time
+        self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
+    def store(self, source: torch.Tensor, region: Home) -> None:
         if not source.is_cuda:
-            super().store(source, home)
+            super().store(source, region)
             return
-        self.view(home).copy_(source.view(-1), non_blocking=True)
-        self.count(written=home.nbytes)
+        self.view(region).copy_(source.view(-1), non_blocking=True)
+        self.count(written=region.nbytes)
 
     def close(self) -> None:
         for address in list(self._locked):
@@ -86,7 +86,7 @@ class PinnedTier(MemoryTier):
 
 
 class CudaTier(Tier):
-    """Regions of GPU memory, each one allocation of the caching allocator, made once and kept."""
+    """GPU memory. Each region is one tensor of the caching allocator."""
 
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name, self.ledger = name, ledger
@@ -96,22 +96,22 @@ class CudaTier(Tier):
         with self.ledger.booked(size, what):
             return Home(torch.empty(size, dtype=torch.uint8, device="cuda"), 0, nbytes, dtype)
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        place: torch.Tensor = home.place
-        return place[home.start : home.start + home.nbytes].view(home.dtype)
+    def view(self, region: Home) -> torch.Tensor:
+        place: torch.Tensor = region.place
+        return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        target.view(-1).copy_(self.view(home))
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        target.view(-1).copy_(self.view(region))
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self.view(home).copy_(source.view(-1))
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self.view(region).copy_(source.view(-1))
 
 
 def register(room: torch.Tensor) -> str:
-    """Lock the pages of a mapping for the GPU. Return the runtime's error in words, "" if there was none."""
+    """Lock the pages of a mapping for the GPU. Return the error message of the CUDA runtime, "" for success."""
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     error = cudart.cudaHostRegister(room.data_ptr(), room.nbytes, 0)
     if int(error) == int(cudart.cudaError.success):
@@ -121,35 +121,39 @@ def register(room: torch.Tensor) -> str:
 
 
 def _forget_error() -> None:
-    """Launch a kernel: it reports, and clears, the error that the runtime keeps of the last call that failed."""
+    """Clear the last error of the CUDA runtime by launching a kernel, which reports this error and resets it."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device="cuda")
 
 
 def unregister(address: int) -> None:
-    """Unlock what `register` locked, once no copy from or to it is under way."""
+    """Unlock the pages that `register` locked, after all queued GPU work has ended: copies may still use them."""
     torch.cuda.synchronize()
     cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     cudart.cudaHostUnregister(address)
 
 
 def free_memory() -> int:
-    """Free bytes of the current GPU."""
+    """Return the free bytes of the current GPU."""
     return int(torch.cuda.mem_get_info()[0])
 
 
 def total_memory() -> int:
-    """Bytes of the current GPU, free or not."""
+    """Return the bytes of the current GPU, free or not."""
     return int(torch.cuda.mem_get_info()[1])
 
 
 def available() -> bool:
+    """Return whether torch can use a CUDA GPU."""
     return torch.cuda.is_available()
 
 
 def give_back() -> None:
-    """Return what torch keeps of freed GPU memory, so that larger pieces can be had of it. cuBLAS has a workspace for
-    every stream that multiplied, and each job has streams of its own."""
+    """Return freed GPU memory that torch caches to the system, so that larger allocations succeed.
+
+    cuBLAS keeps a workspace per stream that ran a matrix product. Each job creates new streams, so the workspaces are
+    freed too.
+    """
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
     if clear is not None:  # only in builds for CUDA
         clear()
@@ -157,5 +161,5 @@ def give_back() -> None:
 
 
 def synchronize() -> None:
-    """Waits until what this thread queued on the GPU is done."""
+    """Wait for the work on the current CUDA stream of this thread."""
     torch.cuda.current_stream().synchronize()

@@ -1,8 +1,8 @@
-"""Files: checkpoint shards read in place, and one spill file for what the policy sends to disk.
+"""The disk tier: checkpoint shards, read in place, and one spill file for tensors that the policy offloads to disk.
 
-The page cache is not a tier: no ledger books it. Checkpoint shards are read directly, past the page cache. If the disk
-limits the job, reads through the page cache are tried, and kept if they are faster; each chunk is dropped from it once
-it was read. The spill file is direct where the file system allows.
+The page cache is not a tier: no ledger books it. Checkpoint shards are read with direct I/O, without the page cache. If
+the disk limits the job, reads through the page cache are tried, and used if they are faster; each chunk is then dropped
+from the page cache after its read. The spill file uses direct I/O if its file system supports direct I/O.
 """
 
 import contextlib
@@ -29,10 +29,10 @@ from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
 
 CHUNK = 4 << 20  # bytes per read
-SHORT = CHUNK // 4  # bytes; shorter runs are read by the helpers, side by side
-GAP = 64 << 10  # bytes; nearer rows are read together: what lies between takes less time than a read of its own
-HELPERS = 2  # threads that convert what was read, read what is short, and write
-_NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # what file systems and kernels without O_TMPFILE answer
+SHORT = CHUNK // 4  # bytes; the helper threads do shorter reads, at the same time
+GAP = 64 << 10  # bytes; rows at most this far apart share one read: reading the gap is faster than a second read
+HELPERS = 2  # threads that convert chunks, do short reads, and write
+_NO_TMPFILE = (errno.ENOTSUP, errno.EISDIR, errno.ENOENT)  # errors of file systems and kernels without O_TMPFILE
 
 Ring = queue.SimpleQueue[torch.Tensor]
 
@@ -40,8 +40,12 @@ Ring = queue.SimpleQueue[torch.Tensor]
 class DiskTier(Tier):
     """Checkpoint files by offset, and a spill file under `directory` that vanishes with the process.
 
-    way: how long runs of checkpoint files are read. The spill file has no name where the file system can do without
-    one, and else none as soon as it is open, so nothing is left behind however the process ends.
+    The spill file never has a name (O_TMPFILE) or loses its name right after it was opened, so no file remains however
+    the process ends.
+
+    Attributes:
+        directory: of the spill file; it is made if it is missing.
+        way: selects direct or cached reads for checkpoint files.
     """
 
     def __init__(self, name: str, ledger: Ledger, directory: Path, way: FasterWay | None = None) -> None:
@@ -62,7 +66,7 @@ class DiskTier(Tier):
             return Home(*self._place(size, what), nbytes, dtype)
 
     def _place(self, size: int, what: str) -> tuple[File, int]:
-        """The spill file and where in it `size` bytes are free."""
+        """Return the spill file and the offset of `size` free bytes in it. Raise InvalidInput if the disk is full."""
         if self._spill is None:
             self._spill = self._open_spill()
         for i, (start, room) in enumerate(self._free):
@@ -76,10 +80,10 @@ class DiskTier(Tier):
         self._end += size
         return self._spill, self._end - size
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
         with self._lock:
-            self._free.append((home.start, aligned(home.nbytes)))
+            self._free.append((region.start, aligned(region.nbytes)))
             if not self.ledger.used:
                 self._free, self._end = [], 0
 
@@ -92,7 +96,11 @@ class DiskTier(Tier):
             raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
-        """A home inside a file the user owns; read only, nothing is booked. Raises BadCheckpoint if it is too short."""
+        """Return a region inside a file of the user. It is only read, and no ledger books it.
+
+        Raises:
+            BadCheckpoint: the file cannot be opened, or ends before the region does.
+        """
         with self._lock:
             if path not in self._files:
                 try:
@@ -105,16 +113,17 @@ class DiskTier(Tier):
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
         return Home(file, start, nbytes, dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        self.load_all([(home, target)])
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
-        """Reads neighbouring homes as one run, in file order, while helper threads convert what was read.
+        """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
 
-        Long runs are read by the caller alone: one sequential reader is what the kernel's readahead serves best. Short
-        ones (single embedding rows) are spread over the helpers, since each of them waits for the disk.
+        The calling thread does the long reads alone, as the kernel's readahead is fastest with one sequential reader.
+        The helper threads do the short reads (single embedding rows) at the same time, since each of these waits for
+        the disk.
         """
-        runs = _runs([(home, target.view(-1)) for home, target in pairs])
+        runs = _runs([(region, target.view(-1)) for region, target in pairs])
         short = [run for run in runs if run.nbytes < SHORT]
         long = [run for run in runs if run.nbytes >= SHORT]
         if len(runs) == 1 == len(short):
@@ -124,29 +133,35 @@ class DiskTier(Tier):
             for run in long:
                 self._stream_run(run, self._buffers(), waiting)
         finally:
-            wait(waiting)  # all of them, before an error lets the targets go
+            wait(waiting)  # for all reads even on error: helper threads still write to the targets
         for done in waiting:
             done.result()
-        self.count(read=sum(home.nbytes for home, _ in pairs))
+        self.count(read=sum(region.nbytes for region, _ in pairs))
 
-    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
-        """Reads the blocks that the rows lie in, and those between rows that are no further apart than GAP."""
-        starts = home.start + rows * width
-        parts = [(starts[a:b], target[a:b]) for a, b in _together(starts, width)]
-        self._side_by_side([partial(self._read_rows, home.place, *part) for part in parts])
+    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+        """Copy rows of the region, see `Tier.pick`. Rows that are at most GAP bytes apart share one read."""
+        starts = region.start + rows * width
+        parts = [(starts[a:b], target[a:b]) for a, b in _row_ranges(starts, width)]
+        self._side_by_side([partial(self._read_rows, region.place, *part) for part in parts])
         self.count(read=target.nbytes)
 
     def _read_rows(self, file: File, starts: torch.Tensor, target: torch.Tensor) -> None:
-        """Reads rows that lie within SHORT in this thread."""
+        """Read rows in this thread by one read of at most SHORT bytes.
+
+        Args:
+            file: to read from.
+            starts: int64 [n], first byte of each row, ascending.
+            target: uint8 [n, bytes of a row].
+        """
         width, end = target.shape[1], int(starts[-1]) + target.shape[1]
         low = int(starts[0]) // ALIGN * ALIGN
         buffer = self._short()[: aligned(end) - low]
         self._read(file, buffer, low, end)
-        every = buffer.as_strided((len(buffer) - width + 1, width), (1, 1))  # the row from each byte on
+        every = buffer.as_strided((len(buffer) - width + 1, width), (1, 1))  # row i starts at byte i
         torch.index_select(every, 0, starts - low, out=target)
 
     def _side_by_side(self, calls: Sequence[Callable[[], None]]) -> None:
-        """The helpers make these calls. Raises the first error, when all have ended: until then they use tensors."""
+        """Run the calls in the helper threads. Raise the first error after all have ended, as they use tensors."""
         under_way = [self._pool().submit(call) for call in calls]
         wait(under_way)
         for done in under_way:
@@ -158,7 +173,7 @@ class DiskTier(Tier):
             return self._helpers
 
     def _buffers(self) -> Ring:
-        """What all readers read into, in turns: one chunk being read while others are converted."""
+        """Return the queue of chunk buffers for long reads: one chunk is read while others are converted."""
         with self._lock:
             if self._ring is None:
                 self._ring = queue.SimpleQueue()
@@ -167,16 +182,16 @@ class DiskTier(Tier):
             return self._ring
 
     def _stream_run(self, run: "Run", ring: Ring, waiting: list[Future[None]]) -> None:
-        """Reads a long run chunk by chunk; adds the conversions still under way to `waiting`."""
+        """Read `run` chunk by chunk and add the conversions, which may still run, to `waiting`."""
         low = run.start // ALIGN * ALIGN
         while low < run.end:
             buffer = ring.get()
-            # On the file's own grid of chunks: what the kernel caches in large folios is then read and dropped whole.
+            # Chunks start at multiples of CHUNK in the file, so that large folios of the page cache are dropped whole.
             high = min(low // CHUNK * CHUNK + CHUNK, aligned(run.end))
             try:
                 began = time.perf_counter()
                 self._read(run.file, buffer[: high - low], low, min(high, run.end))
-                if run.file is not self._spill and run.file.direct is not None:  # there was a choice
+                if run.file is not self._spill and run.file.direct is not None:  # direct and cached reads are possible
                     self.way.note(high - low, began, time.perf_counter())
             except BaseException:
                 ring.put(buffer)
@@ -191,65 +206,70 @@ class DiskTier(Tier):
             ring.put(buffer)
 
     def _short(self) -> torch.Tensor:
-        """What this thread reads short runs into."""
+        """Return the buffer of this thread for short reads."""
         if not hasattr(self._local, "short"):
             self._local.short = aligned_buffer(SHORT + 2 * ALIGN)
         buffer: torch.Tensor = self._local.short
         return buffer
 
     def _read_run(self, run: "Run") -> None:
-        """Reads and converts a short run in this thread."""
+        """Do a short read and its conversion in this thread."""
         low, high = run.start // ALIGN * ALIGN, aligned(run.end)
         buffer = self._short()[: high - low]
         self._read(run.file, buffer, low, run.end)
         self._deliver(run, buffer, low, high)
 
     def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
-        """Fills `buffer` from byte `low`; the file must reach to `needed`. What was read does not stay cached."""
+        """Fill `buffer` from byte `low` of the file on, and drop the bytes from the page cache.
+
+        Raises:
+            BadCheckpoint: the file ends before byte `needed`.
+        """
         direct = file.direct is not None and (file is self._spill or self.way.direct)
         got = read_fully(file, memory(buffer), low, direct)
         if got < needed - low:
             missing = needed - low - got
-            raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; was it changed meanwhile?")
+            raise BadCheckpoint(f"{file.path}: the file ended {missing:,} bytes early; another process may have changed"
+                                " it: restore the file and start again")  # fmt: skip
         if not direct and file is not self._spill:
             grid = low // CHUNK * CHUNK
             os.posix_fadvise(file.cached, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
 
     def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
-        """Converts those parts of the run's homes that lie in file bytes low .. high, which `buffer` holds."""
-        for home, flat in run.parts:
-            begin, end = max(home.start, low), min(home.start + home.nbytes, high)
+        """Convert the part of each region of `run` that lies in file bytes low .. high, which `buffer` holds."""
+        for region, flat in run.parts:
+            begin, end = max(region.start, low), min(region.start + region.nbytes, high)
             if begin >= end:
                 continue
-            width = home.dtype.itemsize
+            width = region.dtype.itemsize
             source = buffer[begin - low : end - low]
             if source.data_ptr() % width:
                 source = source.clone()
-            at = (begin - home.start) // width
-            load_kernels().convert(source.view(home.dtype), flat[at : at + len(source) // width])
+            first = (begin - region.start) // width
+            load_kernels().convert(source.view(region.dtype), flat[first : first + len(source) // width])
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self._write(source, home)
-        self.count(written=home.nbytes)
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self._write(source, region)
+        self.count(written=region.nbytes)
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
-        """Writes by the helpers, side by side, since each write waits for the disk."""
+        """Store several pairs in the helper threads at the same time, since each write waits for the disk."""
         if len(pairs) < 2:
             return super().store_all(pairs)
-        self._side_by_side([partial(self._write, source, home) for source, home in pairs])
-        self.count(written=sum(home.nbytes for _, home in pairs))
+        self._side_by_side([partial(self._write, source, region) for source, region in pairs])
+        self.count(written=sum(region.nbytes for _, region in pairs))
 
-    def _write(self, source: torch.Tensor, home: Home) -> None:
-        file: File = home.place
+    def _write(self, source: torch.Tensor, region: Home) -> None:
+        file: File = region.place
         if file is not self._spill:
-            raise ValueError(f"{file.path} belongs to the user and is never written")
+            raise ValueError(f"{file.path} is a file of the user, which is never written; store to an allocated region")
         flat = source.view(-1).view(torch.uint8)
-        size = aligned(home.nbytes)
+        size = aligned(region.nbytes)
         if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):
             padded = aligned_buffer(size)
             padded[: flat.numel()].copy_(flat)
             flat = padded
-        write_fully(file, memory(flat), home.start)
+        write_fully(file, memory(flat), region.start)
 
     def close(self) -> None:
         if self._helpers:
@@ -259,7 +279,7 @@ class DiskTier(Tier):
             with contextlib.suppress(OSError):
                 file.close()
         self._files, self._spill = {}, None
-        for folder in self._made:  # gone again, unless somebody else put something there
+        for folder in self._made:  # rmdir fails, as it should, if another process put a file there
             with contextlib.suppress(OSError):
                 folder.rmdir()
         self._made = []
@@ -267,7 +287,14 @@ class DiskTier(Tier):
 
 @dataclass
 class Run:
-    """Homes that lie next to each other in one file, with their flat targets; bytes start .. end."""
+    """One read of neighbouring regions of a file.
+
+    Attributes:
+        file: to read from.
+        start: first byte in the file.
+        end: byte after the last one.
+        parts: (region, flat target) pairs, in file order.
+    """
 
     file: File
     start: int
@@ -280,7 +307,7 @@ class Run:
 
 
 def _nameless(directory: Path) -> File:
-    """A file in `directory` that vanishes when it is closed."""
+    """Return a new file in `directory` that vanishes when it is closed."""
     try:
         handle = os.open(directory, os.O_TMPFILE | os.O_RDWR, 0o600)
     except OSError as error:
@@ -299,10 +326,10 @@ def _nameless(directory: Path) -> File:
     return file
 
 
-def _together(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
-    """Rows a .. b - 1 that are read at once: none further than GAP from the one before, all within SHORT bytes."""
-    far = torch.nonzero(starts.diff() > GAP + width).flatten() + 1
-    bounds = [0, *far.tolist(), len(starts)] if len(starts) else []
+def _row_ranges(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
+    """Yield (a, b) such that one read takes rows a .. b - 1: gaps of at most GAP bytes, at most SHORT bytes in all."""
+    after_gap = torch.nonzero(starts.diff() > GAP + width).flatten() + 1
+    bounds = [0, *after_gap.tolist(), len(starts)] if len(starts) else []
     for a, b in pairwise(bounds):
         while a < b:
             within = int(torch.searchsorted(starts[a:b], starts[a] + SHORT - width, right=True))
@@ -311,20 +338,23 @@ def _together(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
 
 
 def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
-    """Joins neighbours. A home whose elements straddle chunks (an odd start) is a run of its own, in short pieces."""
+    """Return one read per group of neighbouring regions.
+
+    A region whose start is no multiple of its itemsize is read alone, in short pieces: its elements straddle chunks.
+    """
     runs: list[Run] = []
-    for home, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        end = home.start + home.nbytes
-        if home.start % home.dtype.itemsize:
+    for region, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
+        end = region.start + region.nbytes
+        if region.start % region.dtype.itemsize:
             step = CHUNK // 8
-            for at in range(0, home.nbytes, step):
-                part = home.part(at, min(step, home.nbytes - at))
-                width = home.dtype.itemsize
-                target = flat[at // width : (at + part.nbytes) // width]
-                runs.append(Run(home.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif runs and runs[-1].file is home.place and runs[-1].end == home.start:
+            for offset in range(0, region.nbytes, step):
+                part = region.part(offset, min(step, region.nbytes - offset))
+                width = region.dtype.itemsize
+                target = flat[offset // width : (offset + part.nbytes) // width]
+                runs.append(Run(region.place, part.start, part.start + part.nbytes, [(part, target)]))
+        elif runs and runs[-1].file is region.place and runs[-1].end == region.start:
             runs[-1].end = end
-            runs[-1].parts.append((home, flat))
+            runs[-1].parts.append((region, flat))
         else:
-            runs.append(Run(home.place, home.start, end, [(home, flat)]))
+            runs.append(Run(region.place, region.start, end, [(region, flat)]))
     return runs

@@ -1,4 +1,4 @@
-"""Open files: whole reads and writes, directly (O_DIRECT) or through the page cache, and which of the two is faster."""
+"""Reads and writes of files, direct (O_DIRECT) or through the page cache, and the choice of the faster way."""
 
 import ctypes
 import errno
@@ -12,11 +12,17 @@ import torch
 from flexengine.reading import located, patiently
 from flexengine.tier.base import ALIGN
 
-_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # what file systems without direct I/O answer (tmpfs, some network ones)
+_NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without direct I/O (tmpfs, some network ones)
 
 
 class File:
-    """A file open both ways; `direct` is None where the file system has no direct I/O."""
+    """A file that is opened twice, for reads through the page cache and for direct I/O.
+
+    Attributes:
+        path: for messages.
+        cached: file descriptor for I/O through the page cache.
+        direct: file descriptor for direct I/O, None if the file system has no direct I/O.
+    """
 
     def __init__(self, path: str | Path, flags: int) -> None:
         self.path = Path(path)
@@ -35,27 +41,43 @@ class File:
             os.close(fd)
 
     def transfer(self, call: Callable[..., int], part: memoryview, offset: int, direct: bool) -> int:
-        """os.preadv or os.pwritev of one buffer, directly if wanted and possible; the bytes moved."""
+        """Call os.preadv or os.pwritev for one buffer and return the number of bytes moved.
+
+        Args:
+            call: os.preadv or os.pwritev.
+            part: the buffer.
+            offset: in the file, in bytes.
+            direct: use direct I/O if the file system supports it.
+        """
         if direct and (fd := self.direct) is not None:
             try:
                 return call(fd, [part], offset)
             except OSError as error:
                 if error.errno not in _NOT_DIRECT:
                     raise
-                self.direct = None  # it opened, but it cannot
+                self.direct = None  # some file systems accept O_DIRECT in open, but fail each transfer
         return call(self.cached, [part], offset)
 
 
 def memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, writable."""
+    """Return a writable view of the bytes of a contiguous CPU tensor."""
     buffer = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
     return memoryview(buffer).cast("B")
 
 
 def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int:
-    """Reads until `target` is full or the file ends; returns the bytes read. direct: if the file can be.
+    """Read until `target` is full or the file ends, and return the number of bytes read.
 
-    A read that fails with EIO is tried again. Raises OSError that names file and byte.
+    A read that fails with EIO is retried.
+
+    Args:
+        file: to read from.
+        target: receives the bytes.
+        offset: in the file, in bytes.
+        direct: use direct I/O if the file system supports it.
+
+    Raises:
+        OSError: a read failed; the message names the file and the byte.
     """
     got = 0
     while got < len(target):
@@ -64,7 +86,7 @@ def read_fully(file: File, target: memoryview, offset: int, direct: bool) -> int
             break
         got += n
         if direct and n % ALIGN:
-            direct = False  # the tail of the file, or an odd stop: the rest is not aligned
+            direct = False  # the end of the file or a short read: the remaining bytes are not aligned
     return got
 
 
@@ -73,10 +95,12 @@ def _read(file: File, target: memoryview, offset: int, direct: bool) -> int:
 
 
 def write_fully(file: File, source: memoryview, offset: int) -> None:
-    """Writes all of `source`, directly if the file can be; short writes are continued.
+    """Write all of `source`, by direct I/O if the file system supports it; short writes are continued.
 
-    Nothing is tried again: after a failed write nobody knows what the system has dropped. Raises OSError that names
-    file and byte.
+    Writes are not retried: after an error the kernel may have discarded dirty pages.
+
+    Raises:
+        OSError: a write failed; the message names the file and the byte.
     """
     done = 0
     while done < len(source):
@@ -87,22 +111,25 @@ def write_fully(file: File, source: memoryview, offset: int) -> None:
 
 
 class FasterWay:
-    """Whether long sequential reads go directly or through the page cache, learned from the reads themselves.
+    """Choice between direct and cached reads for long sequential reads, from the measured rates of these reads.
 
-    Cached reads take twice the processor time. So they are tried only if direct reads take at least BUSY of the time.
-    If they take less, the disk lane is waiting: for a weight slot that the device still uses (with one slot it always
-    is), or for the spill file.
+    Cached reads take twice the CPU time. They are tried only if direct reads take at least the share BUSY of the time.
+    With a smaller share, the disk lane mostly waits: for a weight slot that the device still uses (always so with one
+    slot), or for the spill file.
 
-    Which way is faster a probe beforehand cannot tell. On one virtual disk direct reads gave 0.9 to 2.7 GB/s on idle
-    cores and 2.1 while both computed (idle cores answer its interrupts late); cached ones 2.4 and 1.8. So the ways take
-    turns, LEARN each, and then the faster one is kept; every REVIEW turns the other gets one.
+    A probe before the job cannot find the faster way. On one virtual disk, direct reads gave 0.9 to 2.7 GB/s with idle
+    cores (which respond late to interrupts) and 2.1 GB/s while both cores computed; cached reads gave 2.4 and 1.8 GB/s.
+    So each way gets LEARN turns of TURN bytes, then the faster way is used, and every REVIEW turns the slower way gets
+    one turn.
 
-    direct: the way that reads go now. held: whether it stays so, whatever is noted.
+    Attributes:
+        direct: whether the next reads are direct.
+        held: whether `direct` stays fixed; `note` then only measures.
     """
 
-    TURN = 256 << 20  # bytes; readahead needs tens of MB to get going
-    LEARN, REVIEW = 3, 16
-    BUSY = 0.8
+    TURN = 256 << 20  # bytes; readahead reaches its full rate after tens of MB
+    LEARN, REVIEW = 3, 16  # turns
+    BUSY = 0.8  # share of the elapsed time
 
     def __init__(self) -> None:
         self.direct, self.held = True, False
@@ -111,8 +138,13 @@ class FasterWay:
         self._bytes, self._seconds, self._since = 0, 0.0, -1.0
 
     def note(self, nbytes: int, began: float, ended: float) -> None:
-        """Tells of a read made the way `direct` says, after the one before; may change it. began, ended: seconds of one
-        clock."""
+        """Add one read, made as `direct` says, to the measurement; at the end of a turn this may change `direct`.
+
+        Args:
+            nbytes: bytes read.
+            began: start of the read, in seconds of any one clock.
+            ended: end of the read, in seconds of the same clock.
+        """
         if self._since < 0:
             self._since = began
         self._bytes, self._seconds = self._bytes + nbytes, self._seconds + ended - began

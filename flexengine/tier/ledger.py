@@ -1,4 +1,4 @@
-"""Byte-exact account of one memory: what is reserved, by whom, and the most there ever was."""
+"""Byte-exact account of one memory: reserved bytes, their purposes, and the peak."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,15 @@ from flexengine.errors import OutOfMemory
 
 
 class Ledger:
-    """Reservations in one memory of `capacity` bytes (None: as much as is asked). Safe from any thread."""
+    """Reservations in one memory. All methods are thread-safe.
+
+    Attributes:
+        name: of the memory, for messages.
+        capacity: bytes that can be reserved; None for no limit.
+        used: bytes reserved now.
+        peak: largest `used` since the start or the last `restart_peak`, in bytes.
+        entries: bytes reserved now, by purpose.
+    """
 
     def __init__(self, name: str, capacity: int | None = None) -> None:
         self.name, self.capacity = name, capacity
@@ -17,7 +25,7 @@ class Ledger:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Books nbytes for `what`. Raises OutOfMemory, booking nothing, when they do not fit."""
+        """Reserve nbytes for `what`. Raise OutOfMemory, without reserving, if they exceed the capacity."""
         with self._lock:
             if self.capacity is not None and self.used + nbytes > self.capacity:
                 raise OutOfMemory(self.name, what, nbytes, self.used, self.capacity)
@@ -27,7 +35,7 @@ class Ledger:
 
     @contextmanager
     def booked(self, nbytes: int, what: str) -> Iterator[None]:
-        """Reserve nbytes for `what` while its memory is taken, and release them again if that raises."""
+        """Reserve nbytes for `what`, and release them if the block, which allocates the memory, raises."""
         self.reserve(nbytes, what)
         try:
             yield
@@ -36,12 +44,12 @@ class Ledger:
             raise
 
     def restart_peak(self) -> None:
-        """From now on `peak` tells of what comes."""
+        """Set `peak` to `used`, so that it measures the time from now on."""
         with self._lock:
             self.peak = self.used
 
     def release(self, nbytes: int, what: str) -> None:
-        """Gives back nbytes booked for `what`. Releasing more than is booked is a fault of the caller: ValueError."""
+        """Release nbytes reserved for `what`. Raise ValueError if fewer are reserved."""
         with self._lock:
             if self.entries.get(what, 0) < nbytes:
                 raise ValueError(f"{self.name}: {what} releases {nbytes} of {self.entries.get(what, 0)} bytes")

@@ -1,4 +1,4 @@
-"""What this process may really use: free RAM, cgroup limits of both versions, free disk."""
+"""Memory and disk space that this process may use: free RAM, limits of cgroup v1 and v2, free disk space."""
 
 import contextlib
 import os
@@ -14,24 +14,31 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2**63
 
 
 def usable_memory(root: Path = Path("/")) -> int:
-    """Bytes of RAM this process can still take: free RAM, cut by what its cgroups leave."""
+    """Return the bytes of RAM this process can still take: free RAM, or less if its cgroups have less left.
+
+    Args:
+        root: directory that holds proc/ and sys/.
+    """
     free: int = psutil.virtual_memory().available
     return min([free, *(limit - used for limit, used in cgroup_memory(root))])
 
 
 def total_memory(root: Path = Path("/")) -> int:
-    """Bytes of RAM that this process could take if nothing else took any: the machine's, or its cgroups' limit."""
+    """Return the smaller of the machine's RAM and the limits of this process's cgroups, in bytes, used or not."""
     total: int = psutil.virtual_memory().total
     return min([total, *(limit for limit, _ in cgroup_memory(root))])
 
 
 def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
-    """(limit, used) bytes of every memory cgroup around this process that has a limit; page cache is not counted."""
-    found: list[tuple[int, int]] = []
+    """Return (limit, used) bytes of each memory cgroup of this process that has a limit.
+
+    `used` does not count inactive page cache, which the kernel can drop.
+    """
+    limits: list[tuple[int, int]] = []
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return found
+        return limits
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
@@ -46,8 +53,8 @@ def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
             if folder == base.parent:
                 break
             if (entry := _read(folder, *names)) is not None:
-                found.append(entry)
-    return found
+                limits.append(entry)
+    return limits
 
 
 def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[int, int] | None:
@@ -61,10 +68,10 @@ def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[i
 
 
 def usable_disk(directory: Path) -> int:
-    """Return the free bytes where `directory` is or would be made; at least one.
+    """Return the free bytes, more than 0, of the file system where `directory` is or would be made.
 
     Raises:
-        InvalidInput: nothing can be written there, with the reason.
+        InvalidInput: no file can be written there; the message gives the reason.
     """
     here = nearest(directory)
     try:
@@ -79,18 +86,18 @@ def usable_disk(directory: Path) -> int:
 
 
 def in_ram(directory: Path) -> bool:
-    """Whether the file system where `directory` is or would be made keeps its files in RAM."""
+    """Return whether the file system where `directory` is or would be made keeps its files in RAM."""
     device = nearest(directory).stat().st_dev
     for mounted in psutil.disk_partitions(all=True):
         if mounted.fstype in _IN_RAM:
-            with contextlib.suppress(OSError):  # it may be another user's
+            with contextlib.suppress(OSError):  # mount points of other users cannot be read
                 if os.stat(mounted.mountpoint).st_dev == device:
                     return True
     return False
 
 
 def nearest(directory: Path) -> Path:
-    """Return the directory itself, or the nearest one above it that is there and may be looked at."""
+    """Return the directory itself, or its nearest parent that exists."""
     here = directory.absolute()
     while not os.path.lexists(here):
         here = here.parent

@@ -1,8 +1,8 @@
-"""A machine: its tiers, how they are connected, and which lanes suit it. Three kinds: cpu, sim and cuda.
+"""A machine: its tiers, the routes between them, and its kind of lanes. There are three kinds: cpu, sim and cuda.
 
 | kind | device tier | host tier | disk to device |
 |---|---|---|---|
-| cpu | RAM, matrices in bf16 or their own 16 bits, the rest in the compute dtype | the same RAM, as stored | direct |
+| cpu | RAM; matrices in bf16 or their own 16 bits, other tensors in the compute dtype | same RAM, as stored | direct |
 | sim | RAM with a capacity of its own | RAM behind throttled h2d and d2h links | through host staging |
 | cuda | GPU memory | pinned RAM | through host staging |
 """
@@ -26,16 +26,23 @@ from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
 KINDS = ("auto", "cpu", "cuda", "sim")
-HEADROOM = 0.92  # share of the free memory taken when nobody says how much
-RAM_DISK = 8  # the part of that which an offload directory in RAM gets
-NO_DISK = 1  # bytes of a disk tier whose directory cannot be used: no page fits, and Hardware takes no less
-LEAST_DISK = 2 * ALIGN  # bytes of it however little is left: enough to be measured
+HEADROOM = 0.92  # share of the free memory that is used if no size is set
+RAM_DISK = 8  # an offload directory in RAM gets 1/8 of that share if no size is set
+NO_DISK = 1  # bytes; capacity of a disk tier whose directory cannot be used: Hardware refuses 0, and no page fits in 1
+LEAST_DISK = 2 * ALIGN  # bytes; minimum capacity of an offload directory in RAM, enough to measure its rates
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second of each link of a sim machine; None is as fast as it goes. latency: seconds that each transfer
-    between device and host takes besides."""
+    """Rates of the links of a sim machine.
+
+    Attributes:
+        h2d: host to device, bytes per second; None for unlimited, here and below.
+        d2h: device to host, bytes per second.
+        disk_read: bytes per second.
+        disk_write: bytes per second.
+        latency: seconds added to each transfer between device and host.
+    """
 
     h2d: float | None = None
     d2h: float | None = None
@@ -46,12 +53,19 @@ class Links:
 
 @dataclass
 class Machine:
-    """A device to compute on and the tiers around it.
+    """A compute device with its tiers.
 
     Attributes:
-        compute: where torch computes.
-        lanes: kind of lane that overlaps here.
-        no_offload: why nothing can be offloaded to disk; empty if it can. The disk's capacity is then `NO_DISK`.
+        kind: cpu, sim or cuda.
+        compute: torch device of the kernels.
+        device: tier of compute buffers; see the table above.
+        host: tier of RAM.
+        disk: tier of checkpoint files and the spill file.
+        capacity: bytes per tier, for the planner.
+        routes: hops that data takes between tiers.
+        lanes: kind of lanes that overlap transfers with compute: thread or stream.
+        no_offload: reason why the offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if the
+            directory can be used.
     """
 
     kind: str
@@ -65,30 +79,32 @@ class Machine:
     no_offload: str = ""
 
     def tier(self, name: str) -> Tier:
+        """Return the tier called `name`: device, host or disk."""
         return {"device": self.device, "host": self.host, "disk": self.disk}[name]
 
     def traffic(self) -> dict[str, int]:
-        """Bytes moved so far per link."""
+        """Return the bytes moved so far per link."""
         return {"disk_read": self.disk.bytes_read, "disk_write": self.disk.bytes_written,
                 "h2d": self.host.bytes_read, "d2h": self.host.bytes_written}  # fmt: skip
 
     def synchronize(self) -> None:
-        """Waits until what this thread queued on the device is done, so that lanes may use it."""
+        """Wait for the work that this thread queued on the device, so that lanes may use its results."""
         if self.kind == "cuda":
             cuda.synchronize()
 
     def keep_freed(self, room: bool) -> None:
-        """Let malloc keep much freed memory for reuse if there is room for it, else little."""
+        """Make malloc keep much freed memory for reuse if `room` is true, else little. Does nothing for cuda."""
         if self.kind != "cuda":
             keep_freed(room)
 
     def give_back(self) -> None:
-        """Returns freed memory that allocators keep for themselves."""
+        """Return freed memory that malloc and torch hold to the system."""
         give_back_freed()
         if self.kind == "cuda":
             cuda.give_back()
 
     def close(self) -> None:
+        """Close all tiers and return freed memory to the system."""
         for tier in (self.device, self.host, self.disk):
             tier.close()
         give_back_freed()
@@ -97,11 +113,20 @@ class Machine:
 def make_machine(
     kind: str, device_mem: int | None, host_mem: int | None, offload_dir: Path, links: Links | None = None
 ) -> Machine:
-    """The machine to run on. Sizes in bytes; None takes what is free (sim: no limit).
+    """Return the machine to run on.
 
     An offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
 
-    Raises InvalidInput for a kind that is not there, or a size that means nothing on it or that it does not have.
+    Args:
+        kind: one of KINDS; auto takes cuda if there is a CUDA GPU, else cpu.
+        device_mem: bytes of the device tier; None for what is free (sim: no limit).
+        host_mem: bytes of the host tier; None for what is free (sim: no limit).
+        offload_dir: directory of the spill file.
+        links: rates, for kind sim only.
+
+    Raises:
+        InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
+            memory of this machine.
     """
     if kind not in KINDS:
         raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
@@ -115,8 +140,8 @@ def make_machine(
         keep_freed()
     _check_sizes(kind, device_mem, host_mem)
     _allow_open_files()
-    given = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
-    ram, free_disk, fault = _ram_and_disk(given, offload_dir)
+    ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
+    ram, free_disk, fault = _ram_and_disk(ram_limit, offload_dir)
     disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
     if kind == "cpu":
         return _cpu(ram, disk, free_disk, fault)
@@ -135,7 +160,7 @@ def make_machine(
 
 
 def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> None:
-    """Raises InvalidInput if more memory is given than there is."""
+    """Raise InvalidInput if a size exceeds the memory of this machine, or host_mem is set for kind cpu."""
     if kind == "cpu" and host_mem is not None:
         raise InvalidInput("host memory cannot be set for device 'cpu': its RAM is the device tier; use --device-mem")
     ram = (total_memory(), "the machine, or the cgroup of this process,")
@@ -151,26 +176,26 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> Non
 
 
 def _allow_open_files() -> None:
-    """Every shard is open twice, and a large model has hundreds: as many as this user may have."""
+    """Set the limit of open files to this user's maximum: each shard is opened twice, and some models have hundreds."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def _ram_and_disk(given: int | None, offload_dir: Path) -> tuple[int, int, str]:
-    """Return bytes of RAM (`given`, or what is free), bytes of the offload directory, and why it cannot be used.
+def _ram_and_disk(ram_limit: int | None, offload_dir: Path) -> tuple[int, int, str]:
+    """Return bytes of RAM (`ram_limit`, or what is free), bytes of the offload directory, and why it cannot be used.
 
-    A directory that is in RAM itself (tmpfs) takes from the same memory: it gets what is left there, or a part of it if
-    no size is given.
+    A directory in RAM (tmpfs) takes from the same memory: it gets the rest of the free RAM, or 1/RAM_DISK of the free
+    RAM if `ram_limit` is None.
     """
     usable = int(usable_memory() * HEADROOM)
     try:
         free = usable_disk(offload_dir)
     except InvalidInput as error:
-        return given or usable, NO_DISK, str(error)
+        return ram_limit or usable, NO_DISK, str(error)
     if not in_ram(offload_dir):
-        return given or usable, free, ""
-    ram = given or usable - min(free, usable // RAM_DISK)
+        return ram_limit or usable, free, ""
+    ram = ram_limit or usable - min(free, usable // RAM_DISK)
     return ram, min(free, max(usable - ram, LEAST_DISK)), ""
 
 

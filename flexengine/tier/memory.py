@@ -1,11 +1,13 @@
 """RAM: the host tier, and on a machine without a GPU the device tier too.
 
-A page fault costs as much as computing 4 KiB of activations, so two measures keep them few. Regions are mapped in huge
-pages where the kernel gives them. What torch frees between layers stays in this process's heap, if there is room for
-that: tensors of up to 32 MB, and 64 MB at the heap's end. With more, the gaps between tensors grew beyond what any plan
-allows for. Where a job leaves no room for gaps, blocks of 64 KiB or more get pages of their own: in a job of 120 MB the
-gaps took 2 MB then, and not 43, and it was no slower. (From 256 KiB on was not enough: shorter blocks made gaps that
-longer ones fell into.)
+A page fault takes as long as computing 4 KiB of activations, so two measures keep page faults rare:
+
+* Regions are mapped in huge pages if the kernel provides them.
+* Memory that torch frees between layers stays in the heap of the process: tensors of up to 32 MiB, and 64 MiB at the
+  heap's end. With larger limits, the gaps between tensors outgrew the memory that plans reserve for them.
+
+A job that leaves no memory for gaps gives every block of 64 KiB or more its own pages: in a job of 120 MB the gaps then
+took 2 MB instead of 43 MB, at equal speed. A limit of 256 KiB was too high: smaller blocks still made gaps.
 """
 
 import contextlib
@@ -19,49 +21,49 @@ from flexengine.kernels import load as load_kernels
 from flexengine.tier.base import ALIGN, Home, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
-HUGE = 2 << 20  # bytes from which regions are mapped for themselves
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
+HUGE = 2 << 20  # bytes; regions of this size or more are mappings of their own
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # from glibc's malloc.h
 
 
 def keep_freed(room: bool = True) -> None:
-    """Let malloc keep freed memory for reuse: much if there is room for it, else little. Does nothing without glibc.
+    """Make malloc keep freed memory for reuse: much if `room` is true, else little. Does nothing without glibc.
 
-    Threads started from now on share the main heap, so that lanes reuse what others freed.
+    Threads started later share the main heap, so that a lane can reuse memory that another lane freed.
 
-    With little room, a block of 64 KiB or more gets pages of its own unless a gap in the heap holds it. Such pages go
-    back to the system when the block is freed. In the heap a block that stays may lie above it; then they do not.
+    If `room` is false, a block of 64 KiB or more gets its own pages, unless it fits in a gap of the heap. Its own pages
+    return to the system when the block is freed. Pages inside the heap do not while a live block lies above them.
     """
-    mapped_from, kept = (32 << 20, 64 << 20) if room else (64 << 10, 1 << 20)
+    mapped_from, heap_end = (32 << 20, 64 << 20) if room else (64 << 10, 1 << 20)
     with contextlib.suppress(OSError, AttributeError):
         libc = _libc()
         libc.mallopt(_M_MMAP_THRESHOLD, mapped_from)
-        libc.mallopt(_M_TRIM_THRESHOLD, kept)
+        libc.mallopt(_M_TRIM_THRESHOLD, heap_end)
         libc.mallopt(_M_ARENA_MAX, 1)
 
 
 def give_back_freed() -> None:
-    """Returns what malloc keeps to the system."""
+    """Return freed memory that malloc holds to the system."""
     with contextlib.suppress(OSError, AttributeError):
         _libc().malloc_trim(0)
 
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """The C library. Cached: every CDLL object is part of a reference cycle."""
+    """Return the C library. Cached: every CDLL object is part of a reference cycle."""
     return ctypes.CDLL(None)
 
 
 def mapped(nbytes: int) -> torch.Tensor:
-    """uint8 `[nbytes]`, more than 0, in pages of its own, in huge ones where the kernel gives them."""
+    """Return uint8 [nbytes] in a mapping of its own, in huge pages if the kernel provides them; nbytes is not 0."""
     pages = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # kernels without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)  # keeps `pages` alive
 
 
 def aligned_buffer(nbytes: int) -> torch.Tensor:
-    """uint8 `[nbytes]` in RAM whose address is a multiple of ALIGN."""
+    """Return uint8 [nbytes] in RAM at an address that is a multiple of ALIGN."""
     if nbytes >= HUGE:
         return mapped(nbytes)
     room = torch.empty(nbytes + ALIGN, dtype=torch.uint8)
@@ -81,20 +83,20 @@ class MemoryTier(Tier):
             return Home(self._buffer(size, what), 0, nbytes, dtype)
 
     def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
-        """The memory of a region of `nbytes`, a multiple of ALIGN. what: for errors."""
+        """Return the memory of a region. nbytes is a multiple of ALIGN; `what` is for errors."""
         return aligned_buffer(nbytes)
 
-    def free(self, home: Home, what: str) -> None:
-        self.ledger.release(aligned(home.nbytes), what)
+    def free(self, region: Home, what: str) -> None:
+        self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        place: torch.Tensor = home.place
-        return place[home.start : home.start + home.nbytes].view(home.dtype)
+    def view(self, region: Home) -> torch.Tensor:
+        place: torch.Tensor = region.place
+        return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        load_kernels().convert(self.view(home), target.view(-1))
-        self.count(read=home.nbytes)
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        load_kernels().convert(self.view(region), target.view(-1))
+        self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        load_kernels().convert(source.view(-1), self.view(home))
-        self.count(written=home.nbytes)
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        load_kernels().convert(source.view(-1), self.view(region))
+        self.count(written=region.nbytes)

@@ -1,4 +1,4 @@
-"""Tiers around tiers."""
+"""Wrappers around tiers."""
 
 import threading
 import time
@@ -10,15 +10,20 @@ import torch
 from flexengine.tier.base import Home, Tier
 from flexengine.tier.disk import DiskTier
 
-OWED = 1e-4  # seconds; a thread sleeps longer than it means to, by 0.06 ms on an idle core and more on a busy one
+OWED = 1e-4  # seconds; shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, more on a busy one
 
 
 class Throttled(Tier):
-    """A tier behind slower links: real copies, then sleep until a link of that rate would have finished.
+    """A tier behind slower links: each call copies, then sleeps until a link of the given rate would have finished.
 
-    read_rate, write_rate: bytes per second, None for as fast as it goes; latency: seconds that each transfer takes
-    besides. One direction carries one transfer at a time. A transfer that ends less than OWED too early does not sleep:
-    what it owes is added to the next one.
+    Each direction carries one transfer at a time. A transfer that ends at most OWED seconds too early does not sleep:
+    the next transfer sleeps for both.
+
+    Args:
+        inner: the tier that does the copies.
+        read_rate: bytes per second of loads; None for unlimited.
+        write_rate: bytes per second of stores; None for unlimited.
+        latency: seconds added to each transfer.
     """
 
     def __init__(
@@ -27,8 +32,8 @@ class Throttled(Tier):
         self.latency = latency
         self.inner, self.name, self.ledger = inner, inner.name, inner.ledger
         self.rates = {"read": read_rate, "write": write_rate}
-        self._free = {"read": 0.0, "write": 0.0}  # when a direction is free again
-        self._owed = {"read": 0.0, "write": 0.0}  # seconds that its last transfer did not sleep
+        self._free = {"read": 0.0, "write": 0.0}  # time at which a direction is free again
+        self._owed = {"read": 0.0, "write": 0.0}  # seconds that the last transfer of a direction did not sleep
         self._lock = threading.Lock()
 
     @property
@@ -55,42 +60,42 @@ class Throttled(Tier):
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
         return self.inner.allocate(nbytes, what, dtype)
 
-    def free(self, home: Home, what: str) -> None:
-        self.inner.free(home, what)
+    def free(self, region: Home, what: str) -> None:
+        self.inner.free(region, what)
 
-    def view(self, home: Home) -> torch.Tensor:
-        return self.inner.view(home)
+    def view(self, region: Home) -> torch.Tensor:
+        return self.inner.view(region)
 
-    def load(self, home: Home, target: torch.Tensor) -> None:
-        self.load_all([(home, target)])
+    def load(self, region: Home, target: torch.Tensor) -> None:
+        self.load_all([(region, target)])
 
     def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
         began = time.perf_counter()
         self.inner.load_all(pairs)
-        self._wait("read", sum(home.nbytes for home, _ in pairs), began)
+        self._wait("read", sum(region.nbytes for region, _ in pairs), began)
 
-    def pick(self, home: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         began = time.perf_counter()
-        self.inner.pick(home, rows, width, target)
+        self.inner.pick(region, rows, width, target)
         self._wait("read", target.nbytes, began)
 
-    def put(self, source: torch.Tensor, home: Home, rows: torch.Tensor) -> None:
+    def put(self, source: torch.Tensor, region: Home, rows: torch.Tensor) -> None:
         began = time.perf_counter()
-        self.inner.put(source, home, rows)
+        self.inner.put(source, region, rows)
         self._wait("write", source.nbytes, began)
 
-    def store(self, source: torch.Tensor, home: Home) -> None:
-        self.store_all([(source, home)])
+    def store(self, source: torch.Tensor, region: Home) -> None:
+        self.store_all([(source, region)])
 
     def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
         began = time.perf_counter()
         self.inner.store_all(pairs)
-        self._wait("write", sum(home.nbytes for _, home in pairs), began)
+        self._wait("write", sum(region.nbytes for _, region in pairs), began)
 
     def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
-        """See DiskTier.checkpoint."""
+        """Return a region inside a file of the user; see `DiskTier.checkpoint`."""
         if not isinstance(self.inner, DiskTier):
-            raise TypeError(f"{self.name} is not a disk")
+            raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")
         return self.inner.checkpoint(path, start, nbytes, dtype)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Hidden states between layers, for gpu_batches whose activations have their home off the device."""
+"""Hidden states between layers, for gpu_batches whose activations are offloaded to host or disk."""
 
 import torch
 from torch import Tensor
@@ -13,69 +13,72 @@ from flexengine.worker.regions import Regions
 
 
 class Hidden:
-    """One region per off-device tier, shared out anew every sweep; device buffers and staging to pass through."""
+    """Regions for offloaded hidden states, one per tier, which every sweep divides among its gpu_batches.
+
+    Transfers use device buffers and, between disk and device on some machines, staging buffers on the host.
+    """
 
     def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype) -> None:
         self.machine, self.dtype, self._row = machine, dtype, model.hidden * dtype.itemsize
         self._width = model.hidden
         self._regions = Regions(machine)
         take, size = self._regions.take, layout.hidden_buffer
-        self._far = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
+        self._offloaded = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
         count = layout.policy.slots if size else 0
         self._buffers = [take("device", size, "hidden buffers", dtype) for _ in range(count)]
         count = count if "disk" in layout.hidden_home and machine.capacity.staged else 0
         self._stages = [take("host", size, "hidden staging", dtype) for _ in range(count)]
-        self._homes: list[Home | None] = []
+        self._parts: list[Home | None] = []
 
     def begin(self, batches: list[Batch]) -> None:
-        """Gives every batch of a sweep its place."""
-        at = dict.fromkeys(self._far, 0)
-        self._homes = []
+        """Assign a part of its tier's region to every gpu_batch of a sweep."""
+        offset = dict.fromkeys(self._offloaded, 0)
+        self._parts = []
         for batch in batches:
             if batch.hidden_home == "device":
-                self._homes.append(None)
+                self._parts.append(None)
                 continue
             nbytes = batch.tokens * self._row
-            self._homes.append(self._far[batch.hidden_home].part(at[batch.hidden_home], nbytes))
-            at[batch.hidden_home] += aligned(nbytes)
+            self._parts.append(self._offloaded[batch.hidden_home].part(offset[batch.hidden_home], nbytes))
+            offset[batch.hidden_home] += aligned(nbytes)
 
     def _part(self, region: Home, k: int) -> Home:
-        home = self._homes[k]
-        assert home is not None
-        return Home(region.place, region.start, home.nbytes, self.dtype)
+        part = self._parts[k]
+        assert part is not None
+        return Home(region.place, region.start, part.nbytes, self.dtype)
 
     def buffer(self, k: int, buffer: int) -> Tensor:
-        """Batch k's hidden states `[1, tokens, hidden]` in a device buffer."""
+        """Return the hidden states of gpu_batch k, [1, tokens, hidden], in device buffer number `buffer`."""
         return self.machine.device.view(self._part(self._buffers[buffer], k)).view(1, -1, self._width)
 
     def load(self, k: int, tier: str, buffer: int, hop: int) -> None:
-        """One leg from the home to staging or to the device buffer."""
-        home, machine = self._homes[k], self.machine
-        assert home is not None
+        """Copy gpu_batch k's hidden states from their tier to staging or to the device buffer: one hop."""
+        part, machine = self._parts[k], self.machine
+        assert part is not None
         if tier == "disk" and self._stages:
             stage = self._part(self._stages[buffer], k)
             if hop == 0:
-                machine.disk.load(home, machine.host.view(stage))
+                machine.disk.load(part, machine.host.view(stage))
             else:
                 machine.host.load(stage, self.buffer(k, buffer))
         else:
-            machine.tier(tier).load(home, self.buffer(k, buffer))
+            machine.tier(tier).load(part, self.buffer(k, buffer))
 
     def store(self, k: int, tier: str, buffer: int, hop: int) -> None:
-        """One leg from the device buffer to staging or to the home."""
-        home, machine = self._homes[k], self.machine
-        assert home is not None
+        """Copy gpu_batch k's hidden states from the device buffer to staging, or from there to their tier: one hop."""
+        part, machine = self._parts[k], self.machine
+        assert part is not None
         if tier == "disk" and self._stages:
             stage = self._part(self._stages[buffer], k)
             if hop == 0:
                 machine.host.store(self.buffer(k, buffer), stage)
             else:
-                machine.disk.store(machine.host.view(stage), home)
+                machine.disk.store(machine.host.view(stage), part)
         else:
-            machine.tier(tier).store(self.buffer(k, buffer), home)
+            machine.tier(tier).store(self.buffer(k, buffer), part)
 
     def close(self) -> None:
-        """Free all memory of the regions, whatever still refers to this object."""
-        for held in (self._far, self._buffers, self._stages, self._homes):
+        """Free the memory of all regions, even if other objects still refer to this object."""
+        for held in (self._offloaded, self._buffers, self._stages, self._parts):
             held.clear()
         self._regions.free()

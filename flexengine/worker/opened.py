@@ -1,4 +1,4 @@
-"""A model opened but not loaded: its modules on the meta device, where its bytes lie, and what a plan must know."""
+"""An opened model without loaded weights: meta modules, locations of its weights, and facts for the planner."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,9 +35,21 @@ def _alike() -> None:
 
 @dataclass
 class Opened:
-    """stored: where each parameter's bytes are in the checkpoint; held: the dtype each has on the device; dtype: that
-    of computing; cpu: whether that is a CPU's. say: told of what takes time. importances: gives what encoding is to go
-    by; None: all columns matter alike. verifier: compares prepared weights with their checksums."""
+    """An opened model.
+
+    Attributes:
+        source: directory and files of the model.
+        dtype: of activations.
+        skeleton: the modules.
+        stored: location of each parameter in the checkpoint.
+        cpu: whether the compute device is a CPU.
+        held: dtype of each parameter on the device.
+        facts: for the planner.
+        say: receives messages about long work.
+        importances: returns the importances for encoding; None for equal weights of all columns.
+        verifier: compares prepared weights with their checksums; None for no check.
+        lossy: the present switches.
+    """
 
     source: Source
     dtype: torch.dtype
@@ -49,28 +61,30 @@ class Opened:
     say: Callable[[str], None] = _silent
     importances: Callable[[], Importances | None] = _alike
     verifier: Verifier | None = None
-    lossy: Lossy = EXACT  # the present switches
+    lossy: Lossy = EXACT
 
     @property
     def forms(self) -> dict[str, Form]:
-        """How the encoded ones are kept."""
+        """Format of each encoded parameter, by name."""
         return self.skeleton.forms
 
     @property
     def files(self) -> list[Path]:
-        """The files the weights lie in; none if there are no weights."""
+        """Files that contain the weights; empty if there are no weights."""
         paths = {run.path for origin in self.stored.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
     @property
     def given(self) -> list[Path]:
-        """The files that the user gave, which name what is made of the weights: converted files may be made again."""
+        """The user's own files, which key the cache of encoded weights, as converted files may be made again."""
         return list(self.source.given) or self.files
 
     def use(self, lossy: Lossy) -> None:
-        """From now on keeps and multiplies what `lossy` says. Weights must not be loaded.
+        """Set the lossy switches, and the formats and facts that depend on them. Weights must not be loaded.
 
-        Raises InvalidInput for what does not go with the device or the dtype."""
+        Raises:
+            InvalidInput: a switch cannot be combined with the device or the dtype.
+        """
         if reason := self.refusal(lossy):
             raise InvalidInput(reason)
         self.lossy, skeleton = lossy, self.skeleton
@@ -92,7 +106,7 @@ class Opened:
         self.__dict__.pop("origins", None)
 
     def refusal(self, lossy: Lossy) -> str | None:
-        """Why `use` would not take these switches; None if it would."""
+        """Return the reason why `use` would refuse these switches, None if it would accept them."""
         switch = next((name for name in ("compute", "cache") if getattr(lossy, name) == "bf16"), None)
         if switch and not (self.cpu and self.dtype == torch.float32):
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
@@ -106,13 +120,15 @@ class Opened:
         return None
 
     def cache_form(self, bits: int) -> CacheForm:
-        """How a layer's keys and values lie in that many bits, in pages of one token."""
+        """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""
         return CacheForm(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Where each parameter's bytes are in the form it is kept in. Weights that are to be encoded are, now, unless
-        they have been; raises as `model.encoding.encoded`."""
+        """Location of each parameter's bytes in its format. Weights that are not yet encoded are encoded now.
+
+        Raises the errors of `model.encoding.encoded`.
+        """
         if not self.forms:
             return self.stored
         checkpoint = self.source.directory, self.given, self.stored
@@ -129,11 +145,22 @@ def open_model(
     lossy: Lossy = EXACT,
     verifier: Verifier | None = None,
 ) -> Opened:
-    """Opens a model for a machine of kind cpu, sim or cuda. model: see source.resolve; dtype: see skeleton.named_dtype;
-    lossy: how its weights are kept and multiplied; verifier: see source.resolve.
+    """Return an opened model.
 
-    weights: False lets a directory do that has a config.json and nothing else; its weights are then taken to be
-    stored in the config's dtype. Raises ModelNotFound, UnsupportedModel, BadCheckpoint.
+    Args:
+        model: see source.resolve.
+        dtype: see skeleton.named_dtype.
+        kind: of machine: cpu, sim or cuda.
+        trust_remote_code: run the model's own Python code if it has some.
+        weights: False also accepts a directory with only a config.json; its weights are then assumed to be stored in
+            the config's dtype.
+        lossy: switches for the formats of weights and cache.
+        verifier: see source.resolve.
+
+    Raises:
+        ModelNotFound: there is no such model.
+        UnsupportedModel: the model cannot be run.
+        BadCheckpoint: a file is damaged.
     """
     bare = model is not None and not weights and _is_bare(Path(model))
     source = (
@@ -157,24 +184,27 @@ def open_model(
 
 
 def _is_bare(path: Path) -> bool:
-    """Whether it is a directory with a config and no weights."""
+    """Return whether `path` is a directory with a config and no weights."""
     weights = ("*.safetensors", "pytorch_model*.bin")
     return (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in weights)
 
 
 def _imagined(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
-    """Where the weights would lie if there were any: in no file."""
+    """Return locations, in no file, for a model without weights."""
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
     shapes = skeleton.wanted
     return {name: Origin((Run(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
 
 
 def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:
-    """The dtype each weight has on the device. On a CPU that computes in fp32, 16-bit matrices stay as stored, or all
-    are kept in bf16 if that is what they are multiplied in."""
+    """Return the dtype of each weight on the device.
+
+    On a CPU that computes in fp32, 16-bit matrices keep their stored dtype. If products are computed in bf16, all
+    matrices except routers are held in bf16.
+    """
     keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
     if skeleton.product.compute == "bf16":
-        keep &= set(forms(skeleton, "int8"))  # what decides about experts is not rounded
+        keep &= set(forms(skeleton, "int8"))  # routers, which choose experts, are not rounded
         return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
@@ -183,7 +213,7 @@ def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtyp
 def model_facts(
     skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
 ) -> ModelFacts:
-    """The numbers the plan needs, from a skeleton and the checkpoint's headers."""
+    """Return the facts that the planner needs, from a skeleton and the checkpoint's headers."""
     by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
 
     def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:

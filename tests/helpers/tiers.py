@@ -147,7 +147,7 @@ class TierTests:
 
     @pytest.mark.parametrize(("start", "nbytes"), [(-4, 8), (0, 101), (100, 4), (96, 8)])
     def test_part_outside(self, tier: Tier, start: int, nbytes: int) -> None:
-        with pytest.raises(ValueError, match="outside a home of 100"):
+        with pytest.raises(ValueError, match="outside a region of 100"):
             tier.allocate(100, "x").part(start, nbytes)
 
     def test_load_all(self, tier: Tier) -> None:

@@ -102,7 +102,7 @@ def test_decode_attention_holds(kernels: str, bits: int | None, topk: float | No
         lambda: CudaKernels().decode(q, cache.pool, tables, lengths, 0.1, form=cache.form, topk=topk),
         q, tables, lengths, cache.pool,
     )  # fmt: skip
-    room = cuda.base.check_pool(cache.pool, cache.form)
+    room = cuda.checks.check_pool(cache.pool, cache.form)
     one = tables.shape[1] * room.page_tokens * 2 * room.kv_heads * room.dim * cuda.GATHERED  # a sequence's, at least
     assert found <= max(SMALL, one) + 65536
 
@@ -112,7 +112,7 @@ def test_decode_attention_holds(kernels: str, bits: int | None, topk: float | No
 @pytest.mark.parametrize("kernels", ["cuda"])
 def test_encoding_keys_and_values_holds(kernels: str, bits: int) -> None:
     cache = caches.cached(bits, 64)
-    room = cuda.base.check_pool(cache.pool, cache.form)
+    room = cuda.checks.check_pool(cache.pool, cache.form)
     count = min(3000, room.pages * room.page_tokens)
     k, v = torch.randn(2, count, room.kv_heads, room.dim)
     pages = torch.arange(count, dtype=torch.int32) // room.page_tokens

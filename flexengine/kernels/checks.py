@@ -1,0 +1,158 @@
+"""Checks of kernel arguments: shapes, dtypes and options. Every check raises InvalidInput with the sizes."""
+
+import torch
+from torch import Tensor
+
+from flexengine.codec.cache import CacheForm
+from flexengine.codec.packed import Packed
+from flexengine.errors import InvalidInput
+from flexengine.kernels.base import ACTS, Past, Room
+
+
+def check_pool(pool: Tensor, form: CacheForm | None) -> Room:
+    """Return the sizes of `pool`. Raise InvalidInput if its shape or dtype differs from the one in kernels/base.py."""
+    if form is not None:
+        fits = pool.dim() == 2 and pool.shape[1] == form.page_bytes and pool.is_contiguous()
+        if not fits or pool.dtype != torch.uint8 or pool.storage_offset() % 2:
+            raise InvalidInput(
+                f"a KV pool in {form.bits} bits must be contiguous uint8 [n, {form.page_bytes}] at an even address,"
+                f" not {pool.dtype} {list(pool.shape)} at {pool.storage_offset()}"
+            )
+        return Room(pool.shape[0], form.kv_heads, form.page_tokens, form.dim)
+    if pool.dim() != 5 or pool.shape[1] != 2 or not pool.is_contiguous() or not pool.dtype.is_floating_point:
+        raise InvalidInput(
+            f"a KV pool must be contiguous floats [n, 2, kv_heads, page_tokens, head_dim], not {pool.dtype}"
+            f" {list(pool.shape)}"
+        )
+    return Room(pool.shape[0], *pool.shape[2:])
+
+
+def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
+    """Raise InvalidInput if an option of `decode` or `attend_prompt` has a value that is not allowed."""
+    if window is not None and window < 1:
+        raise InvalidInput(f"window is {window}; it must be None or at least 1")
+    if softcap is not None and not softcap > 0:
+        raise InvalidInput(f"softcap is {softcap}; it must be None or positive")
+    if sinks is not None and sinks.shape != (heads,):
+        raise InvalidInput(f"sinks has shape {list(sinks.shape)}; it must be [{heads}], one per query head")
+
+
+def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> Room:
+    """Return the sizes of `pool`. Raise InvalidInput if the shapes do not fit together."""
+    room = check_pool(pool, form)
+    expected = (k.shape[0], room.kv_heads, room.dim)
+    if k.shape != expected or v.shape != expected or k.dtype != v.dtype:
+        raise InvalidInput(
+            f"k {list(k.shape)} {k.dtype} and v {list(v.shape)} {v.dtype} do not fit a pool {list(pool.shape)}: "
+            f"both must be [tokens, {room.kv_heads}, {room.dim}]"
+        )
+    if pages.shape != expected[:1] or offsets.shape != expected[:1]:
+        shapes = f"{list(pages.shape)} and {list(offsets.shape)}"
+        raise InvalidInput(f"{expected[0]} tokens need pages and offsets [{expected[0]}], not {shapes}")
+    return room
+
+
+def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None) -> Room:
+    """Return the sizes of `pool`. Raise InvalidInput if the shapes do not fit together."""
+    room = check_pool(pool, form)
+    if q.dim() != 3 or q.shape[2] != room.dim or q.shape[1] % room.kv_heads:
+        raise InvalidInput(
+            f"q {list(q.shape)} does not fit a pool {list(pool.shape)} with {room.kv_heads} heads of {room.dim}:"
+            f" it must be [n, heads, {room.dim}] with heads a multiple of {room.kv_heads}"
+        )
+    if tables.dim() != 2 or tables.shape[0] != q.shape[0] or lengths.shape != q.shape[:1]:
+        n, shapes = q.shape[0], f"{list(tables.shape)} and {list(lengths.shape)}"
+        raise InvalidInput(f"{n} queries need tables [{n}, max_pages] and lengths [{n}], not {shapes}")
+    return room
+
+
+def check_topk(topk: float | None, with_lse: bool = False) -> None:
+    """Raise InvalidInput if topk is not from 0 to 1, or is combined with `with_lse`."""
+    if topk is not None and not 0 <= topk <= 1:
+        raise InvalidInput(f"topk is {topk}; it must be None or a share from 0 to 1")
+    if topk is not None and with_lse:
+        raise InvalidInput(f"topk is {topk}: results without all values cannot be merged; leave out topk or with_lse")
+
+
+def check_prompt(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise InvalidInput if the shapes do not fit together."""
+    fits = q.dim() == 4 and k.dim() == 4 and k.shape == v.shape
+    fits = fits and k.shape[0] == q.shape[0] and k.shape[3] == q.shape[3]
+    if not fits or q.shape[2] % k.shape[2] or k.shape[1] < q.shape[1]:
+        raise InvalidInput(
+            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)} do not fit:"
+            " they must be [B, T, heads, head_dim] and [B, S, kv_heads, head_dim] with S >= T"
+        )
+
+
+def check_past(q: Tensor, k: Tensor, past: Past) -> Room:
+    """Return the sizes of the pool. Raise InvalidInput if `past` does not fit q and k, or q has several prompts."""
+    room = check_pool(past.pool, past.form)
+    if q.shape[0] != 1 or (room.kv_heads, room.dim) != tuple(k.shape[2:]):
+        raise InvalidInput(
+            f"k {list(k.shape)} does not continue a cache of {room.kv_heads} heads of {room.dim}:"
+            f" it must be [1, S, {room.kv_heads}, {room.dim}]"
+        )
+    if not 1 <= past.length <= past.table.numel() * room.page_tokens:
+        raise InvalidInput(
+            f"{past.length} cached tokens and {past.table.numel()} pages of {room.page_tokens} tokens do not fit:"
+            " there must be at least one token, and pages for all"
+        )
+    return room
+
+
+def check_norm(x: Tensor, weight: Tensor) -> None:
+    """Raise InvalidInput if the shapes do not fit together."""
+    if x.dim() < 1 or weight.shape != x.shape[-1:]:
+        shapes = f"x {list(x.shape)} and weight {list(weight.shape)}"
+        raise InvalidInput(f"{shapes} do not fit: they must be [..., n] and [n]")
+
+
+def check_rotate(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raise InvalidInput if the shapes do not fit together."""
+    expected = (x.shape[0], *x.shape[2:]) if x.dim() == 4 else ()
+    if cos.shape != expected or sin.shape != expected or expected[-1] % 2:
+        raise InvalidInput(
+            f"x {list(x.shape)}, cos {list(cos.shape)} and sin {list(sin.shape)} do not fit: they must be"
+            " [B, heads, T, head_dim] with an even head_dim and [B, T, head_dim]"
+        )
+
+
+def check_gate(gate: Tensor, up: Tensor, act: str) -> None:
+    """Raise InvalidInput if the shapes differ or `act` is not in ACTS."""
+    if gate.shape != up.shape or act not in ACTS:
+        shapes = f"gate is {list(gate.shape)}, up {list(up.shape)}, act {act!r}"
+        raise InvalidInput(f"{shapes}; gate and up must have one shape, act must be one of {ACTS}")
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise InvalidInput if the shapes and dtypes do not fit together."""
+    fits = weight.dim() == 2 and weight.is_contiguous() and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    fits = fits and x.dtype == torch.float32 and weight.dtype in (torch.bfloat16, torch.float16)
+    if not fits or (bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32)):
+        raise InvalidInput(
+            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
+            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit: they must be fp32 [..., k], bf16 or"
+            " fp16 [n, k] contiguous, and fp32 [n]"
+        )
+
+
+def check_product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, narrow: bool = False) -> None:
+    """Raise InvalidInput if the shapes and dtypes do not fit together. narrow: x may be bf16 or fp16."""
+    known = (torch.float32, torch.bfloat16, torch.float16) if narrow else (torch.float32,)
+    fits = weight.shape == (form.nbytes,) and weight.is_contiguous() and weight.dtype == torch.uint8
+    fits = fits and x.dim() >= 1 and x.shape[-1] == form.columns and x.dtype in known
+    if not fits or (bias is not None and (bias.shape != (form.rows,) or bias.dtype != torch.float32)):
+        raise InvalidInput(
+            f"x {list(x.shape)} {x.dtype}, weight {list(weight.shape)} {weight.dtype} and bias"
+            f" {None if bias is None else [*bias.shape, bias.dtype]} do not fit a matrix {[form.rows, form.columns]} in"
+            f" {form.codec.name}: they must be fp32 [..., {form.columns}], uint8 [{form.nbytes}] contiguous, and fp32"
+            f" [{form.rows}]"
+        )
+
+
+def check_convert(source: Tensor, target: Tensor) -> None:
+    """Raise InvalidInput if the tensors are not 1-D, contiguous and of one size."""
+    if source.dim() != 1 or source.shape != target.shape or not (source.is_contiguous() and target.is_contiguous()):
+        shapes = f"{list(source.shape)} and {list(target.shape)}"
+        raise InvalidInput(f"convert needs two contiguous 1-D tensors of one size, not {shapes}")
