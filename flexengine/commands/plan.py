@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, ended, say
+from flexengine.commands.exit_codes import DONE, exit_code, say
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan(parser().parse_args(words))
         return DONE
 
-    return ended(command)
+    return exit_code(command)
 
 
 def measure(args: argparse.Namespace) -> None:
@@ -146,7 +146,7 @@ def plan(args: argparse.Namespace) -> None:
     case = (opened.facts, hardware, asked.up_to(largest))
     found = answer if isinstance(answer, Search) else None
     prediction = answer.best if isinstance(answer, Search) else answer
-    head = {"model": opened.source.name, "lossy": lossy.given, "hardware": hardware.name}
+    head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
     print(_told(args, name, head, case, found, prediction, compared))
     if args.plot:
         curve = frontier(found) if found and args.frontier else ()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, ended, say
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code, say
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line. Returns the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
     130 interrupted."""
-    return ended(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
+    return exit_code(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
 
 
 # What is asked for.
@@ -308,7 +308,7 @@ def hint(costs: Sequence[Cost], model: str | None) -> str:
     if best is None:
         return "none of these choices can be used with this model here"
     words = ["python", "-m", "flexengine.run", "INPUT", *(["--model", model] if model else [])]
-    given = best.lossy.given.items()
+    given = best.lossy.enabled.items()
     words += [word for name, value in given for word in (f"--{name}", str(value)) if word != BUNDLED]
     return f"to use one: {shlex.join(words)}"
 
@@ -318,7 +318,7 @@ def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict
     digest = hashlib.sha256(text.content.encode()).hexdigest()
     cut = {"text": text.name, "text_sha256": digest, "rows": text.rows, "tokens": text.tokens, "prompt": text.prompt}
     records = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
-               | {"lossy": c.lossy.given} for c in costs]  # fmt: skip
+               | {"lossy": c.lossy.enabled} for c in costs]  # fmt: skip
     versions = {"python": platform.python_version(), "flexengine": __version__}
     return {**about, **cut, "versions": versions, "choices": records}
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, ended, say
+from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code, say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
 from flexengine.commands.run_job import run_job
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(interrupts.standing())
                 return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
 
-        return ended(finish)
+        return exit_code(finish)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:

@@ -31,7 +31,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if engine.layout is not None:
             importances = engine.calibrator.importances
             fitted = {"importances": importances.digest} if importances is not None else {}
-            chosen = {"lossy": engine.lossy.given, "cache": engine.core.cache_form}
+            chosen = {"lossy": engine.lossy.enabled, "cache": engine.core.cache_form}
             job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
         job.save(at_once=False)
         bar.show(progress)

@@ -67,7 +67,7 @@ def test_cost() -> None:
 def test_every_choice_alone_is_the_default() -> None:
     everything = asked({})
     assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.TOPK)
-    assert all(len(lossy.given) == 1 for lossy in everything)
+    assert all(len(lossy.enabled) == 1 for lossy in everything)
 
 
 def test_choices_alone_and_together() -> None:

@@ -248,7 +248,7 @@ class TestPlanner:
         assert found[0] == Lossy()
         assert set(found) == {Lossy(weights=w, cache=c) for w in (None, "int8", "int4") for c in (None, "int8")}
         assert set(choices(QUALITY["near"])) < set(choices(QUALITY["small"]))
-        with pytest.raises(InvalidInput, match="'int5-weights' cannot be allowed; what can is int8-weights,"):
+        with pytest.raises(InvalidInput, match="'int5-weights' cannot be allowed; choose from int8-weights,"):
             choices(["int5-weights"])
 
     def test_it_chooses_what_has_to_cross_slow_links_in_few_bytes(self, families: Any) -> None:
