@@ -16,7 +16,8 @@ import transformers
 
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality
-from flexengine.commands.quality import Cost, Scored, Text, agreement, asked, cost, increase, mean_nll, stretches
+from flexengine.commands.quality import Text, asked, stretches
+from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy

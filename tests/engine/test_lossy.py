@@ -331,7 +331,8 @@ class TestSwitches:
         from flexengine.engine.planner import Planner
 
         def least(planner: Planner, *_: Any) -> Lossy:
-            return Lossy(cache="int4")
+            planner.use(lossy := Lossy(cache="int4"))
+            return lossy
 
         monkeypatch.setattr(Planner, "least_lossy", least)
         base = job_of_two(families("opt"), tmp_path, "--allow", "int8-cache,int4-cache,int2-cache")
@@ -342,7 +343,7 @@ class TestSwitches:
             capsys.readouterr()
             assert main(base) == REFUSED
             said = capsys.readouterr().err
-            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; --restart" in said
+            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; add --restart" in said
         monkeypatch.setattr(cache, "WIDEST", widest | {8: 8, 2: 8})
         assert main(base) == DONE
         assert "1 of 2 rows were done before" in capsys.readouterr().err

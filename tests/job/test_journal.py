@@ -93,8 +93,8 @@ def test_read_again(path: Path, written: list[Result]) -> None:
         assert [journal.state(i) for i in range(ROWS + 1)] == [
             *(FAILED if i % 7 == 3 else DONE for i in range(ROWS)), TODO]  # fmt: skip
         assert (journal.count(DONE, ROWS), journal.count(FAILED, ROWS), journal.count(FAILED, 4)) == (42, 7, 1)
-        assert journal.settled(5) == bytes([1, 1, 1, 1, 1])
-        assert journal.settled(5, retry_failed=True) == bytes([1, 1, 1, 0, 1])
+        assert journal.finished(5) == bytes([1, 1, 1, 1, 1])
+        assert journal.finished(5, retry_failed=True) == bytes([1, 1, 1, 0, 1])
     assert path.read_bytes() == before
 
 

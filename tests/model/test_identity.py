@@ -181,7 +181,7 @@ def test_messages() -> None:
     was = {"a": same, "b": same, "c": same}
     assert differ(was, {"a": {**same, "mtime_ns": 2}, "b": {**same, "bytes": 2000, "sha256": "z"}, "d": same}) == [
         "model file b had 1,000 bytes, and has 2,000 now", "model file c is missing",
-        "model file d was not there, and is now",
+        "model file d was added",
     ]  # fmt: skip
     many = differ({str(i): same for i in range(9)}, {})
     assert len(many) == 5
