@@ -195,7 +195,7 @@ def killed_job(folder: Folder, plan: Plan, seconds: float, tally: Tally, generat
         if ended_within(folder.start(), generator.uniform(0.0, 1.1 * seconds), plan.signal, tally):
             break
         tally.kills += 1
-        tally.torn += folder.records()[1] and folder.size() != torn_at  # still torn if no run repaired it
+        tally.torn += folder.records()[1] and folder.size() != torn_at  # torn_at: torn here, and not repaired yet
         if generator.random() < 0.3 and folder.tear(generator):
             forced, torn_at = forced + 1, folder.size()
     finish(folder)

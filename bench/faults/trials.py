@@ -258,8 +258,8 @@ class Trials:
         tally.note(where, wrong, lost, repeated, ended.seconds)
 
     def numbers(self, kinds: tuple[str, ...], most: int | None) -> Iterator[int]:
-        """Return an iterator over 1, 2, ... up to the number of such calls in an undisturbed job, and sometimes one
-        more. If there are more than `most`, return evenly spaced ones."""
+        """Return an iterator over 1, 2, ... up to the number of such calls in an undisturbed job. If there are
+        more than `most`, return evenly spaced ones."""
         self.fresh()
         calls = self.run(Fault(kinds)).made
         step = 1 if most is None else max(1.0, calls / most)
@@ -288,7 +288,7 @@ class Stub:
         self.core = SimpleNamespace(source=SimpleNamespace(name="stub"), cache_form="")
         self.planner = SimpleNamespace(check=lambda workload: None, keep_prefill=lambda tokens: False)
         self.calibrator = SimpleNamespace(importances=None)
-        self.lossy = SimpleNamespace(given={})
+        self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches, self.summary = dict[str, Any](), dict[str, Any]()
 

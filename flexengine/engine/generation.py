@@ -22,7 +22,7 @@ from flexengine.plan.layout import Layout
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import shortage
-from flexengine.schedule.order import Batch, pages_for
+from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.worker.worker import Text, Worker
@@ -184,7 +184,8 @@ class Generation:
         batches = sweeps.begin(worker.cache.claim)
         if not batches:
             peak = sweeps.waiting[0].peak_tokens
-            pages = ", ".join(f"{t}: {pages_for(peak, p.page_tokens)} of {p.pages}" for t, p in sweeps.pools.items())
+            pools = [(tier, pool) for tier, group in sweeps.pools.items() for pool in group]
+            pages = ", ".join(f"{tier}: {pool.held(peak)} of {pool.pages}" for tier, pool in pools)
             raise RuntimeError(f"the next sequence needs more KV pages per layer than the pools have ({pages}); raise"
                                " --device-mem or lower max_tokens")  # fmt: skip
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)

@@ -52,7 +52,7 @@ def test_a_finished_job_is_left_alone(job: Job, watch: Watch) -> None:
     assert job("--json") == 0
     assert watch.ran is None
     assert state(job) == before
-    assert f"finished already: 8 rows in {job.output} (0 with errors); --restart to run it again" in job.err
+    assert f"finished already: 8 rows in {job.output} (0 with errors); --restart runs the job again" in job.err
     assert json.loads(job.out) == {"job": {"rows": 8, "done": 8, "failed": 0, "done_before": 8}}
 
 
@@ -144,7 +144,7 @@ def test_rows_that_failed_are_run_again_if_asked(job: Job, watch: Watch, whole: 
     watch.forget()
     assert job() == 1
     assert watch.ran is None
-    assert "(2 with errors; --retry-errors to run those again)" in job.err
+    assert "(2 with errors; --retry-errors runs those rows again)" in job.err
     assert job("--retry-errors") == 0
     assert watch.ran == [2, 5]
     assert job.output.read_bytes() == expected

@@ -31,7 +31,7 @@ def test_a_disk_that_fills_up_at_any_record(job: Job, whole: Any, monkeypatch: p
         monkeypatch.setattr(os, "pwrite", full)
         assert job("--restart") == (3 if room < 11 else 0)
         assert ("No space left on device" in job.err) == (room < 11)
-        assert ("without --restart again to go on" in job.err) == (0 < room < 11)
+        assert ("without --restart again to continue" in job.err) == (0 < room < 11)
         monkeypatch.setattr(os, "pwrite", real)
         assert job() == 0
         assert job.output.read_bytes() == expected
@@ -44,7 +44,7 @@ def test_a_disk_that_is_full_at_the_end(job: Job, watch: Watch, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert job() == 3
-    assert "8 of 8 rows are done; run the same command again to go on" in job.err
+    assert "8 of 8 rows are done; run the same command again to continue" in job.err
     assert sorted(p.name for p in job.folder.glob("out*")) == ["out.jsonl.journal"]
     watch.forget()
     assert job() == 0, job.err
@@ -98,7 +98,7 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
     assert child.stderr
     said = child.stderr.read()
     assert "Traceback" not in said
-    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to go on\n"
+    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to continue\n"
     assert said.endswith(f"flexengine: {standing}")
     assert not job.output.exists()
     assert job() == 0, job.err
