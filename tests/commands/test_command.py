@@ -1,4 +1,4 @@
-"""What a command says of an error, and its exit code."""
+"""A command's message and exit code for an error."""
 
 import pytest
 

@@ -28,7 +28,7 @@ def test_done(job: Job) -> None:
 
 
 def test_rows_in_input_order_with_all_their_fields(job: Job) -> None:
-    """Short and long continuations end out of order; they are written in order, each with what came in."""
+    """Short and long continuations end out of order; they are written in order, each with its input fields."""
     prompts, expected = job.family.prompts, job.family.expected
     lengths = [6, 1, 5, 3, 2, 4, 1, 3]
     rows = [{"custom_id": f"r{i}", "prompt_token_ids": p, "max_tokens": n, "meta": {"ä": [1, None]}, "index": "mine"}

@@ -1,4 +1,5 @@
-"""Switches that trade exactness: what they compute is what they say, whatever the placement, and nothing is lost."""
+"""Lossy switches compute what their documentation says, for every placement, and encoded weights survive
+interruptions."""
 
 import contextlib
 from dataclasses import replace
@@ -97,7 +98,7 @@ def test_rounded_products(families: Any, family: str, lossy: Lossy) -> None:
 
 
 def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path) -> None:
-    """Half of what fp32 takes, but for vectors; and it is not for what computes in another dtype."""
+    """Weights take half the bytes of fp32, except vectors; the switch is refused if another dtype computes."""
     known = families("llama-tied")
     sizes = []
     for lossy in (Lossy(), Lossy(compute="bf16")):
@@ -139,7 +140,7 @@ CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), CACHED)
 def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
-    """Home, pages and batches of the cache change nothing; 8 bits and bf16 come near the exact model."""
+    """Tier, pages and batches of the cache do not change results; 8 bits and bf16 are close to the exact model."""
     known = families(family)
     found = answers(known.directory, known.rows, lossy)
     for policy in (SPREAD, Policy(gpu_batch_size=3, num_gpu_batches=3, cache=(0, 0.5, 0.5), prefill_tokens=64)):
@@ -180,7 +181,7 @@ def test_scores_are_those_of_transformers(families: Any) -> None:
 
 
 class TestEncoding:
-    """Weights are encoded once, and survive what may happen meanwhile."""
+    """Weights are encoded once, and survive interruptions."""
 
     def test_sizes(self, families: Any) -> None:
         """A quarter and a bit: 4 bits, and two numbers of 16 bits for 64 of them."""
@@ -230,7 +231,7 @@ class TestEncoding:
 
 
 class TestPlanner:
-    """What it is allowed to choose, it chooses where that pays, and keeps to it."""
+    """The planner chooses allowed switches if they save time, and a resumed job keeps its choice."""
 
     def machine(self) -> Any:
         """A device whose links are a thousand times slower than its products."""

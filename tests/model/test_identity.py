@@ -1,4 +1,4 @@
-"""A job goes on where its model is the same, wherever files were copied, touched or made again, and nowhere else."""
+"""A job continues if its model is the same, also if files were copied, touched or made again, and not otherwise."""
 
 import json
 import os
@@ -149,7 +149,8 @@ def test_every_byte_of_a_small_model_counts(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They see the ends of the file, evenly spread places and the first bytes of tensors, whatever the times say."""
+    """Samples cover the ends of the file, evenly spread positions and the first bytes of tensors, for any file
+    times."""
     file = write(tmp_path / "m.safetensors", 400)
     size, start = file.stat().st_size, file.stat().st_size - 400 * SAMPLE - 100
     monkeypatch.setattr(identity, "WHOLE", size - 1)

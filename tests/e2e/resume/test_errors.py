@@ -91,7 +91,7 @@ def test_an_output_that_was_edited_is_not_replaced(job: Job, watch: Watch, more:
 def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
     job: Job, watch: Watch, whole: Any, monkeypatch: pytest.MonkeyPatch, before: str, limit: str
 ) -> None:
-    """An error on either side of the moment at which a larger output takes the place of a smaller one."""
+    """Errors just before and just after a larger output file replaces a smaller one."""
     from flexengine.job import journal, resume
 
     def fail(*_: Any) -> None:

@@ -79,7 +79,7 @@ def test_renamed_input_goes_on(job: Job) -> None:
 
 
 def test_renamed_model_goes_on_under_its_first_name(job: Job, watch: Watch) -> None:
-    """Batch lines carry the model's name: one output has one of them."""
+    """Batch lines contain the model's name, and an output must have only one name."""
     prompt = {"method": "POST", "url": "/v1/completions", "body": {"prompt": job.family.prompts[1], "max_tokens": 3}}
     job.write([{"custom_id": f"c{i}", **prompt} for i in range(4)])
     first = Path(shutil.copytree(job.family.directory, job.folder / "first"))

@@ -80,7 +80,7 @@ sys.exit(run.main(sys.argv[2:]))
 
 
 def start_slow(job: Job, *more: str) -> "subprocess.Popen[str]":
-    """The job in a process of its own, after some rows in a sweep without end."""
+    """Start the job in a process of its own, and wait until it is in an endless sweep after some rows."""
     weights = [0, 1, 0] if "sim" in more else [1, 0, 0]
     (job.folder / "p.json").write_text(json.dumps({"gpu_batch_size": 2, "num_gpu_batches": 2, "weights": weights}))
     command = [sys.executable, "-c", SLOW, str(journal_of(job)), *job.arguments("--policy", str(job.folder / "p.json"))]
@@ -93,7 +93,7 @@ def start_slow(job: Job, *more: str) -> "subprocess.Popen[str]":
 
 
 def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes) -> str:
-    """After the end of `child`: what it said, if the same command finishes the job."""
+    """Return the output of `child` after its end, and check that the same command finishes the job."""
     assert child.wait(timeout=200) == code  # while the sweep takes 1000 s
     assert child.stderr
     said = child.stderr.read()
@@ -110,7 +110,7 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) -> None:
-    """Tasks in the main thread; and meanwhile a second process on the same output."""
+    """With tasks in the main thread, and a second process that starts on the same output."""
     expected = whole()
     child = start_slow(job, "--device", "cpu")
     before = journal_of(job).read_bytes()
@@ -125,7 +125,7 @@ def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) 
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_signal_while_a_lane_hangs(job: Job, whole: Any, twice: bool) -> None:
-    """A lane cannot be ended within a task: the process leaves without it, at once after a second signal."""
+    """A lane cannot be stopped within a task: the process exits anyway, and at once after a second signal."""
     expected = whole()
     child = start_slow(job, "--device", "sim", "--offload-dir", str(job.folder / "off"))
     child.send_signal(signal.SIGTERM)

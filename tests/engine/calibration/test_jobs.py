@@ -93,7 +93,7 @@ def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
 def test_the_text_is_read_when_it_is_needed(
     job: Any, own_cache: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan with known rates needs none, but one that is not there is refused all the same."""
+    """A plan with known rates does not read the text, but a missing text is still refused."""
     for path in (job.tmp / "none", job.tmp):
         assert main([*job.words, "--dry-run", "--calibrate", str(path)]) == REFUSED
         assert "to calibrate with, cannot be read as UTF-8 text" in capsys.readouterr().err
@@ -162,7 +162,7 @@ def test_quality_is_judged_on_another_text(tmp_path: Path, capsys: Any) -> None:
 
 
 def test_calibrated_weights_cost_less(tmp_path: Path) -> None:
-    """A model with a few large input columns, as real ones have, says text of its own."""
+    """A model with a few large input columns, as real models have, on text that it generated."""
     tokenizer = byte_tokenizer(tmp_path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
