@@ -1,4 +1,4 @@
-"""The frozen cases of the benches: which prompts, how many tokens each, from which seed. No torch here."""
+"""The frozen cases of the benches: prompts, token counts and seeds. No torch here."""
 
 import math
 import random
@@ -25,22 +25,23 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, rng: random.Random) -> int:
-        """One length."""
+        """Return a random length."""
         if self.sigma is None:
             return rng.randint(self.low, self.high)
         return min(self.high, max(self.low, round(rng.lognormvariate(math.log(self.median), self.sigma))))
 
 
 def fixed(n: int) -> Lengths:
-    """Every length is n."""
+    """Return lengths that are all n."""
     return Lengths(n, n)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Rows with lengths; `requests` is a pure function of the record and a vocabulary size.
+    """Rows of given lengths. `requests` depends only on the fields and a vocabulary size.
 
-    peer_batches: batch sizes the padded peer may choose from.
+    Attributes:
+        peer_batches: batch sizes that a padded peer may choose from.
     """
 
     name: str
@@ -51,12 +52,12 @@ class Case:
     peer_batches: tuple[int, ...] = ()
 
     def lengths(self) -> list[tuple[int, int]]:
-        """(prompt tokens, tokens to generate) of each row."""
+        """Return (prompt tokens, tokens to generate) of each row."""
         rng = random.Random(f"lengths {self.seed}")
         return [(self.prompt.draw(rng), self.output.draw(rng)) for _ in range(self.rows)]
 
     def requests(self, vocab_size: int) -> list[Request]:
-        """The rows, with token ids drawn uniformly from FIRST_TOKEN..vocab_size - 1."""
+        """Return the rows, with token ids drawn uniformly from FIRST_TOKEN..vocab_size - 1."""
         rng = random.Random(f"tokens {self.seed}")
         return [
             Request(tuple(rng.randrange(FIRST_TOKEN, vocab_size) for _ in range(prompt)), output)
@@ -65,19 +66,26 @@ class Case:
 
     @property
     def prompt_tokens(self) -> int:
-        """Prompt tokens of all rows."""
+        """Return the prompt tokens of all rows."""
         return sum(prompt for prompt, _ in self.lengths())
 
     @property
     def output_tokens(self) -> int:
-        """Tokens asked for by all rows: the useful tokens."""
+        """Return the tokens to generate of all rows, without padding: the useful tokens."""
         return sum(output for _, output in self.lengths())
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A case against peers. model: "demo", or a shape of bench.models. dtype: what the peers compute in (ours: fp32 on
-    a CPU, the checkpoint's own on a GPU). memory: limit in bytes of every side's cgroup; device_mem: of the GPU's."""
+    """A case against peers.
+
+    Attributes:
+        model: "demo", or a shape of bench.models.
+        dtype: dtype in which the peers compute. flexengine computes in fp32 on a CPU, in the checkpoint's dtype on a
+            GPU.
+        memory: bytes of the cgroup of every side.
+        device_mem: bytes of GPU memory.
+    """
 
     case: Case
     model: str
@@ -90,7 +98,12 @@ class Comparison:
 
 @dataclass(frozen=True)
 class GpuCase:
-    """A streamed case on a GPU: `case` under `device_mem` with `policy` (None: the engine's own choice)."""
+    """A case with streamed weights on a GPU.
+
+    Attributes:
+        device_mem: device memory of the engine.
+        policy: fields of the policy; None lets the planner choose.
+    """
 
     case: Case
     device_mem: str = "16GiB"

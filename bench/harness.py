@@ -1,6 +1,7 @@
-"""What the drivers share: jobs for sides, side processes, statistics, records.
+"""Shared parts of the bench drivers: jobs for sides, side processes, statistics, records.
 
-Imports neither torch nor flexengine, so that no setting of one side reaches the other through the environment.
+A *side* is flexengine or one of its peers, run as a process of its own. This module imports neither torch nor
+flexengine, so that no setting of one side reaches another through the environment.
 """
 
 import argparse
@@ -31,10 +32,13 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What one side process reads from stdin.
+    """The job that a side process reads from stdin.
 
-    batch: batch size of a padded peer. device, device_mem, policy, lossy: for the engine; None leaves its own choice.
-    scratch: an empty directory on the disk of the model, for what a side offloads. options: a peer's own.
+    Attributes:
+        batch: batch size of a padded peer.
+        device, device_mem, policy, lossy: options of the engine; None leaves its default.
+        scratch: an empty directory on the model's disk, for offloaded data of a side.
+        options: further options of a peer.
     """
 
     model: str
@@ -49,12 +53,12 @@ class Job:
     options: Record = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the job as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Job":
-        """The reverse of to_json."""
+        """Return the job in a line that `to_json` returned."""
         fields = json.loads(text)
         rows = fields.pop("requests")
         return Job(requests=tuple(Request(tuple(r["prompt_token_ids"]), r["max_tokens"]) for r in rows), **fields)
@@ -64,7 +68,8 @@ class Job:
 
 
 def peak_rss() -> int:
-    """Most bytes of this process ever resident (VmHWM: unlike ru_maxrss, nothing of the parent is in it)."""
+    """Return the most resident bytes of this process so far (VmHWM, which unlike ru_maxrss does not include the
+    parent)."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -72,18 +77,22 @@ def peak_rss() -> int:
 
 
 def rss(field: str = "VmRSS") -> int:
-    """Return the resident bytes of this process; field: of /proc/self/status, such as RssAnon for those of no file."""
+    """Return the resident bytes of this process.
+
+    Args:
+        field: field of /proc/self/status; RssAnon counts pages that belong to no file.
+    """
     status = Path("/proc/self/status").read_text()
     return int(status.split(f"{field}:")[1].split()[0]) * 1024
 
 
 def restart_peak() -> None:
-    """Let `peak_rss` count from now on."""
+    """Restart the maximum that `peak_rss` returns."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def versions() -> dict[str, str]:
-    """Python and the packages that matter, as installed here."""
+    """Return the versions of Python and of the packages that affect speed."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -94,13 +103,14 @@ def versions() -> dict[str, str]:
 
 
 def skip(reason: str) -> NoReturn:
-    """Ends a side that cannot run here or cannot run this job: no failure, but its reason stands in the record."""
+    """End a side that cannot run on this machine or cannot run this job. The record has the reason; it is no
+    failure."""
     print(json.dumps({"skipped": reason}), flush=True)
     sys.exit(0)
 
 
 def needs(package: str, module: str, device: str | None = None) -> None:
-    """Skips where a package is not installed for this interpreter, or where a GPU is needed and there is none."""
+    """Skip the side if a package is not installed for this interpreter, or if it needs a GPU and there is none."""
     if importlib.util.find_spec(module) is None:
         skip(f"{package} is not installed")
     if device == "cuda":
@@ -111,12 +121,13 @@ def needs(package: str, module: str, device: str | None = None) -> None:
 
 
 def report_loaded() -> None:
-    """Prints when loading ended, so that a side stopped by its timeout still tells how long it had been generating."""
+    """Print the time at which loading ended, so that the driver knows how long a side that timed out had been
+    generating."""
     print(json.dumps({"loaded_at": time.time()}), flush=True)
 
 
 def report(token_ids: list[list[int]], seconds: float, load_seconds: float, **more: Any) -> None:
-    """Prints the one JSON line of a side."""
+    """Print the JSON line of a side."""
     line = {
         "generated_tokens": sum(map(len, token_ids)),
         "seconds": seconds,
@@ -134,14 +145,19 @@ def report(token_ids: list[list[int]], seconds: float, load_seconds: float, **mo
 
 @dataclass(frozen=True)
 class Limits:
-    """What a side process may use: memory (None: no cgroup) and seconds (None: any)."""
+    """Limits of a side process.
+
+    Attributes:
+        memory: bytes of its cgroup; None uses no cgroup.
+        seconds: most seconds; None sets no limit.
+    """
 
     memory: int | None = None
     seconds: float | None = None
 
 
 def last_json(text: str) -> Record | None:
-    """The last line of text that is a JSON object."""
+    """Return the last line of a text that is a JSON object."""
     for line in reversed(text.splitlines()):
         if line.startswith("{"):
             value = json.loads(line)
@@ -151,7 +167,7 @@ def last_json(text: str) -> Record | None:
 
 
 def run_module(module: str, stdin: str, limits: Limits | None = None, python: str = sys.executable) -> Record:
-    """Runs `python -m module` by that interpreter; its JSON line, or {"error": why} with what there is to know."""
+    """Run `python -m module` with an interpreter. Return its JSON line, or {"error": why} with details."""
     limits = limits or Limits()
     argv = [python, "-m", module]
     path = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
@@ -174,7 +190,7 @@ def run_module(module: str, stdin: str, limits: Limits | None = None, python: st
 
 
 def run_side(side: str, job: Job, limits: Limits | None = None, python: str = sys.executable) -> Record:
-    """One run of a side (a module of bench.peers), with its rate; progress goes to stderr."""
+    """Run a side (a module of bench.peers) once. Return its record with its rate. Progress goes to stderr."""
     line = run_module(f"bench.peers.{side}", job.to_json(), limits, python)
     if "skipped" in line:
         print(f"  {side}: SKIPPED: {line['skipped']}", file=sys.stderr, flush=True)
@@ -192,23 +208,23 @@ def run_side(side: str, job: Job, limits: Limits | None = None, python: str = sy
 
 
 def stats(values: Sequence[float]) -> dict[str, float] | None:
-    """Median, min and max; None of nothing."""
+    """Return median, min and max, or None for no numbers."""
     return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
 
 
 def good(runs: Sequence[Record], key: str = "tok_s") -> list[float]:
-    """This number of every run that ended well."""
+    """Return this field of every run that did not fail."""
     return [run[key] for run in runs if "error" not in run]
 
 
 def installed(python: str) -> Record:
-    """`versions` of that interpreter, asked for beforehand: a side that is stopped reports none."""
+    """Return the `versions` of an interpreter. They are read before the runs: a side that is stopped reports none."""
     found = run_module("bench.harness", "", Limits(seconds=60.0), python)
     return {} if "error" in found else found
 
 
 def rows_equal(ours: Record, peer: Record) -> list[int] | None:
-    """[rows whose token ids are equal, rows], or None if a side has none."""
+    """Return [rows whose token ids are equal, rows], or None if a side has no token ids."""
     if "token_ids" not in ours or "token_ids" not in peer:
         return None
     pairs = list(zip(ours["token_ids"], peer["token_ids"], strict=True))
@@ -216,7 +232,7 @@ def rows_equal(ours: Record, peer: Record) -> list[int] | None:
 
 
 def brief(run: Record) -> Record:
-    """A run as it is recorded: token ids become a hash."""
+    """Return the record of a run with a hash instead of its token ids."""
     kept = {k: v for k, v in run.items() if k not in ("token_ids", "versions", "stderr")}
     if "token_ids" in run:
         kept["tokens_sha256"] = hashlib.sha256(json.dumps(run["token_ids"]).encode()).hexdigest()[:16]
@@ -224,7 +240,7 @@ def brief(run: Record) -> Record:
 
 
 def machine() -> Record:
-    """CPU model, usable cores, memory in bytes, and the load at this moment."""
+    """Return CPU model, usable cores, memory in bytes, and the present load."""
     cpu = platform.processor() or platform.machine()
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -235,7 +251,7 @@ def machine() -> Record:
 
 
 def header(bench: str, case: Any, runs: Sequence[Record]) -> Record:
-    """The fields every record starts with; versions are what the sides themselves reported."""
+    """Return the first fields of every record. The versions are those that the sides reported."""
     seen: Record = {}
     for entry in runs:
         seen |= entry.get("versions", {})
@@ -249,12 +265,12 @@ def header(bench: str, case: Any, runs: Sequence[Record]) -> Record:
 
 
 def now() -> str:
-    """The time of a record, UTC."""
+    """Return the time of a record in UTC."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def rounded(value: Any) -> Any:
-    """The same with floats to four significant digits, for reading."""
+    """Return the value with floats rounded to four significant digits."""
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
@@ -263,7 +279,7 @@ def rounded(value: Any) -> Any:
 
 
 def emit(record: Record, out: str | None) -> None:
-    """Prints a record as one JSON line and appends it to bench/results/OUT (or to a path with a directory)."""
+    """Print a record as one JSON line, and append it to bench/results/OUT, or to a path with a directory."""
     line = json.dumps(rounded(record))
     print(line, flush=True)
     if out is not None:
@@ -274,7 +290,7 @@ def emit(record: Record, out: str | None) -> None:
 
 
 def common_arguments(parser: argparse.ArgumentParser) -> None:
-    """--runs, --out, --device-mem, --policy."""
+    """Add --runs, --out, --device-mem and --policy."""
     parser.add_argument("--runs", type=at_least_one, default=3, help="alternating rounds (default 3)")
     parser.add_argument("--out", help="append records to this file under bench/results/")
     parser.add_argument("--device-mem", help="passed to the engine, e.g. 1200M (default: its own choice)")
@@ -284,15 +300,15 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def at_least_one(text: str) -> int:
-    """A number for the command line."""
+    """Return a whole number of at least 1 from the command line."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{text}: it must be 1 or more")
     return number
 
 
 def lossy(text: str) -> Record:
-    """Switches as in "weights=int4,compute=int8"; "exact" has none. What the engine refuses is refused here, by a
-    process of its own: importing flexengine changes the environment."""
+    """Return the switches in a text such as "weights=int4,compute=int8"; "exact" has none. A process of its own checks
+    them with flexengine, as importing flexengine here would change the environment."""
     if text == "exact":
         return {}
     pairs = [part.partition("=")[::2] for part in text.split(",")]
@@ -305,12 +321,12 @@ def lossy(text: str) -> Record:
 
 
 def named(switches: Record) -> str:
-    """The reverse of lossy."""
+    """Return switches as the text that `lossy` reads."""
     return ",".join(f"{name}={value}" for name, value in switches.items()) or "exact"
 
 
 def cache() -> Path:
-    """The engine's own directory."""
+    """Return the engine's cache directory."""
     given = os.environ.get("FLEXENGINE_CACHE")
     return Path(given).expanduser() if given else Path.home() / ".cache" / "flexengine"
 
@@ -325,12 +341,12 @@ def prepared_files() -> list[Path]:
 
 
 def load_policy(path: Path | None) -> Record | None:
-    """The fields of a policy file."""
+    """Return the fields of a policy file."""
     return None if path is None else json.loads(path.read_text())
 
 
 def vocab_size(model: Path) -> int:
-    """From config.json."""
+    """Return the vocabulary size in config.json."""
     return int(json.loads((model / "config.json").read_text())["vocab_size"])
 
 

@@ -1,6 +1,6 @@
-"""Runs a command in a fresh memory cgroup (v1 or v2), page cache included, as a container would.
+"""Run a command in a new memory cgroup (v1 or v2), page cache included, as in a container.
 
-Needs the right to make cgroups (root on most machines); `why_not()` says what is missing.
+This needs the right to make cgroups (root on most machines); `why_not()` returns the reason if it is missing.
 """
 
 import contextlib
@@ -17,12 +17,12 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class NotPermitted(OSError):
-    """No memory cgroup can be made here; the message says why."""
+    """No memory cgroup can be made on this machine. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Where a cgroup version keeps its memory controller, and the names of the files that cap and tell."""
+    """Directory of the memory controller of a cgroup version, and its file names for limit and usage."""
 
     root: Path
     limit: str
@@ -43,7 +43,8 @@ def _kind() -> Kind:
 
 
 def _parents(kind: Kind) -> Iterator[Path]:
-    """Groups to try as parent: our own (an outer limit then still holds), those above it, the root."""
+    """Return the groups to try as parent: this process's own (an outer limit then still holds), those above it, the
+    root."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, controllers, path = line.split(":", 2)
@@ -58,9 +59,9 @@ def _try_group(kind: Kind, parent: Path, limit_bytes: int) -> Path:
     group.mkdir()
     try:
         (group / kind.limit).write_text(str(limit_bytes))
-        with contextlib.suppress(OSError):  # no swap accounting: then there is nothing to cap
+        with contextlib.suppress(OSError):  # without swap accounting there is nothing to limit
             (group / kind.swap).write_text(str(limit_bytes) if kind is V1 else "0")
-        with subprocess.Popen(["sleep", "60"]) as probe:  # v2 may refuse processes in a group it let us make
+        with subprocess.Popen(["sleep", "60"]) as probe:  # v2 may refuse processes in a group that it allowed to make
             try:
                 (group / "cgroup.procs").write_text(str(probe.pid))
             finally:
@@ -88,7 +89,7 @@ def _remove(group: Path) -> None:
             return
         except FileNotFoundError:
             return
-        except OSError:  # a process in it has not finished dying, or a child process was left behind
+        except OSError:  # a process of the group is still exiting, or a child process remains
             if attempt == 10:
                 for pid in (group / "cgroup.procs").read_text().split():
                     with contextlib.suppress(OSError):
@@ -97,7 +98,7 @@ def _remove(group: Path) -> None:
 
 
 def why_not() -> str | None:
-    """Why `run_limited` cannot work here, or None if it can."""
+    """Return why `run_limited` cannot work on this machine, or None if it can."""
     try:
         _, group = _make_group(2**30)
     except OSError as error:
@@ -109,7 +110,8 @@ def why_not() -> str | None:
 def run(
     argv: list[str], stdin: str = "", timeout: float | None = None, env: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
-    """Runs argv in its own process group: (rc, stdout, stderr). On timeout kills it all and raises TimeoutExpired."""
+    """Run argv in a process group of its own and return (rc, stdout, stderr). On timeout kill the group and raise
+    TimeoutExpired."""
     with subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
         start_new_session=True,
@@ -130,10 +132,15 @@ def run_limited(
     timeout: float | None = None,
     env: Mapping[str, str] | None = None,
 ) -> tuple[int, str, str, int | None]:
-    """Runs argv with at most limit_bytes of memory, page cache counted: (rc, stdout, stderr, peak_bytes).
+    """Run argv with at most limit_bytes of memory, page cache included.
 
-    rc is -9 where the kernel killed it for memory. peak_bytes counts page cache too, so a process that reads files
-    reaches the limit without harm; None where the kernel does not tell. Raises NotPermitted, TimeoutExpired.
+    Returns:
+        (rc, stdout, stderr, peak_bytes). rc is -9 if the kernel killed the process for memory. peak_bytes includes page
+        cache, so a process that reads files reaches the limit without harm; None if the kernel does not report it.
+
+    Raises:
+        NotPermitted: no cgroup can be made.
+        TimeoutExpired: the command did not end in time.
     """
     kind, group = _make_group(limit_bytes)
     try:

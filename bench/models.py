@@ -17,12 +17,12 @@ from pathlib import Path
 
 Shapes = dict[str, tuple[int, ...]]
 
-MARKER = "bench.json"  # written last: the record this checkpoint was made from
+MARKER = "bench.json"  # written last: the record from which this checkpoint was made
 
 
 @dataclass(frozen=True)
 class Shape(ABC):
-    """A decoder and how its weights are drawn."""
+    """Shape of a decoder, and the seed of its weights."""
 
     layers: int
     hidden: int
@@ -43,7 +43,7 @@ class Shape(ABC):
         """config.json."""
 
     def shards(self) -> list[Shapes]:
-        """Consecutive groups joined up to shard_bytes (at least one group each)."""
+        """Return consecutive groups joined up to shard_bytes, with at least one group each."""
         shards: list[Shapes] = []
         for group in self.groups():
             if shards and self.nbytes(shards[-1]) + self.nbytes(group) <= self.shard_bytes:
@@ -53,7 +53,7 @@ class Shape(ABC):
         return shards
 
     def nbytes(self, shapes: Shapes) -> int:
-        """Bytes of these tensors in this dtype."""
+        """Return the bytes of these tensors in this dtype."""
         item = {"float16": 2, "bfloat16": 2, "float32": 4}[self.dtype]
         return item * sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values())
 
@@ -63,7 +63,7 @@ class OptShape(Shape):
     """An OPT decoder (pre-norm, learned positions, tied embeddings)."""
 
     def layer_shapes(self, j: int) -> Shapes:
-        """Tensors of decoder layer j, by their names in OPTForCausalLM's state dict."""
+        """Return the tensors of decoder layer j, by their names in OPTForCausalLM's state dict."""
         p, h, f = f"model.decoder.layers.{j}.", self.hidden, self.ffn
         shapes: Shapes = {}
         for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
@@ -97,13 +97,13 @@ class OptShape(Shape):
 
 @dataclass(frozen=True)
 class LlamaShape(Shape):
-    """A LLaMA decoder (gated MLP, rotary positions, an own head) whose query heads share `kv_heads`."""
+    """A LLaMA decoder (gated MLP, rotary positions, untied head) whose query heads share `kv_heads`."""
 
     vocab: int = 32000
     kv_heads: int = 4
 
     def layer_shapes(self, j: int) -> Shapes:
-        """Tensors of decoder layer j, by their names in LlamaForCausalLM's state dict."""
+        """Return the tensors of decoder layer j, by their names in LlamaForCausalLM's state dict."""
         p, h, f = f"model.layers.{j}.", self.hidden, self.ffn
         kv = h // self.heads * self.kv_heads
         rows = {"self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
@@ -173,9 +173,9 @@ SHAPES = {
 
 
 def write_shard(path: Path, shape: Shape, index: int, tensors: Shapes) -> None:
-    """Draws and writes one shard; the seed is (shape.seed, index), so shards may be written in any order.
+    """Draw and write one shard. The seed is (shape.seed, index), so shards may be written in any order.
 
-    Everything is normal with std 0.02; the weights of norms are that plus 1.
+    All values are normal with standard deviation 0.02; the weights of norms are 1 more.
     """
     import torch
     from safetensors.torch import save_file
@@ -190,7 +190,7 @@ def write_shard(path: Path, shape: Shape, index: int, tensors: Shapes) -> None:
 
 
 def make(shape: Shape, directory: Path, workers: int | None = None) -> Path:
-    """Makes the checkpoint unless `directory` already holds it. Peak memory: `workers` shards and a tensor for each."""
+    """Make the checkpoint, unless `directory` already has it. Peak memory: `workers` shards and a tensor for each."""
     record = json.dumps(asdict(shape), sort_keys=True)
     marker = directory / MARKER
     if marker.exists() and marker.read_text() == record:
@@ -212,7 +212,8 @@ def make(shape: Shape, directory: Path, workers: int | None = None) -> Path:
 
 
 def demo_model() -> Path:
-    """The directory of the demo model, found in a process of its own (importing flexengine changes the environment)."""
+    """Return the directory of the demo model. A process of its own looks it up, as importing flexengine changes the
+    environment."""
     code = "from flexengine.model.source import resolve; print(resolve(None).directory)"
     argv, root = [sys.executable, "-c", code], Path(__file__).resolve().parents[1]
     found = subprocess.run(argv, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
@@ -220,12 +221,12 @@ def demo_model() -> Path:
 
 
 def shard_files(directory: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, in order."""
+    """Return the safetensors files of a checkpoint, in order."""
     return sorted(directory.glob("*.safetensors"))
 
 
 def main() -> None:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description="make a random-weight checkpoint in the shape of a real model")
     parser.add_argument("shape", choices=sorted(SHAPES))
     parser.add_argument("directory", type=Path)

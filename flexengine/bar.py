@@ -7,8 +7,8 @@ from tqdm import tqdm
 
 
 class Bar(tqdm):  # type: ignore[misc]
-    """tqdm without the thread that watches its bars, which would begin with a heap of its own; other bars of the
-    process keep theirs."""
+    """tqdm without its monitor thread, as malloc gives each new thread an arena of its own. Other tqdm bars in the
+    process keep their monitor thread."""
 
     monitor_interval = 0
 

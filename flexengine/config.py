@@ -1,4 +1,4 @@
-"""Plain values that everything else reads: sizes, sampling parameters, results. No torch here."""
+"""Plain values that all other modules import: sizes, sampling parameters, results. No torch here."""
 
 import json
 import math
@@ -14,14 +14,14 @@ from flexengine.errors import InvalidInput
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
           "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}  # fmt: skip
 _LARGEST_SIZE = 2**60  # bytes; more than any machine has
-_MAX_JSON_BYTES = 10_000_000  # of a policy or hardware file; those of machines that were measured have some 50,000
+_MAX_JSON_BYTES = 10_000_000  # of a policy or hardware file; the hardware file of a measured machine has some 50,000
 
 
 def parse_size(text: str | int, option: str) -> int:
     """Return the bytes of a size such as 800M, 1.5GB, 16GiB or 123456.
 
     Raises:
-        InvalidInput: it is no positive size; the message names the option.
+        InvalidInput: the text is no positive size; the message names the option.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         size: float = text
@@ -38,24 +38,29 @@ def parse_size(text: str | int, option: str) -> int:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a sequence is continued. A list or, for `stop`, a single string is taken as the tuple it means.
+    """Sampling parameters of a sequence. Lists become tuples; a single string for `stop` becomes a tuple of one.
 
-    max_tokens: most tokens generated per prompt (and sample).
-    temperature: 0 is greedy; otherwise logits are divided by it before sampling.
-    seed: with the row's index, the sample's and the token's it determines all sampling noise; in [-2**63, 2**64).
-    ignore_eos: go on whatever the model says; `stop` and `stop_token_ids` still count.
-    top_k: sample from the k most likely tokens; 0 is all.
-    top_p: sample from the smallest set of most likely tokens whose probability reaches p; in (0, 1], 1 is all.
-    min_p: sample from tokens at least min_p times as likely as the likeliest; in [0, 1], 0 is all.
-    repetition_penalty: positive logits of tokens in prompt or continuation are divided by it, negative ones multiplied.
-    presence_penalty: taken off the logits of tokens generated before; in [-2, 2].
-    frequency_penalty: taken off once for every time a token was generated before; in [-2, 2].
-    stop: at most 16 strings; a continuation whose text contains one ends, its text before the first of them.
-    stop_token_ids: tokens that end a continuation, as the model's own end tokens do.
-    n: continuations per prompt, 1 to 128.
-    logprobs: None gives none, 0 those of generated tokens, k <= 20 also the k most likely tokens at every place.
+    Attributes:
+        max_tokens: most tokens generated per prompt and sample.
+        temperature: logits are divided by this number before sampling; 0 is greedy.
+        seed: in [-2**63, 2**64). The seed, the row's index, the sample's number and the token's number determine all
+            sampling noise.
+        ignore_eos: continue after an end-of-sequence token. `stop` and `stop_token_ids` still end a continuation.
+        top_k: sample from the k most likely tokens; 0 is all.
+        top_p: sample from the smallest set of most likely tokens whose probability reaches p; in (0, 1], 1 is all.
+        min_p: sample from tokens at least min_p times as likely as the likeliest; in [0, 1], 0 is all.
+        repetition_penalty: positive logits of tokens in prompt or continuation are divided by this number, negative
+            logits are multiplied.
+        presence_penalty: subtracted from the logits of tokens generated before; in [-2, 2].
+        frequency_penalty: subtracted once for every time a token was generated before; in [-2, 2].
+        stop: at most 16 strings. A continuation ends when its text contains one of them; the text is cut before it.
+        stop_token_ids: tokens that end a continuation, as the model's own end tokens do.
+        n: continuations per prompt, 1 to 128.
+        logprobs: None returns no log probabilities, 0 those of the generated tokens, k (at most 20) also those of the
+            k most likely tokens at every position.
 
-    Raises InvalidInput naming the field, its value and the limit.
+    Raises:
+        InvalidInput: a value is not allowed; the message names the field, its value and the limit.
     """
 
     max_tokens: int = 128
@@ -128,7 +133,8 @@ def _stop_strings(value: object) -> tuple[str, ...]:
         if not isinstance(text, str) or not text:
             raise InvalidInput(f"stop holds {shown(text)}; it must hold strings of at least one character")
         if any("\ud800" <= character <= "\udfff" for character in text):
-            raise InvalidInput(f"stop holds {shown(text)}, with half a surrogate pair, which is no character")
+            raise InvalidInput(f"stop holds {shown(text)}, with half a surrogate pair, which is no character;"
+                               " remove it")  # fmt: skip
     return tuple(texts)
 
 
@@ -141,7 +147,8 @@ def _stop_tokens(value: object) -> tuple[int, ...]:
 
 
 def shown(value: object) -> str:
-    """The value for a message: at most about 80 characters. Python refuses to print thousands of digits or levels."""
+    """Return the value as text for a message, at most about 80 characters. Values that Python refuses to print, such as
+    numbers of thousands of digits, are named by their type."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -150,24 +157,34 @@ def shown(value: object) -> str:
 
 
 def json_fault(error: ValueError | RecursionError) -> str:
-    """Return what is wrong with a JSON text that `json.loads` refused."""
+    """Return why `json.loads` refused a text.
+
+    Args:
+        error: what `json.loads` raised.
+    """
     if isinstance(error, RecursionError):
         return "nested too deeply"
-    if "integer string conversion" in str(error):  # Python advises to change a setting of the interpreter
+    if "integer string conversion" in str(error):  # Python's own message advises to change an interpreter setting
         return f"a whole number has over {sys.get_int_max_str_digits():,} digits"
     return str(error)
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
-    """Return the JSON object that a file holds, after a BOM or without. Raises InvalidInput naming the file and `what`
-    it is."""
+    """Return the JSON object in a file, which may begin with a BOM.
+
+    Args:
+        what: kind of file, for messages, such as "policy file".
+
+    Raises:
+        InvalidInput: the file cannot be read, is too large, or holds no JSON object; the message names the file.
+    """
     try:
         with open(path, "rb") as file:
             raw = file.read(_MAX_JSON_BYTES + 1)
     except OSError as error:
         raise InvalidInput(f"{what} {path} cannot be read: {error.strerror}") from error
     if len(raw) > _MAX_JSON_BYTES:
-        raise InvalidInput(f"{what} {path} has more than {_MAX_JSON_BYTES:,} bytes; give one that is a {what}")
+        raise InvalidInput(f"{what} {path} has more than {_MAX_JSON_BYTES:,} bytes; give the name of a {what}")
     try:
         values = json.loads(raw.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -180,7 +197,12 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
 
 
 def from_fields(kind: type, values: dict[str, Any], what: str) -> Any:
-    """Builds a dataclass from JSON fields; an unknown name is refused with the names there are."""
+    """Return a dataclass made from JSON fields. Raise InvalidInput if a name is unknown.
+
+    Args:
+        kind: the dataclass.
+        what: origin of the fields, for messages.
+    """
     known = {f.name for f in fields(kind) if f.init}
     if unknown := sorted(set(values) - known):
         raise InvalidInput(f"{what} has unknown fields {unknown}; it takes {sorted(known)}")
@@ -191,13 +213,16 @@ def from_fields(kind: type, values: dict[str, Any], what: str) -> Any:
 class Completion:
     """One continuation of a prompt.
 
-    finish_reason: "stop" (end-of-sequence token, stop token or stop string) or "length" (max_tokens).
-    token_ids: everything generated, with the token that ended it. generated_text: without special tokens, and cut
-    before the first stop string; None if the checkpoint has no tokenizer.
-    logprobs: None unless asked for, else one entry per token of `token_ids`:
-    {"token_id": int, "token": str or None, "logprob": float, "top_logprobs": [{"token_id", "token", "logprob"}, ...]}.
-    A logprob is the natural logarithm of the probability the model itself gives the token at that place: before
-    penalties, temperature, top_k, top_p and min_p. top_logprobs is empty for logprobs=0, else likeliest first.
+    Attributes:
+        generated_text: text without special tokens, cut before the first stop string; None if the checkpoint has no
+            tokenizer.
+        token_ids: all generated tokens, including the token that ended the continuation.
+        finish_reason: "stop" (end-of-sequence token, stop token or stop string) or "length" (max_tokens).
+        logprobs: None if `SamplingParams.logprobs` is None, else one entry per token of `token_ids`: {"token_id": int,
+            "token": str or None, "logprob": float, "top_logprobs": [{"token_id", "token", "logprob"}, ...]}.
+            A logprob is the natural logarithm of the model's own probability of the token at that position, before
+            penalties, temperature, top_k, top_p and min_p. top_logprobs begins with the likeliest token, and is empty
+            for logprobs=0.
     """
 
     generated_text: str | None
@@ -208,11 +233,17 @@ class Completion:
 
 @dataclass
 class Result:
-    """What became of one prompt; the fields of an output row.
+    """Result of one prompt; the fields of an output row.
 
-    generated_text, token_ids, finish_reason, logprobs: as in Completion; finish_reason is None when `error` is set.
-    samples: all n completions if n > 1, else None. The fields above are then those of the first, and
-    completion_tokens is the sum over all.
+    generated_text, token_ids, finish_reason and logprobs are as in Completion, and those of the first sample if n > 1.
+
+    Attributes:
+        index: number of the row.
+        finish_reason: None if `error` is set.
+        prompt_tokens: tokens of the prompt.
+        completion_tokens: generated tokens, summed over all samples.
+        error: why the row could not be run or finished; None if it was finished.
+        samples: all n completions if n > 1, else None.
     """
 
     index: int
@@ -227,13 +258,13 @@ class Result:
 
 
 def cache_root() -> Path:
-    """Return $FLEXENGINE_CACHE, or ~/.cache/flexengine. Nothing is made there.
+    """Return $FLEXENGINE_CACHE, or ~/.cache/flexengine. The directory is not created.
 
     Raises:
-        InvalidInput: there is no such home directory.
+        InvalidInput: the home directory is unknown.
     """
-    given = os.environ.get("FLEXENGINE_CACHE") or "~/.cache/flexengine"
+    text = os.environ.get("FLEXENGINE_CACHE") or "~/.cache/flexengine"
     try:
-        return Path(given).expanduser()
+        return Path(text).expanduser()
     except RuntimeError as error:
-        raise InvalidInput(f"{given} is no directory: {error}; set FLEXENGINE_CACHE to one") from error
+        raise InvalidInput(f"{text} is no directory: {error}; set FLEXENGINE_CACHE to a directory") from error

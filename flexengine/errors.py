@@ -1,11 +1,11 @@
-"""Every error a caller may want to catch. Messages name the value, the limit and the remedy."""
+"""All errors that flexengine raises on purpose. Messages name the value, the limit and the remedy."""
 
 from collections.abc import Mapping
 from typing import Any
 
 
 class FlexError(Exception):
-    """Base of all errors raised on purpose by flexengine."""
+    """Base of all errors that flexengine raises on purpose."""
 
 
 class InvalidInput(FlexError, ValueError):
@@ -13,7 +13,7 @@ class InvalidInput(FlexError, ValueError):
 
 
 class UnsupportedModel(FlexError):
-    """A model the engine cannot run exactly; says which and why, before any weight is read."""
+    """A model that the engine cannot run exactly. The message says why. Raised before any weight is read."""
 
 
 class BadCheckpoint(FlexError):
@@ -21,14 +21,18 @@ class BadCheckpoint(FlexError):
 
 
 class ModelNotFound(FlexError):
-    """No model at the given place; says what to type."""
+    """No model has the given name or path. The message lists what is allowed."""
 
 
 class OutOfMemory(FlexError, MemoryError):
-    """A tier cannot hold what is asked of it.
+    """A tier has too little memory for an allocation.
 
-    Attributes: tier (name), what (the thing), needed, used, capacity (bytes). No capacity is given where it is the
-    system that has no more.
+    Attributes:
+        tier: name of the tier.
+        what: name of the allocation.
+        needed: bytes of the allocation.
+        used: bytes allocated before.
+        capacity: bytes of the tier; 0 if the operating system, not the tier, has no more memory.
     """
 
     def __init__(
@@ -43,17 +47,20 @@ class OutOfMemory(FlexError, MemoryError):
         super().__init__(f"{message}; {remedy}" if remedy else message)
 
 
-ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this if shorter rows would fit
+ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this text if shorter rows would fit
 _OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
             "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
 
 
 class TooLittle(OutOfMemory):
-    """The memory that was given is too little for a job, whatever the plan, or for a given policy.
+    """The given memory is too small for a job under any policy, or under the user's policy.
 
-    Attributes as of OutOfMemory for the first tier that must grow (`needed`: bytes of the whole tier that are enough,
-    `used`: 0), and least: by tier, the fewest bytes with which the job runs, the other tiers being as given;
-    parts: by tier, what these bytes are for, as `name bytes, name bytes`.
+    The attributes of OutOfMemory are those of the first tier that must grow, with `used` 0.
+
+    Attributes:
+        needed: bytes of the whole tier that are enough.
+        least: by tier, the fewest bytes with which the job runs, while the other tiers stay as given.
+        parts: by tier, the purposes of these bytes, as `name bytes, name bytes`.
     """
 
     def __init__(
@@ -64,19 +71,20 @@ class TooLittle(OutOfMemory):
         self.least, self.parts = dict(least), dict(parts)
         # A tier that cannot be used has 1 byte: see tier.machine.NO_DISK.
         unusable = {t for t, n in given.items() if t == "disk" and n == 1}
-        there = {t: "none can be used" if t in unusable else f"{n:,} are given" for t, n in given.items()}
+        available = {t: "none can be used" if t in unusable else f"{n:,} are given" for t, n in given.items()}
         needs = " and ".join(
-            f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {there[t]}" for t, n in least.items()
+            f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
         remedy = " and ".join(_OPTIONS[t].format(n) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 
 class RanOut(OutOfMemory):
-    """Memory that a plan counted on was not there while a job ran, and smaller plans did not help or were not allowed.
+    """Memory ran out while a job was running, and smaller plans did not help or the policy was given.
 
-    Attributes as of OutOfMemory, and results: of the rows that `Engine.generate` had finished; `Engine.stream` has
-    handed out its own.
+    Attributes:
+        results: results of the rows that `Engine.generate` had finished. Empty if `Engine.stream` raised the error, as
+            the caller has its results already.
     """
 
     def __init__(self, tier: str, what: str, needed: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What a job may trade for speed and room: switches whose results differ from the checkpoint's own."""
+"""Lossy switches: they save time and memory, and results then differ from those of the checkpoint's own numbers."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -8,17 +8,27 @@ from typing import Any
 from flexengine.errors import InvalidInput
 
 WEIGHTS = ("int8", "int4", "int3", "int2")
-FITTED = ("int4", "int3", "int2")  # those whose scales are fitted, so that it matters to what
-CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: kept as numbers
+FITTED = ("int4", "int3", "int2")  # their scales are fitted to importances, so calibration changes the result
+CACHE = {"bf16": 0, "int8": 8, "int4": 4, "int2": 2}  # bits of a code; 0: floating point, no codes
 COMPUTE = ("bf16", "int8")
-BUNDLED = "bundled"  # text to calibrate with that needs no file
+BUNDLED = "bundled"  # name of the calibration text that comes with the package
 
 
 @dataclass(frozen=True)
 class Lossy:
-    """weights, cache: in how many bits they are kept. compute: in what products are taken. topk: share of the past
-    values that attention reads. calibrate: a UTF-8 file, or BUNDLED, whose tokens decide which errors of encoded
-    weights matter. None everywhere is exact."""
+    """The lossy switches. All None is exact.
+
+    Attributes:
+        weights: format in which matrices are stored, from WEIGHTS.
+        compute: format in which matrices are multiplied, from COMPUTE.
+        cache: format in which keys and values are stored, from CACHE.
+        topk: share of the past values that decode attention reads, in (0, 1).
+        calibrate: name of a UTF-8 file, or BUNDLED. The exact model reads this text to measure which errors of encoded
+            weights matter.
+
+    Raises:
+        InvalidInput: a value is not allowed, or `calibrate` is set for weights that are not in FITTED.
+    """
 
     weights: str | None = None
     compute: str | None = None
@@ -38,35 +48,36 @@ class Lossy:
         if self.calibrate is not None and (not isinstance(self.calibrate, str) or not self.calibrate):
             raise InvalidInput(f"calibrate is {self.calibrate!r}; it must be the name of a text file, or {BUNDLED!r}")
         if self.calibrate is not None and self.coded not in FITTED:
-            kept = "none are encoded" if self.coded is None else f"they are {self.coded}, which is not fitted"
-            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and {kept};"
-                               f" let weights be one of {', '.join(FITTED)}, or leave it out")  # fmt: skip
+            why = "no weights are encoded" if self.coded is None else f"{self.coded} weights are not fitted"
+            raise InvalidInput(f"calibrate is {self.calibrate!r}, but it is for weights that are fitted, and {why};"
+                               f" set weights to one of {', '.join(FITTED)}, or leave calibrate out")  # fmt: skip
 
     def __bool__(self) -> bool:
-        return bool(self.given)
+        return bool(self.enabled)
 
     @property
-    def given(self) -> dict[str, Any]:
-        """The switches that are set, by name: what a job's manifest keeps."""
+    def enabled(self) -> dict[str, Any]:
+        """Return the switches that are set, by name, as a job's manifest stores them."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @property
     def coded(self) -> str | None:
-        """How the layers' matrices are encoded, if they are: products of integers need integers."""
+        """Return the integer format of the layers' matrices, or None if they are not encoded. compute="int8" multiplies
+        integers, so without `weights` it encodes the matrices as int8."""
         return self.weights or ("int8" if self.compute == "int8" else None)
 
     @property
     def cache_bits(self) -> int:
-        """Bits of an element of keys and values that are encoded; 0: they are not."""
+        """Return the bits per element of encoded keys and values; 0 if they are not encoded."""
         return CACHE[self.cache] if self.cache else 0
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {value}" for name, value in self.given.items()) or "exact"
+        return ", ".join(f"{name} {value}" for name, value in self.enabled.items()) or "exact"
 
 
 EXACT = Lossy()
 SWITCHES = tuple(f.name for f in fields(Lossy))
-# What a planner may be allowed to choose from, by name; the least lossy of a kind first.
+# The switches that the planner may be allowed to choose, by name. Of each switch the least lossy value comes first.
 ALLOW: dict[str, tuple[str, str | float]] = {
     **{f"{codec}-weights": ("weights", codec) for codec in WEIGHTS},
     **{f"{codec}-compute": ("compute", codec) for codec in COMPUTE},
@@ -81,13 +92,20 @@ QUALITY = {
 
 
 def choices(allowed: Iterable[str]) -> tuple[Lossy, ...]:
-    """Every combination of what is allowed, exact first. Raises InvalidInput for a name that is not in ALLOW."""
+    """Return every combination of the allowed switches, exact first, then by number of switches.
+
+    Args:
+        allowed: names in ALLOW.
+
+    Raises:
+        InvalidInput: a name is not in ALLOW.
+    """
     values: dict[str, list[Any]] = {name: [None] for name in SWITCHES}
-    wanted = list(allowed)
-    if unknown := [name for name in wanted if name not in ALLOW]:
-        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; what can is {', '.join(ALLOW)}")
+    names = list(allowed)
+    if unknown := [name for name in names if name not in ALLOW]:
+        raise InvalidInput(f"{unknown[0]!r} cannot be allowed; choose from {', '.join(ALLOW)}")
     for name, (switch, value) in ALLOW.items():
-        if name in wanted:
+        if name in names:
             values[switch].append(value)
     made = (Lossy(*combination) for combination in product(*values.values()))
-    return tuple(sorted(dict.fromkeys(made), key=lambda lossy: len(lossy.given)))
+    return tuple(sorted(dict.fromkeys(made), key=lambda lossy: len(lossy.enabled)))

@@ -11,9 +11,9 @@ from flexengine.errors import InvalidInput
 TIERS = ("device", "host", "disk")
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
-MOST = 1_000_000_000  # of any whole number of a policy
-MOST_SLOTS = 1000  # more than any model has layers
-MOST_SEQUENCES = 1_000_000  # of a block
+MOST = 1_000_000_000  # largest whole number in a policy
+MOST_SLOTS = 1000  # more slots than any model has layers
+MOST_SEQUENCES = 1_000_000  # most sequences of a block
 
 Split = tuple[float, float, float]
 
@@ -30,16 +30,24 @@ def _split(name: str, value: Sequence[float]) -> Split:
 
 @dataclass(frozen=True)
 class Policy:
-    """How a block is computed and where its tensors live (FlexGen section 4.1; docs/architecture.md 2).
+    """Block shape and placement of a job's tensors (FlexGen section 4.1; docs/architecture.md 2).
 
-    gpu_batch_size: sequences computed together.
-    num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
-    weights, cache, activations: fractions of each on (device, host, disk).
-    slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
-    schedule: who enters when: row, zigzag (all together), diagonal (one cohort a sweep), continuous.
-    prefill_tokens: most tokens of one gpu_batch, which bounds activation memory.
-    delegate: whether decoding sequences whose KV cache lives on the host attend there, on the CPU: queries and new
-        tokens cross the link instead of pages (FlexGen section 4.2, "CPU computation"). Activations stay on the device.
+    Attributes:
+        gpu_batch_size: sequences computed together.
+        num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
+        weights: fractions of the weights on (device, host, disk), which sum to 1.
+        cache: fractions of the KV cache, in the same form.
+        activations: fractions of the activations, in the same form.
+        slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
+        schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
+            cohort per sweep) or continuous.
+        prefill_tokens: most tokens of one gpu_batch in a sweep; this number bounds activation memory.
+        delegate: compute decode attention on the CPU for sequences whose KV cache lives on the host. Queries and new
+            tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation"). Activations must stay
+            on the device.
+
+    Raises:
+        InvalidInput: a value is not allowed; the message names the field, its value and the limit.
     """
 
     gpu_batch_size: int = 16
@@ -60,8 +68,8 @@ class Policy:
                                    f" at most {most:,}")  # fmt: skip
         if self.block_size > MOST_SEQUENCES:
             shape = f"gpu_batch_size {self.gpu_batch_size} x num_gpu_batches {self.num_gpu_batches}"
-            raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences at a time;"
-                               f" it must be at most {MOST_SEQUENCES:,}")  # fmt: skip
+            raise InvalidInput(f"policy {shape} is {self.block_size:,} sequences;"
+                               f" a block must have at most {MOST_SEQUENCES:,}")  # fmt: skip
         for name in ("weights", "cache", "activations"):
             object.__setattr__(self, name, _split(name, getattr(self, name)))
         if self.schedule not in SCHEDULES:
@@ -77,16 +85,16 @@ class Policy:
 
     @property
     def block_size(self) -> int:
-        """Sequences alive at once; `row` walks one gpu_batch at a time."""
+        """Return the number of sequences alive at once. Under schedule `row` this is one gpu_batch."""
         return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as they stand in a policy file."""
+        """Return the fields as a policy file holds them."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @staticmethod
     def load(path: str | Path) -> "Policy":
-        """Reads a policy file. Raises InvalidInput naming the file and what is wrong with it."""
+        """Read a policy file. Raise InvalidInput, with the file's name and the fault, if it holds no policy."""
         policy = from_fields(Policy, read_object(path, "policy file"), f"policy file {path}")
         assert isinstance(policy, Policy)
         return policy

@@ -1,4 +1,4 @@
-"""Reads that are tried again: after EIO, a cable or a network disk may have recovered."""
+"""Reads that are retried after EIO: a loose cable or a network disk may have recovered."""
 
 import errno
 import io
@@ -9,14 +9,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PAUSES = (0.1, 0.4, 1.6)  # seconds before a failed read is tried again
+PAUSES = (0.1, 0.4, 1.6)  # seconds before each retry of a failed read
 
 log = logging.getLogger(__name__)
 
 
 def patiently(read: Callable[[], int], path: Path, offset: int) -> int:
-    """What `read` returns, which reads at byte `offset` of a file. One that fails with EIO is called again after each
-    of PAUSES. Raises OSError that names file and byte."""
+    """Return what `read` returns. Call it again after each of PAUSES while it fails with EIO.
+
+    Args:
+        read: reads the file at `offset`.
+        path: the file, for messages.
+        offset: byte of the file, for messages.
+
+    Raises:
+        OSError: the last read failed, or one failed with another error. The message names file and byte.
+    """
     for pause in PAUSES:
         try:
             return read()
@@ -32,26 +40,30 @@ def patiently(read: Callable[[], int], path: Path, offset: int) -> int:
 
 
 def located(error: OSError, doing: str, path: Path, offset: int) -> OSError:
-    """The same error, naming file and byte."""
+    """Return the error with file and byte added to its message.
+
+    Args:
+        doing: what failed, such as "reading".
+    """
     return OSError(error.errno, f"{error.strerror} ({doing} byte {offset:,})", str(path))
 
 
 def opened(path: Path) -> io.BufferedReader:
-    """A file open for reading, whose reads are `patiently` done."""
+    """Open a file for reading. Its reads are retried by `patiently`."""
     return io.BufferedReader(_Patient(path))
 
 
 class _Patient(io.FileIO):
-    """All its reads go through readinto, and that through os, where tests make them fail."""
+    """A raw file whose reads all pass through `readinto` and `os.preadv`. Tests replace `os.preadv` by faults."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, opener=os.open)
         self._path = path
 
     def readinto(self, target: Any) -> int:
-        at = self.tell()
-        count = patiently(lambda: os.preadv(self.fileno(), [target], at), self._path, at)
-        self.seek(at + count)
+        offset = self.tell()
+        count = patiently(lambda: os.preadv(self.fileno(), [target], offset), self._path, offset)
+        self.seek(offset + count)
         return count
 
     def read(self, size: int | None = -1) -> Any:

@@ -27,7 +27,8 @@ from tests.helpers.families import Family
 
 @pytest.fixture(scope="session")
 def families(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Makes a family when first asked for it: families("llama"), or families("llama", torch.float16) as stored."""
+    """Return a function that makes a family on first use: families("llama"), or families("llama", torch.float16) for
+    16 bits."""
     made: dict[tuple[str, torch.dtype], Family] = {}
 
     def get(name: str, dtype: torch.dtype = torch.float32) -> Family:
@@ -56,7 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longest files first, then those with the most tests; setup.cfg tells xdist to keep to that."""
+    """Sort the longest files first, then those with the most tests. An option in setup.cfg makes xdist keep this
+    order."""
     tests = Counter(item.path for item in items)
     if (seed := config.getoption("shuffle")) is not None:
         paths = sorted(tests)

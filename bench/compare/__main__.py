@@ -1,13 +1,13 @@
-"""The engine against its peers on the frozen cases of bench/cases.py, under the same memory limit, in turns.
+"""flexengine against its peers on the frozen cases of bench/cases.py, under the same memory limit, in turns.
 
 python -m bench.compare CASE... [--peers NAME...] [--runs 3] [--peer-runs N] [--lossy exact weights=int4 ...]
     [--peer-python NAME=PATH] [--limit 2.0G | --no-limit] [--dir DIR] [--out compare.jsonl]
 
-Every side is a process of its own, in a cgroup of its own where the case has a limit, with the checkpoint dropped from
-the page cache first. Peers that take batches try the case's batch sizes once and keep the fastest. After each of our
-runs the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped, and its reason printed and
-recorded.
-One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose tokens are equal.
+Every side is a process of its own. If the case has a memory limit, the process has a cgroup of its own. The checkpoint
+is dropped from the page cache first. Peers with batches try the case's batch sizes once and use the fastest. After each
+run of flexengine the bound is measured (bench/compare/bound.py). A peer that cannot run is skipped; the reason is
+printed and recorded. One JSON line per case and choice of switches: tokens/s (loading excluded), ratios, rows whose
+tokens are equal.
 """
 
 import argparse
@@ -32,8 +32,16 @@ OURS = "flexengine_side"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: rounds of ours (0: not at all) and of each peer, their limits, our switches, and the interpreter of
-    each peer that is not installed beside us."""
+    """The runs of a comparison.
+
+    Attributes:
+        our_rounds: rounds of flexengine; 0 skips it.
+        peer_rounds: rounds of each peer.
+        ours: limits of flexengine's processes.
+        peer: limits of the peers' processes.
+        variants: lossy switches of flexengine, one record per variant.
+        pythons: interpreters of the peers that are not installed beside flexengine, by name.
+    """
 
     our_rounds: int
     peer_rounds: int
@@ -45,8 +53,14 @@ class Plan:
 
 @dataclass
 class Peered:
-    """What came of a peer. versions: of what is installed for it. by_batch: tokens/s of each batch size tried. skipped:
-    why it does not run."""
+    """The runs of a peer.
+
+    Attributes:
+        versions: versions of its packages.
+        by_batch: tokens/s of each batch size that was tried.
+        runs: records of its runs.
+        skipped: why the peer does not run; None if it runs.
+    """
 
     name: str
     job: Job
@@ -56,14 +70,14 @@ class Peered:
     skipped: str | None = None
 
     def run(self, plan: Plan, job: Job | None = None) -> Record:
-        """Once."""
+        """Run the peer once, and return the record."""
         module, python = PEERS[self.name].module, plan.pythons.get(self.name, sys.executable)
         found = harness.run_side(module, job or self.job, plan.peer, python)
         self.skipped = found.get("skipped")
         return found
 
     def choose(self, plan: Plan, batches: Sequence[int]) -> None:
-        """Tries batch sizes and keeps the fastest."""
+        """Try the batch sizes and use the fastest one."""
         for batch in batches if len(batches) > 1 else ():
             found = self.run(plan, replace(self.job, batch=batch))
             if self.skipped:
@@ -75,7 +89,7 @@ class Peered:
 
 @dataclass
 class Ours:
-    """Our runs with some switches, and the bound of each."""
+    """The runs of flexengine with some switches, and the bound of each run."""
 
     job: Job
     runs: list[Record] = field(default_factory=list)
@@ -83,14 +97,14 @@ class Ours:
 
 
 def measure_bound(job: Job, case: Case, ours: Record) -> Record:
-    """The bound in seconds of one of our runs, measured now, and our share of it."""
+    """Measure the bound of a run. Return its seconds and the run's share of it."""
     asked = replace(question(job.model, case.lengths()), lossy=job.lossy, device=job.device)
     measured = harness.run_module("bench.compare.bound", asked.to_json())
     if "error" in measured:
         return measured
     summary, sweeps = ours["summary"], len(measured["compute_seconds"])
 
-    def per_sweep(lane: str) -> float:  # what was moved once, to stay, counts for nothing here
+    def per_sweep(lane: str) -> float:  # without bytes that are moved once and stay
         moved, most, times = summary["bytes"].get(lane, 0), measured["model_bytes"], max(1, summary["sweeps"])
         return float(min(moved / times, most))
 
@@ -109,7 +123,7 @@ def measure_bound(job: Job, case: Case, ours: Record) -> Record:
 
 
 def run_case(case: Case, job: Job, peers: Sequence[Peered], plan: Plan, batches: Sequence[int]) -> list[Ours]:
-    """Batch sizes of the peers, then alternating rounds of all variants of ours and the peers."""
+    """Choose the peers' batch sizes, then run all variants of flexengine and the peers in alternating rounds."""
     ours = [Ours(replace(job, lossy=switches)) for switches in plan.variants]
     files = shard_files(Path(job.model))
     for peer in peers if plan.peer_rounds else ():
@@ -130,7 +144,8 @@ def run_case(case: Case, job: Job, peers: Sequence[Peered], plan: Plan, batches:
 
 
 def ratios(ours: list[Record], peer: list[Record]) -> list[float]:
-    """Our rate over the peer's, by round; rounds without a peer take the median of its other runs."""
+    """Return flexengine's rate over the peer's, by round. A round without a run of the peer uses the median of its
+    other runs."""
     known = harness.stats(harness.good(peer))
     if known is None:
         return []
@@ -143,7 +158,8 @@ def ratios(ours: list[Record], peer: list[Record]) -> list[float]:
 
 
 def peer_record(case: Case, ours: list[Record], peer: Peered) -> Record:
-    """What came of a peer. ratio_at_least: where it was stopped while generating. error: why there is no ratio."""
+    """Return the record of a peer. ratio_at_least: the ratio if the peer was stopped while generating. error: why there
+    is no ratio."""
     rates = harness.stats(harness.good(ours))
     stopped = max((r.get("seconds_at_least", 0.0) for r in peer.runs), default=0.0)
     versions = dict(peer.versions)
@@ -164,7 +180,7 @@ def peer_record(case: Case, ours: list[Record], peer: Peered) -> Record:
 
 
 def record(case: Case, compared: Comparison, plan: Plan, ours: Ours, peers: Sequence[Peered]) -> Record:
-    """The JSON line of a case and variant."""
+    """Return the JSON record of a case and variant."""
     found = [b for b in ours.bounds if "error" not in b]
     shares = {k: harness.stats([b["share"][k] for b in found]) for k in ("share", "overall")}
     return {
@@ -183,7 +199,7 @@ def record(case: Case, compared: Comparison, plan: Plan, ours: Ours, peers: Sequ
 
 
 def interpreter(text: str) -> tuple[str, str]:
-    """NAME=PATH, both checked."""
+    """Return name and path of NAME=PATH. Raise ArgumentTypeError if the peer or the file does not exist."""
     name, _, path = text.partition("=")
     if name not in PEERS or not Path(path).is_file():
         raise argparse.ArgumentTypeError(f"{text}: NAME=PATH with one of {', '.join(PEERS)} and its python")
@@ -191,7 +207,7 @@ def interpreter(text: str) -> tuple[str, str]:
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Arguments of the command."""
+    """Return the parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=sorted(COMPARISONS), metavar="CASE", help=", ".join(COMPARISONS))
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), help="instead of the case's own")
@@ -212,7 +228,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def limit_bytes(text: str) -> int:
-    """Bytes of 2.0G, 800M or a plain number."""
+    """Return the bytes of 2.0G, 800M or a plain number."""
     units = {"K": 10**3, "M": 10**6, "G": 10**9}
     size = int(float(text[:-1]) * units[text[-1].upper()]) if text[-1:].upper() in units else int(text)
     if size <= 0:
@@ -221,21 +237,21 @@ def limit_bytes(text: str) -> int:
 
 
 def directory(text: str) -> Path:
-    """One that exists."""
+    """Return the path of an existing directory."""
     if not Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"{text} is no directory")
     return Path(text)
 
 
 def checkpoint(compared: Comparison, args: argparse.Namespace) -> Path:
-    """The directory of the case's model, made if it is one of bench.models."""
+    """Return the directory of the case's model. Make the model if it is a shape of bench.models."""
     if args.model or compared.model == "demo":
         return Path(args.model or demo_model()).resolve()
     return make(SHAPES[compared.model], (args.dir or harness.cache() / "bench").resolve() / compared.model, workers=2)
 
 
 def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace) -> Job:
-    """What a peer is asked."""
+    """Return the Job of a peer."""
     peer, demo = PEERS[name], compared.model == "demo"
     options = dict(peer.options)
     if peer.gguf and not args.model:
@@ -246,12 +262,12 @@ def peer_job(name: str, job: Job, compared: Comparison, args: argparse.Namespace
             options["gguf"] = str(gguf_files.of_llama(Path(job.model)))
     dtype = peer.dtype or args.peer_dtype or compared.dtype
     if peer.gguf and not demo:
-        dtype = SHAPES[compared.model].dtype  # as the file holds it, whatever is asked for
+        dtype = SHAPES[compared.model].dtype  # the file's dtype, for any requested dtype
     return replace(job, dtype=dtype, options=options, policy=None, lossy=None)
 
 
 def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
-    """The records of a case."""
+    """Return the records of a case."""
     case = compared.case
     memory = None if args.no_limit else args.limit or compared.memory
     if memory is not None and (reason := limit.why_not()):
@@ -275,13 +291,13 @@ def compare(compared: Comparison, args: argparse.Namespace) -> list[Record]:
 
 
 def bad(line: Record) -> bool:
-    """Whether a side failed (one that is stopped by its time limit or skipped has not)."""
+    """Return whether a side failed. A side that was skipped or stopped by its time limit has not failed."""
     runs = [*line["ours"], *(run for peer in line["peers"].values() for run in peer["runs"])]
     return any("error" in run and "seconds_at_least" not in run for run in runs)
 
 
 def why_not(compared: Comparison) -> str | None:
-    """Why a case cannot run here."""
+    """Return why a case cannot run on this machine, or None."""
     if compared.device == "cuda":
         code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
         if subprocess.run([sys.executable, "-c", code], check=False).returncode:
@@ -290,7 +306,7 @@ def why_not(compared: Comparison) -> str | None:
 
 
 def given(words: Sequence[str]) -> str:
-    """The command again, but for what belongs to one machine: interpreters and places."""
+    """Return the command without the options of a single machine, such as interpreters and directories."""
     kept, rest = ["python", "-m", "bench.compare"], list(words)
     while rest:
         word = rest.pop(0)
@@ -303,7 +319,8 @@ def given(words: Sequence[str]) -> str:
 
 
 def main() -> int:
-    """The command of the module's docstring; 1 if a side failed, 0 also where a case is not possible here."""
+    """Run the command of the module's docstring. Return 1 if a side failed; a case that cannot run here is no
+    failure."""
     args, failed = parse(), False
     for compared in (COMPARISONS[name] for name in args.cases):
         if reason := why_not(compared):

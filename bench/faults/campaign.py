@@ -1,4 +1,4 @@
-"""The kinds of faults that bench.faults tries, each a generator of tallies."""
+"""The kinds of faults of bench.faults. Each is a generator of tallies."""
 
 import json
 import os
@@ -24,7 +24,13 @@ FULL = ("write", "allocate", "create", "mkdir", "fsync")
 
 @dataclass(frozen=True)
 class Campaign:
-    """model: its directory. work: an empty directory. quick: a few of each kind."""
+    """Settings of a campaign.
+
+    Attributes:
+        model: directory of the model.
+        work: an empty directory.
+        quick: try only a few faults of each kind.
+    """
 
     model: Path
     work: Path
@@ -43,7 +49,7 @@ def _stub(c: Campaign, rows: int) -> Trials:
 
 
 def protocol_errors(c: Campaign) -> Iterator[Tally]:
-    """Every call on journal, output and input fails, once and from then on; the arithmetic is left out."""
+    """Let every call on journal, output and input fail, once and from then on. A stub replaces the engine."""
     job = _stub(c, c.several(3, 12))
     yield (tally := Tally("protocol: failed writes"))
     job.every(PROTOCOL, ("EIO", "short") if c.quick else ERRORS, tally,
@@ -62,7 +68,7 @@ def protocol_crashes(c: Campaign) -> Iterator[Tally]:
 
 
 def damaged_journals(c: Campaign) -> Iterator[Tally]:
-    """A finished job's journal cut at every byte, and with flipped bits; the output is lost."""
+    """Cut a finished job's journal at every byte, and flip bits in it, with the output deleted."""
     job, generator = _stub(c, c.several(8, 12)), random.Random(c.seed)
     job.fresh()
     job.run(Fault())
@@ -96,7 +102,7 @@ def _finished(job: Trials, what: str, tally: Tally) -> None:
 
 
 def engine_errors(c: Campaign) -> Iterator[Tally]:
-    """A whole job, with weights, cache and activations on the disk, whose n-th call fails there."""
+    """Run a whole job with weights, cache and activations on disk, and let the n-th call on these files fail."""
     policy = c.work / "policy.json"
     policy.write_text(AWAY)
     model = c.work / "model"
@@ -105,7 +111,7 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
     given = ["--model", str(model), "--policy", str(policy), "--device", "sim", "--ignore-eos"]
     job = Trials(c.work / "engine", rows_of(8), given, real_command)
     most = c.several(3, 150)
-    lasting = (False,) if c.quick else (False, True)  # a read is tried again, for two seconds
+    lasting = (False,) if c.quick else (False, True)  # failed reads are retried for two seconds
     job.watched = [job.offload]
     yield (tally := Tally("offload: failed writes"))
     job.every(("write", "allocate", "create", "mkdir", "unlink"), ("EIO", "ENOSPC", "short")[: c.several(2, 3)], tally,
@@ -124,7 +130,7 @@ def engine_errors(c: Campaign) -> Iterator[Tally]:
 
 
 def prepared_errors(c: Campaign) -> Iterator[Tally]:
-    """Weights are encoded once into the cache; its n-th call fails or is the last of the process."""
+    """Encode weights into the cache, and let the n-th call fail or kill the process."""
     with own_cache(c.work / "cache") as cache:
         given = ["--model", str(c.model), "--weights", "int8", "--device", "cpu", "--ignore-eos"]
         job = _Preparing(c.work / "encoded", rows_of(5), given, real_command)
@@ -136,7 +142,7 @@ def prepared_errors(c: Campaign) -> Iterator[Tally]:
 
 
 class _Preparing(Trials):
-    """A job whose weights are prepared anew."""
+    """A job that prepares its weights again each time."""
 
     def fresh(self) -> None:
         super().fresh()
@@ -151,7 +157,7 @@ class _Preparing(Trials):
 
 
 def random_kills(c: Campaign) -> Iterator[Tally]:
-    """SIGKILL, SIGTERM and SIGINT at random moments: bench.faults.kills."""
+    """Send SIGKILL, SIGTERM and SIGINT at random moments: see bench.faults.kills."""
     for number, full in ((signal.SIGKILL, 200), (signal.SIGTERM, 50), (signal.SIGINT, 50)):
         tally = Tally(f"{number.name} at random")
         yield tally
@@ -170,7 +176,7 @@ def random_kills(c: Campaign) -> Iterator[Tally]:
 
 
 def real_disks(c: Campaign) -> Iterator[Tally]:
-    """File systems that really are full or read-only."""
+    """Use file systems that really are full or read-only."""
     policy = c.work / "policy.json"
     policy.write_text(AWAY)
     given = ["--model", str(c.model), "--policy", str(policy), "--device", "sim", "--ignore-eos"]
@@ -192,8 +198,8 @@ def real_disks(c: Campaign) -> Iterator[Tally]:
 
 
 def _mounted(job: Trials, place: Path, option: str, tally: Tally) -> str:
-    """A run with a file system of its own at `place`, of which only what was finished is kept; then one without.
-    Returns why there was none."""
+    """Run with a file system mounted at `place`, of which only the finished output remains, and then without. Return
+    why this was not possible, or None."""
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", option, "none", str(place)], capture_output=True, text=True)
     if done.returncode:
         return done.stderr.strip() or "mounting is not allowed"
@@ -226,7 +232,8 @@ def _mounted(job: Trials, place: Path, option: str, tally: Tally) -> str:
 
 
 def shared_directory(c: Campaign) -> Iterator[Tally]:
-    """Pairs of jobs on one offload directory, started together; and pairs on one output, of which one is refused."""
+    """Run pairs of jobs on one offload directory, started together, and pairs on one output, of which one must be
+    refused."""
     policy = c.work / "policy.json"
     policy.write_text(AWAY)
     given = ["--model", str(c.model), "--policy", str(policy), "--device", "sim", "--ignore-eos"]
@@ -269,7 +276,7 @@ def _together(works: Sequence[Callable[[], int]]) -> list[int]:
 
 
 def little_memory(c: Campaign) -> Iterator[Tally]:
-    """A model in less memory than it needs, some sizes each: --device-mem, and a cgroup."""
+    """Run models in less memory than they need, in several sizes: with --device-mem, and in a cgroup."""
     work = c.work / "budgets"
     work.mkdir()
     jobs = budgets.Budgets(work, budgets.QUICK if c.quick else budgets.FULL)
@@ -283,20 +290,20 @@ def little_memory(c: Campaign) -> Iterator[Tally]:
 
 
 def bad_input(c: Campaign) -> Iterator[Tally]:
-    """Mutated input lines in one job."""
+    """Run mutated input lines in one job."""
     yield (tally := Tally("mutated input lines"))
     damage.input_lines(c.model, c.work / "lines", c.several(500, 10_000), c.seed, tally)
 
 
 def bad_files(c: Campaign) -> Iterator[Tally]:
-    """Models whose files are cut, hostile or have flipped bits."""
+    """Run models whose files are cut, hostile or have flipped bits."""
     for name in damage.FILES:
         yield (tally := Tally(f"damaged {name}"))
         damage.model_files(c.model, c.work / f"damaged-{name}", name, c.several(50, 1000), c.seed, tally)
 
 
 def flipped_bits(c: Campaign) -> Iterator[Tally]:
-    """Bits of models and of what was prepared of them, looked for with --verify."""
+    """Flip bits of models and prepared files, and look for them with --verify."""
     from flexengine.model.verify import Verifier
 
     work, count = c.work / "bits", c.several(25, 1000)

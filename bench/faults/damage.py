@@ -1,5 +1,5 @@
-"""Damaged inputs and models: bytes cut, flipped, repeated, replaced by hostile values; and what the engine makes of
-them. Each must end in a result or in an error of flexengine's own, soon and in little memory."""
+"""Damaged inputs and models: bytes are cut, flipped, repeated or replaced by hostile values. Each must end in a result
+or in an error of flexengine's own, within SECONDS and MEMORY."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from bench.harness import peak_rss
 
 FILES = ("safetensors", "index", "config", "gguf")
 BATCH = 25  # files per process
-SECONDS = 30.0  # most that a file may take
-MEMORY = 400 << 20  # bytes that a process may grow by
+SECONDS = 30.0  # most seconds per file
+MEMORY = 400 << 20  # most bytes by which a process may grow
 NUMBERS = (0, 1, 2**31, 2**32 - 1, 2**60, 2**63, 2**64 - 1)
 VALUES: tuple[Any, ...] = (-1, 0, 10**9, 2**63, 1.5, 1e308, float("nan"), "", "x" * 10_000, [], [[[[]]]], {}, None,
                            True, "../../etc/passwd", "/dev/zero", "a/b", "\0")  # fmt: skip
@@ -29,7 +29,11 @@ JUNK = (b"\0", b"\xff", b"\xef\xbb\xbf", b"\r", b'"', b"}", b"NaN", b"\\ud800", 
 
 
 def damaged(whole: bytes, generator: random.Random, head: int | None = None) -> bytes:
-    """head: bytes at the beginning in which most damage is done (default: all)."""
+    """Return damaged bytes.
+
+    Args:
+        head: bytes at the beginning in which most damage is done; the default is all.
+    """
     data, head = bytearray(whole), min(head or len(whole), len(whole))
     kind = generator.randrange(6)
     if kind == 0:
@@ -50,7 +54,7 @@ def damaged(whole: bytes, generator: random.Random, head: int | None = None) -> 
 
 
 def hostile_json(whole: bytes, generator: random.Random) -> bytes:
-    """A JSON object of which some values, at any depth, are others, or bytes are damaged."""
+    """Return a JSON object in which some values, at any depth, are replaced, or whose bytes are damaged."""
     if generator.random() < 0.4:
         return damaged(whole, generator)
     value = json.loads(whole)
@@ -71,8 +75,11 @@ def hostile_json(whole: bytes, generator: random.Random) -> bytes:
 
 
 def drawn(one: Callable[[random.Random], bytes], count: int, seed: int) -> list[bytes]:
-    """`count` different cases, their choices drawn by hypothesis: edges and repetitions more often than by chance.
-    They run in processes that may hang or die (_batch), so none is shrunk."""
+    """Return `count` different cases. hypothesis draws their choices, with edges and repetitions more often than at
+    random.
+
+    The cases run later, in processes that may hang or die (see `_batch`), so hypothesis does not shrink them.
+    """
     from hypothesis import HealthCheck, Phase, given, settings, strategies
     from hypothesis import seed as seeded
 
@@ -97,7 +104,7 @@ def drawn(one: Callable[[random.Random], bytes], count: int, seed: int) -> list[
 
 
 def mutated_lines(count: int, generator: random.Random) -> list[bytes]:
-    """Lines of which about half are damaged; not all the same way each time."""
+    """Return lines of which about half are damaged, in different ways."""
     plain = b'{"prompt_token_ids": [7, 12, 300], "max_tokens": 2, "id": 12.5, "tags": ["a", null]}'
     batch = (b'{"custom_id": "%d", "method": "POST", "url": "/v1/completions", "body": {"prompt": [9, 8, 7],'
              b' "max_tokens": 1, "temperature": 0.5}}')  # fmt: skip
@@ -110,11 +117,11 @@ def mutated_lines(count: int, generator: random.Random) -> list[bytes]:
 
 
 def input_lines(model: Path, work: Path, count: int, seed: int, tally: Tally) -> None:
-    """One job of so many lines: a row comes out for every line that is not blank, each with a result or an error."""
+    """Run one job of `count` lines. Every line that is not blank must have a result or an error."""
     work.mkdir()
     lines = mutated_lines(count, random.Random(seed))
     seen: set[str] = set()
-    for i, line in enumerate(lines):  # the same id twice is refused as a whole: damage may make an id another's
+    for i, line in enumerate(lines):  # damage may make two ids equal, for which the whole input is refused
         try:
             value = json.loads(line)
             name = value.get("custom_id") if isinstance(value, dict) else None
@@ -153,7 +160,7 @@ def input_lines(model: Path, work: Path, count: int, seed: int, tally: Tally) ->
 
 
 def model_files(model: Path, work: Path, what: str, count: int, seed: int, tally: Tally) -> None:
-    """`count` models whose file of this kind is damaged, opened and run."""
+    """Open and run `count` models in which a file of this kind is damaged."""
     work.mkdir()
     with own_cache(work / "cache") as cache:
         given, target, hurt = _prepared(model, work, what)
@@ -166,7 +173,7 @@ def model_files(model: Path, work: Path, what: str, count: int, seed: int, tally
 
 
 def _prepared(model: Path, work: Path, what: str) -> tuple[Path, Path, Callable[[bytes, random.Random], bytes]]:
-    """The model to give, which of its files to damage, and how."""
+    """Return the model's path, the file to damage, and the way to damage it."""
     copy = work / "model"
     shutil.copytree(model, copy)
     _join(copy)
@@ -184,7 +191,7 @@ def _prepared(model: Path, work: Path, what: str) -> tuple[Path, Path, Callable[
 
 
 def _join(directory: Path) -> None:
-    """Makes one file of the shards."""
+    """Join the shards to one file."""
     from safetensors.torch import load_file, save_file
 
     shards = sorted(directory.glob("*.safetensors"))
@@ -210,7 +217,7 @@ def _shard(directory: Path) -> None:
 
 
 def _batch(given: Path, target: Path, whole: bytes, cases: Sequence[bytes], tally: Tally) -> int:
-    """Tries these in one process. Returns how many, fewer if it ended with one of them."""
+    """Try these cases in one process. Return how many were tried; the last of fewer cases ended the process."""
     reader, writer = os.pipe()
     if not (child := os.fork()):
         try:
@@ -241,7 +248,7 @@ def _batch(given: Path, target: Path, whole: bytes, cases: Sequence[bytes], tall
 
 
 def _lines(reader: int) -> Iterator[bytes]:
-    """Lines from a pipe until it ends or nothing came for SECONDS."""
+    """Yield lines from a pipe until it ends or no line comes for SECONDS."""
     rest = b""
     with open(reader, "rb", buffering=0) as pipe:
         while select.select([pipe], [], [], SECONDS)[0] and (data := pipe.read(65536)):
@@ -250,7 +257,7 @@ def _lines(reader: int) -> Iterator[bytes]:
 
 
 def _opened(given: Path, target: Path, data: bytes) -> tuple[list[int], dict[str, Any]]:
-    """What a model with this file generates, and the shapes of its parameters."""
+    """Return the output of a model with this file, and the shapes of its parameters."""
     from flexengine.config import SamplingParams
     from flexengine.engine.engine import Engine
     from flexengine.policy import Policy

@@ -1,8 +1,8 @@
-"""Files that fail on purpose: the n-th read, write, fsync, rename or other call on files of a folder goes wrong.
+"""Files that fail on purpose: the n-th read, write, fsync, rename or other call on files of a folder fails.
 
-with Failing([folder], Fault(("write",), 3, "ENOSPC")) as calls: ...; calls.made says how many such calls there were. So
-a loop over n = 1, 2, ... until a run makes fewer than n calls has had every one of them fail (as SQLite is tested).
-Everything Python does with files passes here; what other libraries do by themselves (safetensors, Arrow) does not.
+with Failing([folder], Fault(("write",), 3, "ENOSPC")) as calls: ...; calls.made is the number of such calls. A loop
+over n = 1, 2, ... that ends when a run makes fewer than n calls therefore lets every call fail once (as the tests of
+SQLite do). All file access of Python passes through here, but not that of other libraries (safetensors, Arrow).
 """
 
 import builtins
@@ -46,10 +46,12 @@ class Fault:
 
 
 class Failing:
-    """While the block runs, files below `folders` fail as told.
+    """Context manager in which files below `folders` fail.
 
-    made: calls of the fault's kinds so far. counts: calls by kind and file name. struck: the call that went wrong
-    first, told to `tell` before it does.
+    Attributes:
+        made: number of calls of the fault's kinds so far.
+        counts: calls by kind and file name.
+        struck: the call that failed first. `tell` is called with it before it fails.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Failing:
             raise OSError(number, os.strerror(number), *((first, None, names[1]) if len(names) == 2 else names[:1]))
 
     def named(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that takes paths."""
+        """Wrap a call that takes paths."""
 
         def call(path: Any, *rest: Any, **more: Any) -> Any:
             struck = self._strikes(kind, path)
@@ -115,7 +117,7 @@ class Failing:
         return call
 
     def numbered(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """A call on an open file that moves no bytes."""
+        """Wrap a call on an open file that moves no bytes."""
 
         def call(file: Any, *rest: Any) -> Any:
             struck = self._strikes(kind, file)
@@ -129,7 +131,7 @@ class Failing:
         return call
 
     def moving(self, kind: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        """os.read, write, pread, pwrite, preadv and pwritev: the second argument tells what is moved."""
+        """Wrap os.read, write, pread, pwrite, preadv or pwritev, whose second argument has the bytes to move."""
 
         def call(file: int, what: Any, *rest: Any) -> Any:
             if not self._strikes(kind, file):
@@ -150,7 +152,7 @@ class Failing:
     def opened(self, file: Any, mode: str = "r", buffering: int = -1, encoding: str | None = None,
                errors: str | None = None, newline: str | None = None, closefd: bool = True,
                opener: Any = None) -> Any:  # fmt: skip
-        """What io.open does, over a raw file whose reads and writes are counted."""
+        """Return the same as io.open, over a raw file whose reads and writes are counted."""
         if not _path(file).startswith(self.roots):
             return self._real[io, "open"](file, mode, buffering, encoding, errors, newline, closefd, opener)
         kind = "create" if set(mode) & set("wxa") else "open"
@@ -225,7 +227,7 @@ class _Raw(io.FileIO):
 
 
 def _path(place: Any) -> str:
-    """The absolute path of a file that is named or open; empty where there is none."""
+    """Return the absolute path of a file, given by name or descriptor; "" if it has none."""
     if isinstance(place, int):
         try:
             return os.readlink(f"/proc/self/fd/{place}").removesuffix(" (deleted)")
@@ -239,11 +241,11 @@ def _path(place: Any) -> str:
 
 def _short_name(path: str) -> str:
     name = os.path.basename(path)
-    return "spill" if name.endswith(".spill") or name.startswith("#") else name  # "#123": a file without a name
+    return "spill" if name.endswith(".spill") or name.startswith("#") else name  # "#123" is a file without a name
 
 
 def _half(what: Any) -> Any:
-    """Half of the bytes to be moved, in whole blocks if there are several; never none."""
+    """Return half of the bytes to move, in whole blocks if there are several, and at least one."""
     if isinstance(what, int):
         return max(1, what // 2)
     if isinstance(what, list):

@@ -1,10 +1,10 @@
-"""Jobs killed with SIGKILL at random moments and started again: is the output that of a job left in peace?
+"""Jobs that are killed with SIGKILL at random moments and resumed: does the output equal that of an undisturbed job?
 
-python -m bench.faults.kills MODEL --kills 100      (MODEL: a directory, best a tiny one without a tokenizer)
+python -m bench.faults.kills MODEL --kills 100      (MODEL: a directory, best a tiny model without a tokenizer)
 
 Every run is a fork of this process, which has imported everything and computed nothing (OpenMP does not survive a
-fork), so that a kill costs a fraction of a second. After some kills the end of the journal is torn by hand: a kill
-alone hardly ever hits the middle of a write. Prints one JSON line; exit code 1 if any output differed.
+fork), so that a kill costs a fraction of a second. After some kills the bench also tears the end of the journal, as a
+kill alone rarely interrupts a write. Prints one JSON line; the exit code is 1 if any output differed.
 """
 
 import argparse
@@ -29,7 +29,7 @@ SAMPLED = ("--temperature", "1.3", "--seed", "5")
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of job: more arguments for the command line, and the policy's placement of weights, KV and activations."""
+    """A kind of job: further command line arguments, and the policy's placement of weights, KV and activations."""
 
     name: str
     arguments: tuple[str, ...]
@@ -51,7 +51,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Plan:
-    """A campaign: at least one job of `rows` rows, and more until processes were killed so often."""
+    """A campaign: at least one job of `rows` rows, and further jobs until `kills` processes were killed."""
 
     kills: int
     rows: int
@@ -62,11 +62,14 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What happened.
+    """Counts of a campaign.
 
-    torn: journals that ended within a record after a kill; forced: those torn by hand. run_again: rows with more than
-    one record, of journals that were not torn by hand. left_over: files other than input, output and journal beside
-    finished jobs. slowest_exit: most seconds from a signal to the end of its process.
+    Attributes:
+        torn: journals that ended within a record after a kill.
+        forced: journals that the bench tore.
+        run_again: rows with several records, in journals that the bench did not tear.
+        left_over: files beside finished jobs other than input, output and journal.
+        slowest_exit: most seconds from a signal to the end of its process.
     """
 
     kills: int = 0
@@ -80,7 +83,8 @@ class Tally:
 
 
 def write_rows(path: Path, count: int, vocabulary: int, generator: random.Random) -> None:
-    """Prompts of token ids: a third are duplicates, some OpenAI batch lines, some bad; lengths and limits vary."""
+    """Write prompts of token ids. A third are duplicates, some are OpenAI batch lines, some are bad; lengths and limits
+    vary."""
     prompts = [[generator.randrange(3, vocabulary) for _ in range(generator.randrange(1, 24))] for _ in range(count)]
     with path.open("w") as file:
         for index in range(count):
@@ -108,35 +112,36 @@ class Folder:
                           "--offload-dir", str(path / "offload"), "--ignore-eos", *case.arguments]  # fmt: skip
 
     def start(self) -> int:
-        """A run in a process of its own; its id."""
+        """Start a run in a process of its own, and return its id."""
         if child := os.fork():
             return child
         try:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the bench runs in the background
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell ignores it
             log = os.open(self.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
             os.dup2(log, 1)
             os.dup2(log, 2)
             from flexengine.commands import run
 
             code = run.main(self.arguments)
-        except KeyboardInterrupt:  # before there is a handler
+        except KeyboardInterrupt:  # the signal came before the handler was set
             code = 130
         except BaseException:
             code = 99
         os._exit(code)
 
     def records(self) -> tuple[list[Record], bool]:
-        """Whole records of the journal (read without the program's code), and whether something torn follows."""
+        """Return the whole records of the journal, read without flexengine's code, and whether a torn record
+        follows."""
         data = self.journal.read_bytes() if self.journal.exists() else b""
         whole, _, rest = data.rpartition(b"\n")
         return [json.loads(line[9:]) for line in whole.splitlines()], bool(rest)
 
     def size(self) -> int:
-        """Bytes of the journal."""
+        """Return the bytes of the journal."""
         return self.journal.stat().st_size if self.journal.exists() else 0
 
     def tear(self, generator: random.Random) -> bool:
-        """Takes bytes off the end of the journal, but not all of its last record, or adds half a record."""
+        """Remove bytes from the end of the journal, but not all of its last record, or append half a record."""
         data = self.journal.read_bytes() if self.journal.exists() else b""
         if data.count(b"\n") < 2 or not data.endswith(b"\n"):
             return False
@@ -153,13 +158,13 @@ class Folder:
         return re.sub(rb'"created": \d+', b'"created": 0', self.output.read_bytes())
 
     def left_over(self) -> int:
-        """Files that should not be there once the job has finished."""
+        """Return files that must not exist after the job has finished."""
         here = {p.name for p in self.path.iterdir()} - self.kept - {"offload"}
         return len(here) + len(list((self.path / "offload").glob("*")))
 
 
 def finish(folder: Folder) -> float:
-    """A run left in peace; its seconds."""
+    """Run the job undisturbed, and return its seconds."""
     began = time.monotonic()
     code = os.waitstatus_to_exitcode(os.waitpid(folder.start(), 0)[1])
     if code not in (0, 1):
@@ -168,7 +173,7 @@ def finish(folder: Folder) -> float:
 
 
 def ended_within(child: int, seconds: float, number: int, tally: Tally) -> bool:
-    """Whether a process ended by itself within this time; if not, it is sent the signal and waited for."""
+    """Return whether a process ended by itself in time. If not, send it the signal and wait for it."""
     deadline = time.monotonic() + seconds
     while (left := deadline - time.monotonic()) > 0:
         if os.waitpid(child, os.WNOHANG)[0]:
@@ -184,13 +189,13 @@ def ended_within(child: int, seconds: float, number: int, tally: Tally) -> bool:
 
 
 def killed_job(folder: Folder, plan: Plan, seconds: float, tally: Tally, generator: random.Random) -> None:
-    """A job killed at random moments and finished; `seconds` is what a run takes."""
+    """Kill a job at random moments, then finish it. `seconds` is the time of an undisturbed run."""
     forced, torn_at = 0, -1
     for _ in range(min(plan.kills - tally.kills, MOST_KILLS_OF_A_JOB)):
         if ended_within(folder.start(), generator.uniform(0.0, 1.1 * seconds), plan.signal, tally):
             break
         tally.kills += 1
-        tally.torn += folder.records()[1] and folder.size() != torn_at  # the next run may not have come to mend it
+        tally.torn += folder.records()[1] and folder.size() != torn_at  # torn_at: torn here, and not repaired yet
         if generator.random() < 0.3 and folder.tear(generator):
             forced, torn_at = forced + 1, folder.size()
     finish(folder)
@@ -201,7 +206,7 @@ def killed_job(folder: Folder, plan: Plan, seconds: float, tally: Tally, generat
 
 
 def campaign(model: str, work: Path, plan: Plan) -> Tally:
-    """Jobs of all cases in turn until there were enough kills."""
+    """Run jobs of all cases in turn until there were enough kills."""
     generator, tally = random.Random(plan.seed), Tally()
     vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
     write_rows(work / "in.jsonl", plan.rows, vocabulary, generator)
@@ -209,7 +214,7 @@ def campaign(model: str, work: Path, plan: Plan) -> Tally:
     while tally.kills < plan.kills:
         case = plan.cases[tally.jobs % len(plan.cases)]
         if case not in peace:
-            if not peace:  # the first run of all compiles kernels, and its time says nothing
+            if not peace:  # the very first run compiles kernels, so its time does not count
                 finish(Folder(work / "first", case, work / "in.jsonl", model))
             whole = Folder(work / f"whole-{len(peace)}", case, work / "in.jsonl", model)
             seconds = finish(whole)
@@ -223,12 +228,12 @@ def campaign(model: str, work: Path, plan: Plan) -> Tally:
         if same:
             shutil.rmtree(folder.path)
         else:
-            print(f"{folder.path}: differs from {case.name} in peace", file=sys.stderr)
+            print(f"{folder.path}: differs from an undisturbed {case.name} job", file=sys.stderr)
     return tally
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     p = argparse.ArgumentParser(prog="python -m bench.faults.kills", description="Kill jobs and compare their outputs.")
     p.add_argument("model")
     p.add_argument("--kills", type=int, default=100)
@@ -238,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--signal", choices=("SIGKILL", "SIGTERM", "SIGINT"), default="SIGKILL")
     p.add_argument("--work", help="directory for the jobs' files (default: a temporary one); kept if outputs differ")
     args = p.parse_args(argv)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model gains nothing from more, and a busy machine loses
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # a tiny model is no faster with more threads
     import tqdm  # noqa: F401 - here, so that no run has to import anything
     import transformers.models.llama.modeling_llama  # noqa: F401
 

@@ -1,8 +1,8 @@
-"""One job, again and again, each time with another fault; and then once in peace: is the output that of a job that
-never failed, was no row lost, none run twice, nothing left behind?
+"""One job, run once for each fault and then again without an injected fault. Does the output equal that of an
+undisturbed job, is no row lost or computed twice, and is no file left over?
 
-Every run is a fork of this process, which has imported what it needs and computed nothing (OpenMP does not survive
-a fork).
+Every run is a fork of this process, which has imported all modules and computed nothing (OpenMP does not survive a
+fork).
 """
 
 import json
@@ -31,8 +31,14 @@ BATCH_TIME = re.compile(rb'"created": \d+')
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that is over. code: exit code, -9 after SIGKILL, HUNG; made: calls of the fault's kinds; struck: the one
-    that went wrong; said: what was printed."""
+    """A run that has ended.
+
+    Attributes:
+        code: exit code, -9 after SIGKILL, or HUNG.
+        made: number of calls of the fault's kinds.
+        struck: the call that failed.
+        said: printed output.
+    """
 
     code: int
     said: str
@@ -41,7 +47,7 @@ class Ended:
     seconds: float
 
     def told(self) -> bool:
-        """Whether it ended as a command should: by itself, in words, not with a traceback."""
+        """Return whether the run ended as a command should: by itself, with a message and without a traceback."""
         lines = self.said.strip().splitlines()
         failed = self.code in (2, 3)
         return self.code in TOLD and "Traceback" not in self.said and not (failed and not _is_message(lines))
@@ -54,8 +60,11 @@ def _is_message(lines: Sequence[str]) -> bool:
 def forked(
     work: Callable[[], int], folders: Sequence[Path], fault: Fault, log: Path, seconds: float = PATIENCE
 ) -> Ended:
-    """Runs `work` in a process of its own, for at most so long, while files below `folders` fail. log: a file outside
-    of them, for what it prints."""
+    """Run `work` in a process of its own, while files below `folders` fail, and kill the process if it takes too long.
+
+    Args:
+        log: file for its output, outside of `folders`.
+    """
     log.unlink(missing_ok=True)
     counts = log.with_suffix(".counts")
     counts.unlink(missing_ok=True)
@@ -83,8 +92,8 @@ def forked(
 
 
 def _waited(child: int, seconds: float) -> int:
-    """The exit code of a process, which is killed if it has not ended within so many seconds; those in which this
-    process was stopped itself (a machine that sleeps, SIGSTOP) do not count."""
+    """Return the exit code of a process. Kill it if it has not ended in time. Time in which this process was itself
+    stopped (a machine that sleeps, SIGSTOP) does not count."""
     pause, last = 0.001, time.monotonic()
     while seconds > 0:
         ended, status = os.waitpid(child, os.WNOHANG)
@@ -112,7 +121,7 @@ def _speak_to(log: Path) -> None:
 
 @contextmanager
 def own_cache(folder: Path) -> Iterator[Path]:
-    """While the block runs: a cache with the compiled kernels of the usual one and nothing else."""
+    """Use a cache, while the block runs, that holds only the compiled kernels of the usual cache."""
     from flexengine.config import cache_root
 
     kernels = cache_root() / "kernels"
@@ -131,11 +140,15 @@ def own_cache(folder: Path) -> Iterator[Path]:
 
 @dataclass
 class Tally:
-    """What came of the faults of one kind.
+    """Results of the faults of one kind.
 
-    survived: the run told of the fault or coped with it, and the next one's output was right with nothing left over.
-    lost: rows missing at the end, or finished before the fault and not after. repeated: rows finished more than once.
-    points: what went wrong, how often. faults: the first few that were not survived.
+    Attributes:
+        survived: faults that the run reported or coped with, after which the next run's output was right and no file
+            left.
+        lost: rows missing at the end, or finished before the fault and not after it.
+        repeated: rows finished more than once.
+        points: number of faults by failed call.
+        faults: the first few faults that were not survived.
     """
 
     kind: str
@@ -148,7 +161,7 @@ class Tally:
     faults: list[str] = field(default_factory=list)
 
     def note(self, what: str, wrong: list[str], lost: int = 0, repeated: int = 0, seconds: float = 0.0) -> None:
-        """One fault; `wrong` says what was not as it should be."""
+        """Count one fault. `wrong` lists what was not as it should be."""
         self.tried += 1
         self.lost, self.repeated = self.lost + lost, self.repeated + repeated
         self.slowest = max(self.slowest, round(seconds, 2))
@@ -158,19 +171,20 @@ class Tally:
             self.faults.append(f"{what}: {'; '.join(wrong)}, lost {lost}, repeated {repeated}")
 
     def record(self) -> Record:
-        """For a line of JSON."""
+        """Return the tally as a JSON record."""
         return {**vars(self), "points": dict(sorted(self.points.items()))}
 
     def line(self) -> str:
-        """For people."""
+        """Return the tally as a line of text."""
         return (f"{self.kind:34} tried {self.tried:6,}  survived {self.survived:6,}  lost {self.lost:3}"
                 f"  repeated {self.repeated:3}")  # fmt: skip
 
 
 class Trials:
-    """A job that is run again and again in `folder`, which is emptied each time but for the input.
+    """A job that runs again and again in `folder`, which is emptied each time except for the input.
 
-    command: runs the job with these arguments and returns the exit code.
+    Attributes:
+        command: run the job with these arguments and return the exit code.
     """
 
     def __init__(
@@ -186,7 +200,7 @@ class Trials:
         self.fresh()
         ended = self.run(Fault())
         if ended.code not in (0, 1):
-            raise RuntimeError(f"the job fails in peace: exit code {ended.code}\n{ended.said[-3000:]}")
+            raise RuntimeError(f"the job fails without an injected fault: exit code {ended.code}\n{ended.said[-3000:]}")
         self.expected, self.code = self.bytes(), ended.code
         self.total = len([line for line in rows.splitlines() if line.strip()])
 
@@ -194,7 +208,7 @@ class Trials:
         return [str(self.input), "--output", str(self.output), "--offload-dir", str(self.offload), *self.given]
 
     def fresh(self) -> None:
-        """A folder with nothing but the input."""
+        """Empty the folder except for the input."""
         shutil.rmtree(self.job, ignore_errors=True)
         self.job.mkdir(mode=0o700)
         self.input.write_bytes(self.rows)
@@ -207,19 +221,20 @@ class Trials:
         return BATCH_TIME.sub(b'"created": 0', self.output.read_bytes()) if self.output.exists() else b""
 
     def done(self) -> list[int]:
-        """Rows with a whole record in the journal (read without the program's code), in order, repeats included."""
+        """Return the rows with a whole record in the journal, in order and with repetitions, read without flexengine's
+        code."""
         whole = self.journal.read_bytes().rpartition(b"\n")[0] if self.journal.exists() else b""
         records = [json.loads(line[9:]) for line in whole.splitlines()]
         return [record["index"] for record in records if "index" in record]
 
     def left_over(self) -> list[str]:
-        """What should not be there once the job has finished."""
+        """Return files that must not exist after the job has finished."""
         here = [p.name for p in self.job.iterdir() if p.name not in self.kept | {"offload"}]
         open_to_others = [p.name for p in self.job.iterdir() if p.name.endswith(".journal") and p.stat().st_mode & 0o77]
         return [*here, *(p.name for p in self.offload.glob("*")), *open_to_others]
 
     def judge(self, fault: Fault, ended: Ended, tally: Tally, prepare: Callable[[], None] = lambda: None) -> None:
-        """Finishes the job after a fault and notes what came of it. prepare: done before that."""
+        """Finish the job after a fault, and record the outcome. `prepare` is called before."""
         wrong, killed = [], ended.code == -signal.SIGKILL
         if not killed and not ended.told():
             wrong.append(f"exit code {ended.code}: {ended.said.strip()[-400:]}")
@@ -243,8 +258,8 @@ class Trials:
         tally.note(where, wrong, lost, repeated, ended.seconds)
 
     def numbers(self, kinds: tuple[str, ...], most: int | None) -> Iterator[int]:
-        """1, 2, ... for as many such calls as the job makes in peace and, once, one more; evenly chosen ones if there
-        are more than `most`."""
+        """Return an iterator over 1, 2, ... up to the number of such calls in an undisturbed job. If there are
+        more than `most`, return evenly spaced ones."""
         self.fresh()
         calls = self.run(Fault(kinds)).made
         step = 1 if most is None else max(1.0, calls / most)
@@ -252,7 +267,7 @@ class Trials:
 
     def every(self, kinds: tuple[str, ...], hows: Sequence[str], tally: Tally, most: int | None = None,
               lasting: Sequence[bool] = (False,)) -> None:  # fmt: skip
-        """A fault at the n-th call of these kinds, for every n (or `most` of them)."""
+        """Let the n-th call of these kinds fail, for every n, or for `most` of them."""
         for number in self.numbers(kinds, most):
             for how in hows:
                 for stays in lasting if how in ("EIO", "ENOSPC") else (False,):
@@ -261,18 +276,19 @@ class Trials:
                     self.judge(fault, self.run(fault), tally)
 
 
-# A job without a model: everything but the arithmetic.
+# A job without a model: all of a job except the arithmetic.
 
 
 class Stub:
-    """Stands for an Engine: answers rows at once, in blocks of four that end in another order, a sweep each."""
+    """Stand-in for an Engine that returns results at once: a sweep per block of four rows, which end in another
+    order."""
 
     def __init__(self, on_sweep: Callable[[Any], None]) -> None:
         self.on_sweep = on_sweep
         self.core = SimpleNamespace(source=SimpleNamespace(name="stub"), cache_form="")
         self.planner = SimpleNamespace(check=lambda workload: None, keep_prefill=lambda tokens: False)
         self.calibrator = SimpleNamespace(importances=None)
-        self.lossy = SimpleNamespace(given={})
+        self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches, self.summary = dict[str, Any](), dict[str, Any]()
 
@@ -301,7 +317,7 @@ class Stub:
 
 
 def stub_command(arguments: list[str]) -> int:
-    """The command line with a Stub for an engine; the journal is put on the disk after every sweep."""
+    """Run the command line with a Stub for an engine. The journal is synced after every sweep."""
     from flexengine.commands import run, run_job
     from flexengine.job import journal
 
@@ -311,7 +327,7 @@ def stub_command(arguments: list[str]) -> int:
 
 
 def real_command(arguments: list[str]) -> int:
-    """The command line as it is, but that the journal is put on the disk after every sweep."""
+    """Run the command line, with the journal synced after every sweep."""
     from flexengine.commands import run
     from flexengine.job import journal
 
@@ -320,7 +336,8 @@ def real_command(arguments: list[str]) -> int:
 
 
 def rows_of(count: int) -> bytes:
-    """Prompts of token ids; one in seven rows is bad, one in five an OpenAI batch line, some are duplicates."""
+    """Return prompts of token ids. One in seven rows is bad, one in five is an OpenAI batch line, some are
+    duplicates."""
     lines = []
     for i in range(count):
         ids = [3 + (i * i + j) % 500 for j in range(1 + i * 5 % 11)]

@@ -1,10 +1,10 @@
-"""An OPT-13B-shaped model under a 16 GiB device limit with weights streamed from host memory. Run it by bench/gpu.sh.
+"""An OPT-13B-shaped model under a 16 GiB device limit, with weights streamed from host memory. Run it by bench/gpu.sh.
 
 python -m bench.gpu DIR [--out FILE] [--seconds 260]   (DIR: where the checkpoint is made or reused; 26 GB)
 
 First the kernels by themselves (bench.gpu.kernels), one JSON line per figure. Then one line per case, each run in its
-own process, as many as fit in --seconds; then a table. `share_of_bound` is the time the streamed bytes need at the
-measured pinned host-to-device rate, over the whole time of the run.
+own process, as many as fit in --seconds; then a table. `share_of_bound` is the time that the streamed bytes take at the
+measured pinned host-to-device rate, divided by the run's time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from bench.models import SHAPES, make
 
 
 def policy_of(case: GpuCase) -> Record | None:
-    """The policy's fields, or None for the engine's own choice."""
+    """Return the policy's fields, or None if the planner chooses."""
     if case.weights is None:
         return None
     return {
@@ -34,7 +34,7 @@ def policy_of(case: GpuCase) -> Record | None:
 
 
 def h2d_rate(device: str, nbytes: int = 2**30) -> float:
-    """Bytes/s of a pinned copy to the device, the best of five (0 where there is none)."""
+    """Return the bytes/s of a pinned copy to the device, the best of five; 0 if there is no GPU."""
     import torch
 
     if device != "cuda":
@@ -52,7 +52,7 @@ def h2d_rate(device: str, nbytes: int = 2**30) -> float:
 
 
 def run_case(case: GpuCase, model: Path, device: str, rate: float, seconds: float) -> Record:
-    """One run of one case; the record."""
+    """Run one case once, and return its record."""
     requests = tuple(case.case.requests(harness.vocab_size(model)))
     with tempfile.TemporaryDirectory(dir=model.parent, prefix="bench-") as scratch:
         job = Job(
@@ -72,7 +72,7 @@ def run_case(case: GpuCase, model: Path, device: str, rate: float, seconds: floa
 
 
 def table(records: list[Record]) -> str:
-    """The records in columns."""
+    """Return the records as a table."""
     lines = [f"{'case':46} {'tok/s':>8} {'seconds':>8} {'load s':>7} {'of bound':>8} {'GPU GB':>7}"]
     for record in records:
         run: dict[str, Any] = record["run"]
@@ -88,14 +88,14 @@ def table(records: list[Record]) -> str:
 
 
 def smoke_case() -> GpuCase:
-    """A toy stand-in, for machines without a GPU."""
+    """Return a tiny case for machines without a GPU."""
     from bench.cases import Case
 
     return GpuCase(Case("toy", 4, fixed(8), fixed(3)), device_mem="64M", gpu_batch_size=2)
 
 
 def main() -> int:
-    """The command of the module's docstring; 1 if a run failed."""
+    """Run the command of the module's docstring. Return 1 if a run failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--out", help="append records to this file")

@@ -1,8 +1,8 @@
 """Rates of the kernels for a GPU: decode attention, and products with 4-bit weights beside cuBLAS's with bf16. Run by
 bench.gpu, or alone: python -m bench.gpu.kernels [--out FILE] [--smoke]
 
-attention: GB/s of KV read, in bf16 and in 4 bits, by the fused kernel and by plain torch. products: TFLOP/s of
-x @ w.T by the number of rows. What a call reads is other memory than the calls before it read, more than a cache holds.
+attention: GB/s of KV read, in bf16 and in 4 bits, with the fused kernel and with plain torch. products: TFLOP/s of
+x @ w.T by the number of rows. Successive calls read different memory, more than the GPU's caches hold.
 """
 
 import argparse
@@ -29,7 +29,13 @@ PAGE_TOKENS, HELD, BITS, GROUP = 32, 1 << 28, 4, 64
 
 @dataclass(frozen=True)
 class GpuKernelCase:
-    """attention: (sequences, tokens, heads, kv_heads, head_dim). shape: of weights; rows: of x."""
+    """Shapes of the measured kernels.
+
+    Attributes:
+        attention: (sequences, tokens, heads, kv_heads, head_dim).
+        shape: [n, k] of the weights.
+        rows: rows of x.
+    """
 
     attention: tuple[tuple[int, int, int, int, int], ...] = (
         (16, 544, 32, 32, 128), (64, 2048, 32, 32, 128), (64, 2048, 32, 8, 128), (1, 32768, 32, 8, 128)
@@ -44,10 +50,10 @@ SMOKE = GpuKernelCase(((2, 40, 4, 4, 64), (2, 40, 4, 2, 64)), (48, 128), (1, 20)
 
 
 def seconds_of(call: Call, device: str, least: float) -> float:
-    """Seconds of one call, of as many as fill `least` seconds; call(i): the i-th."""
+    """Return the seconds of one call, from as many calls as fill `least` seconds. call(i) makes the i-th call."""
     settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     numbers = count()
-    for _ in range(3):  # compiles
+    for _ in range(3):  # the first calls compile kernels
         call(next(numbers))
     repeats = 4
     while True:
@@ -91,7 +97,7 @@ def attention(case: GpuKernelCase, device: str) -> list[Record]:
 
 
 def _pool(pages: int, kv_heads: int, dim: int, form: CacheForm | None, device: str) -> Tensor:
-    """Random numbers; of codes the scales and minima are 1."""
+    """Return random numbers. For codes, scales and minima are 1."""
     if form is None:
         return torch.randn(pages, 2, kv_heads, PAGE_TOKENS, dim, device=device, dtype=torch.bfloat16)
     pool = torch.randint(256, (pages, form.page_bytes), dtype=torch.uint8, device=device)
@@ -123,7 +129,7 @@ def products(case: GpuKernelCase, device: str) -> list[Record]:
 
 @torch.no_grad()
 def run(case: GpuKernelCase, device: str, out: str | None) -> None:
-    """Emits a JSON line a figure."""
+    """Emit one JSON line per figure."""
     torch.manual_seed(0)
     versions = {"torch": torch.__version__, "kernels": CudaKernels().numerics() if device == "cuda" else "cpu"}
     for part in (partial(attention, case, device), partial(products, case, device)):
@@ -131,7 +137,7 @@ def run(case: GpuKernelCase, device: str, out: str | None) -> None:
             harness.emit({**harness.header("gpu_kernels", case, [{"versions": versions}]), "device": device, **figures},
                          out)  # fmt: skip
     if device == "cuda":
-        torch.cuda.empty_cache()  # other processes are measured next
+        torch.cuda.empty_cache()  # free memory for the processes that are measured next
 
 
 def main() -> None:

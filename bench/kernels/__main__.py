@@ -1,15 +1,16 @@
-"""Kernels against the ways torch has of doing the same, in turns in one process.
+"""Kernels against torch's implementations of the same operations, in turns in one process.
 
 python -m bench.kernels [--runs 5] [--only products prompts passes model] [--out FILE]
 
 products: GFLOP/s of x @ w.T by the number of rows, with weights in fp32, fp16, bf16, 8 and 4 bits, multiplied in
-    fp32, bf16 and integers; torch's fp32 linear and its own int4 product beside them. And the bound, the least time by
-    the cores' fastest products of that kind and by reading the weights, as a share of the time measured.
+    fp32, bf16 and integers; torch's fp32 linear and its own int4 product beside them. Also the bound, as a share of the
+    measured time: the least time of the cores' fastest products of that kind, and of reading the weights.
 prompts: causal attention of prompts, GFLOP/s, against torch's scaled_dot_product_attention.
-passes: norms, rotary positions and gates in one pass each, and as transformers writes them: GB/s of operands read once
-    and results written once (a gate's operand is filled anew besides). Of few tokens they stay in a CPU's cache.
-model: tokens/s of SmolLM2 with the fused modules and without, all else alike.
-The weights of a product are others than those of the call before, more of them than a CPU's caches hold.
+passes: norms, rotary positions and gates in one pass each, and as transformers computes them: GB/s of operands read
+    once and results written once (a gate's operand is also filled again). With few tokens the data stays in the CPU's
+    caches.
+model: tokens/s of SmolLM2 with the fused modules and without, with all else equal.
+Successive calls of a product use different weights, more of them than a CPU's caches hold.
 """
 
 import argparse
@@ -33,8 +34,16 @@ PARTS = ("products", "prompts", "passes", "model")
 
 @dataclass(frozen=True)
 class KernelCase:
-    """shapes: [n, k] of weights; rows: of x. prompts: (prompts, tokens, heads, kv_heads, head_dim). passes: (tokens,
-    hidden, heads, head_dim). held: bytes of different operands that calls go through. model: (rows, in, out)."""
+    """Shapes of the measured kernels.
+
+    Attributes:
+        shapes: [n, k] of weights.
+        rows: rows of x.
+        prompts: (prompts, tokens, heads, kv_heads, head_dim).
+        passes: (tokens, hidden, heads, head_dim).
+        held: bytes of different operands that successive calls use.
+        model: (rows, prompt tokens, generated tokens).
+    """
 
     name: str
     shapes: tuple[tuple[int, int], ...] = ((1536, 576), (8192, 2048))
@@ -60,7 +69,7 @@ CASES = {
 
 
 def in_turns(calls: Mapping[str, Call], runs: int) -> dict[str, float]:
-    """Least seconds of one call of each, taken in turns."""
+    """Return the least seconds of one call of each side. The sides take turns."""
     best = dict.fromkeys(calls, float("inf"))
     for attempt in range(runs + 1):
         for name, call in calls.items():
@@ -75,7 +84,7 @@ def in_turns(calls: Mapping[str, Call], runs: int) -> dict[str, float]:
 
 
 def _rotating(make: Callable[[], Any], nbytes: int, held: int) -> Iterator[Any]:
-    """Operands of that many bytes each, one after another, that together exceed what is held."""
+    """Return an iterator over operands of `nbytes` bytes each, which together have more than `held` bytes."""
     return cycle([make() for _ in range(max(2, min(64, -(-held // nbytes))))])
 
 
@@ -90,7 +99,7 @@ def _pass(function: Any, operands: tuple[Any, ...]) -> None:
 
 
 def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[str, float]]:
-    """A product of each kind, and the least seconds it can take."""
+    """Return the product of each kind, and the least seconds it can take."""
     import torch
 
     from flexengine import kernels
@@ -127,7 +136,7 @@ def _products(n: int, k: int, m: int, held: int) -> tuple[dict[str, Call], dict[
 
 
 def products(case: KernelCase, runs: int) -> Record:
-    """GFLOP/s by shape, rows and kind, and the share that the least time is of the measured one."""
+    """Return GFLOP/s by shape, rows and kind, and the least time's share of the measured time."""
     found: Record = {"peak": asdict(peak.measure())}
     _show("peak", {name: rate * 1e-9 for name, rate in found["peak"].items()}, "GFLOP/s, GB/s")
     for n, k in case.shapes:
@@ -142,7 +151,7 @@ def products(case: KernelCase, runs: int) -> Record:
 
 
 def prompts(case: KernelCase, runs: int) -> Record:
-    """GFLOP/s of the products that a causal mask leaves."""
+    """Return the GFLOP/s of the products that a causal mask leaves."""
     import torch
 
     from flexengine.kernels import ReferenceKernels, load
@@ -161,7 +170,7 @@ def prompts(case: KernelCase, runs: int) -> Record:
 
 
 def passes(case: KernelCase, runs: int) -> Record:
-    """GB/s: operands read once and results written once, over the seconds taken."""
+    """Return GB/s: operands read once and results written once, divided by the seconds."""
     import torch
 
     from flexengine.kernels import ReferenceKernels, load
@@ -169,7 +178,7 @@ def passes(case: KernelCase, runs: int) -> Record:
     found: Record = {}
     for tokens, hidden, heads, dim in case.passes:
         x, y, weight = torch.randn(tokens, hidden), torch.randn(tokens, hidden), torch.randn(hidden)
-        ones = torch.ones(tokens, hidden)  # a gate is computed in place: of ones it stays a number of usual size
+        ones = torch.ones(tokens, hidden)  # gates repeat in place: values must stay ordinary
         q, (cos, sin) = torch.randn(1, tokens, heads, dim).transpose(1, 2), torch.randn(2, 1, tokens, dim)
         for name, moved, operands in (
             ("rms_norm", 2 * x.nbytes, (x, weight, 1e-5)),
@@ -185,7 +194,7 @@ def passes(case: KernelCase, runs: int) -> Record:
 
 
 def model(case: KernelCase, runs: int) -> Record:
-    """Tokens/s of alternating runs with the fused modules and without."""
+    """Return the tokens/s of alternating runs with and without the fused modules."""
     import torch
 
     import flexengine
@@ -196,7 +205,7 @@ def model(case: KernelCase, runs: int) -> Record:
     ids = torch.randint(10, 40_000, (rows, length), generator=generator).tolist()
     prompts = [{"prompt_token_ids": row} for row in ids]
     sides: dict[str, Any] = {}
-    place: Any = skeleton  # where the function is looked up
+    place: Any = skeleton  # the module in which the function is looked up
     for name, used in (("as transformers has them", lambda _: None), ("fused", fused.use_fused)):
         place.use_fused = used
         sides[name] = flexengine.Engine(device="cpu", lossy=flexengine.Lossy(**case.lossy))
@@ -221,7 +230,7 @@ def _show(what: str, rates: dict[str, float], unit: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description="kernels against torch's")
     parser.add_argument("--case", choices=sorted(CASES), default="all")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))

@@ -2,14 +2,14 @@
 
 python -m bench.kernels.attention [--cases mha gqa gqa8 ...] [--rounds 12] [--out attention.jsonl]
 
-Decode attention is compared with torch's fp32 SDPA, with a plain read of the same bytes, and with the bound: the time
-of that read or, if it is longer, of the products at the peak that bench.kernels.peak measures in the same run.
+Decode attention is compared with torch's fp32 SDPA, with a plain read of the same bytes, and with the bound: the longer
+of the time of that read and the time of the products at the peak that bench.kernels.peak measures in the same run.
 Attention of prompts is compared with that peak; products with keys after the query are not counted.
 
-All sides alternate in one process, on threads that share cores with whatever else runs, so the least time of all rounds
-counts. Every side of a decode case goes through more memory than the CPU caches, in huge pages as in the engine's
-tiers: the kernel through pools of shuffled pages, SDPA through contiguous K and V of equal lengths. Prints one JSON
-line and one table per case.
+All sides alternate in one process, on threads that share cores with other programs, so the least time of all rounds
+counts. Every side of a decode case uses more memory than the CPU caches hold, in huge pages as in the engine's tiers:
+the kernel through pools of shuffled pages, SDPA through contiguous K and V of equal lengths. Prints one JSON line and
+one table per case.
 """
 
 import argparse
@@ -29,18 +29,22 @@ from flexengine.codec.cache import CacheForm
 from flexengine.kernels.base import Kernels
 from flexengine.tier.memory import aligned_buffer
 
-import torch  # isort: skip  # after flexengine, which says how threads wait
+import torch  # isort: skip  # after flexengine, which sets the threads' wait policy
 from torch import Tensor  # isort: skip
 
-BEYOND = 256 << 20  # bytes at least that a side goes through before it is back where it began
+BEYOND = 256 << 20  # least bytes that a side reads before it reads the same bytes again
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SEED = 0
-Run = Callable[[int], object]  # of the i-th round
+Run = Callable[[int], object]  # called with the number of the round
 
 
 @dataclass(frozen=True)
 class Case:
-    """One layer's cache: `sequences` of up to `tokens` tokens, one new token each. kinds: of KV; *-bit: codes."""
+    """One layer's cache: `sequences` of up to `tokens` tokens, with one new token each.
+
+    Attributes:
+        kinds: formats of KV; those that end in -bit are codes.
+    """
 
     name: str
     kv_heads: int
@@ -53,39 +57,43 @@ class Case:
 
     @property
     def lengths(self) -> list[int]:
-        """Of the sequences, ragged."""
+        """Return the tokens of each sequence, which differ."""
         return [self.tokens - i % 7 for i in range(self.sequences)]
 
     @property
     def pages(self) -> int:
-        """Of all sequences."""
+        """Return the pages of all sequences."""
         return sum(-(-n // self.page_tokens) for n in self.lengths)
 
     def form(self, kind: str) -> CacheForm | None:
-        """Of the codes; None for floats."""
+        """Return the format of the codes; None for floats."""
         bits = kind.removesuffix("-bit")
         return None if kind in FLOATS else CacheForm(int(bits), self.kv_heads, self.page_tokens, self.dim)
 
     def token_bytes(self, kind: str) -> int:
-        """K and V of one token in all heads."""
+        """Return the bytes of K and V of one token in all heads."""
         form = self.form(kind)
         if form is not None:
             return form.page_bytes // self.page_tokens
         return 2 * self.kv_heads * self.dim * FLOATS[kind].itemsize
 
     def kv_bytes(self, kind: str) -> int:
-        """What attention has to read."""
+        """Return the bytes of KV that attention reads."""
         return sum(self.lengths) * self.token_bytes(kind)
 
     @property
     def operations(self) -> int:
-        """Products and additions of one call: each query head multiplies every K and every V it sees."""
+        """Return the products and additions of one call: each query head multiplies every K and every V before it."""
         return 4 * sum(self.lengths) * self.heads * self.dim
 
 
 @dataclass(frozen=True)
 class PromptCase:
-    """Prompts of one layer, one at a time. tokens: of each."""
+    """Prompts of one layer, computed one at a time.
+
+    Attributes:
+        tokens: tokens of each prompt.
+    """
 
     name: str
     kv_heads: int
@@ -94,7 +102,7 @@ class PromptCase:
     tokens: tuple[int, ...] = (128, 512, 1024, 2048, 4096)
 
     def operations(self, tokens: int) -> int:
-        """Products and additions that a causal prompt needs: query t sees t + 1 keys."""
+        """Return the products and additions of a causal prompt: query t attends to t + 1 keys."""
         return 4 * self.heads * self.dim * tokens * (tokens + 1) // 2
 
 
@@ -105,18 +113,18 @@ PROMPTS = {case.name: case for case in (
 
 
 def copies(nbytes: int) -> int:
-    """How many things of that size a side goes through in turn."""
+    """Return how many operands of this size a side uses in turn."""
     return max(2, -(-BEYOND // nbytes))
 
 
 def held(source: Tensor) -> Tensor:
-    """A copy in memory as the tiers have it."""
+    """Return a copy in the same kind of memory as the tiers use."""
     room = aligned_buffer(source.numel() * source.element_size())
     return room.view(source.dtype).view(source.shape).copy_(source)
 
 
 def filled(case: Case, kind: str, kernel: Kernels) -> Tensor:
-    """A pool of random K and V."""
+    """Return a pool of random K and V."""
     form, size = case.form(kind), case.page_tokens
     if form is None:
         return torch.randn(case.pages, 2, case.kv_heads, size, case.dim).to(FLOATS[kind])
@@ -128,7 +136,7 @@ def filled(case: Case, kind: str, kernel: Kernels) -> Tensor:
 
 
 def ours(case: Case, kind: str, kernel: Kernels, q: Tensor) -> Run:
-    """The kernel, over one pool after the other, each with its own order of pages."""
+    """Return the kernel as a side. Its rounds use one pool after the other, each with its own order of pages."""
     pool, lengths = filled(case, kind, kernel), torch.tensor(case.lengths, dtype=torch.int32)
     count, longest = copies(pool.numel() * pool.element_size()), -(-case.tokens // case.page_tokens)
     tables = []
@@ -143,7 +151,7 @@ def ours(case: Case, kind: str, kernel: Kernels, q: Tensor) -> Run:
 
 
 def sdpa(case: Case, q: Tensor) -> Run:
-    """torch, fp32, every sequence `tokens` long and in one piece."""
+    """Return torch's fp32 SDPA as a side, with every sequence `tokens` long and contiguous."""
     kv = torch.randn(2, case.sequences, case.kv_heads, case.tokens, case.dim)
     pairs = [held(kv) for _ in range(copies(kv.numel() * 4))]
     attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=case.kv_heads != case.heads)
@@ -151,13 +159,13 @@ def sdpa(case: Case, q: Tensor) -> Run:
 
 
 def reading(nbytes: int, room: Tensor) -> Run:
-    """Adds up the next `nbytes` of `room`, 8 at a time, so that memory is the limit."""
+    """Return a side that adds up the next `nbytes` of `room`, 8 bytes at a time, so that memory is the limit."""
     words, of = nbytes // 8, room.numel() // (nbytes // 8)
     return lambda i: room[i % of * words : (i % of + 1) * words].sum()
 
 
 def timed(sides: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each side, which take turns. A round of warming up goes before."""
+    """Return the seconds of each side. The sides take turns, after one round to warm up."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(rounds + 1):
         for name, run in sides.items():
@@ -168,13 +176,17 @@ def timed(sides: Mapping[str, Run], rounds: int) -> dict[str, list[float]]:
 
 
 def results(case: Case, seconds: Mapping[str, list[float]], most: Peak) -> dict[str, Record]:
-    """Return figures by kind, from the least times; `seconds` has the sides sdpa and "read KIND", too.
+    """Return figures by kind, from the least times.
 
-    seconds, median: of a call. gb_s: KV bytes. gflop_s: products and additions. share: of the rate of reading as many
-    bytes. bound: share of the least time possible. tokens_s: of context, M/s.
+    seconds and median are of one call; gb_s counts KV bytes; gflop_s counts products and additions; share is the share
+    of the rate of reading as many bytes; bound is the share of the least possible time; tokens_s is millions of cached
+    tokens per second.
+
+    Args:
+        seconds: seconds by side; besides the kinds there are sides "sdpa" and "read KIND".
     """
     least = {name: min(found) for name, found in seconds.items()}
-    full = case.sequences * case.tokens  # what SDPA attends to
+    full = case.sequences * case.tokens  # tokens to which SDPA attends
     found: dict[str, Record] = {}
     for kind in (*case.kinds, "sdpa"):
         tokens = full if kind == "sdpa" else sum(case.lengths)
@@ -198,7 +210,7 @@ def results(case: Case, seconds: Mapping[str, list[float]], most: Peak) -> dict[
 
 
 def prompt_results(case: PromptCase, seconds: Mapping[int, list[float]], most: Peak) -> dict[str, Record]:
-    """Return figures by tokens of a prompt, from the least times. share: of the peak of fp32 products."""
+    """Return figures by tokens of a prompt, from the least times. `share` is the share of the peak of fp32 products."""
     found = {}
     for tokens, all_seconds in seconds.items():
         rate = case.operations(tokens) / min(all_seconds)
@@ -210,7 +222,7 @@ def prompt_results(case: PromptCase, seconds: Mapping[int, list[float]], most: P
 
 
 def table(case: Case, found: Mapping[str, Record]) -> str:
-    """What results gives, to read."""
+    """Return the figures of `results` as a table."""
     title = f"{case.name}: {case.sequences} x {case.tokens} tokens, {case.heads} heads on {case.kv_heads} of {case.dim}"
     lines = [title, f"{'KV':6}{'ms':>8}{'GB/s':>8}{'read':>8}{'share':>8}{'bound':>8}{'M tok/s':>9}{'x sdpa':>8}"]
     for kind, x in found.items():
@@ -221,7 +233,7 @@ def table(case: Case, found: Mapping[str, Record]) -> str:
 
 
 def prompt_table(case: PromptCase, found: Mapping[str, Record]) -> str:
-    """Return what prompt_results gives as lines to read."""
+    """Return the figures of `prompt_results` as a table."""
     lines = [f"{case.name}: {case.heads} heads on {case.kv_heads} of {case.dim}",
              f"{'tokens':8}{'ms':>9}{'GFLOP/s':>9}{'share':>8}"]  # fmt: skip
     lines += [f"{n:8}{x['seconds'] * 1e3:9.2f}{x['gflop_s']:9.1f}{x['share']:8.2f}" for n, x in found.items()]
@@ -253,7 +265,7 @@ def run_prompt(case: PromptCase, rounds: int) -> Record:
 
 
 def _ignoring(call: Callable[[], object], _: int) -> object:
-    """Return what the call returns; the number of the round changes nothing."""
+    """Return a side that ignores the number of the round."""
     return call()
 
 
@@ -268,7 +280,7 @@ def record(case: Case | PromptCase, kernel: Kernels, rounds: int) -> Record:
 
 
 def main() -> None:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=[*CASES, *PROMPTS], default=[*CASES, *PROMPTS])
     parser.add_argument("--rounds", type=int, default=12, help="how often the sides take turns (default 12)")

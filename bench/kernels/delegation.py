@@ -2,14 +2,14 @@
 
 python -m bench.kernels.delegation DIR [--runs 3] [--case small] [--up RATE] [--out FILE]
 
-DIR: where the checkpoint is made.
+DIR: directory in which the checkpoint is made.
 
-Everything is in memory, each lane has one core; the KV cache lives on the host, behind links of the case's rates. Times
-are those of the quickest decode sweep, as other programs only add to them. Two records:
-crossover: seconds of a decode sweep by cached tokens, both ways, in turns; the length from which delegation is quicker,
-    as measured and as `plan.delegation` has it with the rates of these very runs.
-balance: several gpu_batches at the length at which the host attends for as long as the device computes: what share of
-    the decode sweeps each of them works.
+All data is in memory, and each lane has one core; the KV cache lives on the host, behind links of the case's rates.
+Times are those of the fastest decode sweep, as other programs only add to them. Two records:
+crossover: seconds of a decode sweep by cached tokens, with and without delegation, in turns; the length from which
+    delegation is faster, as measured and as `plan.delegation` predicts it with the rates of these runs.
+balance: several gpu_batches at the length at which the host attends for as long as the device computes: the shares of
+    the decode sweeps in which each of them works.
 """
 
 import argparse
@@ -31,9 +31,14 @@ from bench.models import OptShape, make
 
 @dataclass(frozen=True)
 class DelegationCase:
-    """up, down, latency: bytes per second of the links, and seconds that each transfer takes besides. cached: prompt
-    tokens of the runs, each in the middle of a page so that half a page more is moved in the mean. balanced,
-    balanced_rows, batches: model, rows of a gpu_batch, and gpu_batches of the balanced run.
+    """A machine and the runs on it.
+
+    Attributes:
+        up, down: bytes per second of the links.
+        latency: seconds that each transfer takes in addition.
+        cached: prompt tokens of the runs. Each length ends in the middle of a page, so that on average half a page more
+            is moved.
+        balanced, balanced_rows, batches: model, rows of a gpu_batch, and gpu_batches of the balanced run.
     """
 
     name: str
@@ -49,7 +54,7 @@ class DelegationCase:
     batches: int = 3
 
 
-MOST_CACHED = 1200  # tokens of the balanced run, for its prompts to take no minutes
+MOST_CACHED = 1200  # most cached tokens of the balanced run, so that its prompts take less than minutes
 _WIDE = OptShape(6, 512, 16384, 8, 2000, 2048, "float32")
 _NARROW = OptShape(8, 512, 2048, 8, 2000, 2048, "float32")
 _TINY = OptShape(4, 64, 128, 4, 500, 256, "float32")
@@ -64,9 +69,17 @@ CASES = {
 
 @dataclass(frozen=True)
 class Side:
-    """A run, told by its quickest decode sweep: seconds of it; of a layer, from its start to that of the next, and of a
-    layer's tasks by op; busy: shares of it by lane. The first layer waits for its pages and has the model's
-    prologue, the last has nothing moving beside it: layers are those in between."""
+    """A run, with the times of its fastest decode sweep.
+
+    The first and last layers are left out: the first waits for its pages and includes the model's prologue, and no
+    transfer runs beside the last.
+
+    Attributes:
+        sweep: seconds of the sweep.
+        layer: seconds of a layer, from its start to the start of the next.
+        ops: seconds of a layer's tasks, by op.
+        busy: share of the sweep by lane.
+    """
 
     sweep: float
     layer: float
@@ -78,7 +91,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run is of: a checkpoint, `batches` gpu_batches of `rows` rows that are all alike, and the links."""
+    """The model, batches and links of a run: `batches` gpu_batches of `rows` equal rows each."""
 
     model: Path
     rows: int
@@ -87,7 +100,7 @@ class Shape:
 
 
 def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
-    """One job."""
+    """Run one job."""
     from flexengine import Engine, Policy, SamplingParams
     from flexengine.tier.machine import Links
 
@@ -104,7 +117,7 @@ def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
 
 
 def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Side:
-    """From the trace, the prefill sweep and the first decode sweep left out."""
+    """Return the Side of a trace, without the prefill sweep and the first decode sweep."""
     by_sweep: dict[int, list[Any]] = defaultdict(list)
     for span in spans:
         by_sweep[span[0].cell.sweep].append(span)
@@ -127,12 +140,12 @@ def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Sid
 
 
 def best(sides: Sequence[Side]) -> Side:
-    """The run that other programs disturbed least."""
+    """Return the run with the fastest sweep, which other programs disturbed least."""
     return min(sides, key=lambda side: side.sweep)
 
 
 def crossing(lengths: Sequence[float], moved: Sequence[float], there: Sequence[float]) -> float | None:
-    """Where the second becomes the smaller for good, on straight lines between the points; None if never."""
+    """Return the length from which `there` stays smaller than `moved`, interpolated linearly; None if it never does."""
     gaps = [m - t for m, t in zip(moved, there, strict=True)]
     if gaps[-1] <= 0:
         return None
@@ -144,8 +157,9 @@ def crossing(lengths: Sequence[float], moved: Sequence[float], there: Sequence[f
 
 
 def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
-    """The rule with what the runs showed: links and the host's attention at the longest cache, computing and what lies
-    between the tasks of a delegated layer at the shortest. Lengths are those of the middle decode sweep."""
+    """Return the planner's rule with the rates of the runs: links and the host's attention at the longest cache,
+    computing and the time between the tasks of a delegated layer at the shortest. Lengths are those of the middle
+    decode sweep."""
     from flexengine.plan.delegation import Rule
 
     shape, longest, shortest = case.shape, max(case.cached), min(case.cached)
@@ -157,7 +171,7 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
     computing = few.ops["PROJECT"] + few.ops["FINISH"]
     chain = sum(few.ops[name] for name in ("PROJECT", "FINISH", "SEND", "ATTEND", "FETCH"))
     near, far = (sides[at][False].ops["COMPUTE"] for at in (shortest, longest))
-    attention = max(1e-9, far - near) / (longest - shortest)  # of the device, per cached token
+    attention = max(1e-9, far - near) / (longest - shortest)  # seconds of the device's attention per cached token
     return Rule(
         kv, 3 * shape.hidden * 4, shape.hidden * 4,
         up=case.rows * whole * kv / (moved.ops["LOAD_CACHE"] - case.latency), down=case.down,
@@ -168,7 +182,7 @@ def rule_of(case: DelegationCase, sides: dict[int, dict[bool, Side]]) -> Any:
 
 
 def crossover(case: DelegationCase, model: Path, runs: int) -> Record:
-    """The first record."""
+    """Return the first record."""
     sides: dict[int, dict[bool, Side]] = {}
     of = Shape(model, case.rows, 1, {"h2d": case.up, "d2h": case.down, "latency": case.latency})
     for cached in case.cached:
@@ -199,8 +213,11 @@ def crossover(case: DelegationCase, model: Path, runs: int) -> Record:
 
 
 def balance(case: DelegationCase, model: Path, runs: int) -> Record:
-    """The second record. A first run at the longest cache says how long a cache keeps both equally busy, and the next
-    how much longer, as the device computes more slowly while the host reads memory."""
+    """Return the second record.
+
+    A first run at the longest cache gives the length at which host and device are equally busy. The next run corrects
+    the length, as the device computes more slowly while the host reads memory.
+    """
     of = Shape(model, case.balanced_rows, case.batches, {"h2d": 4e9, "d2h": 4e9})
     first = run(case, replace(of, batches=1), max(case.cached), True)
     cached = round(max(case.cached) * (first.ops["PROJECT"] + first.ops["FINISH"]) / first.ops["ATTEND"])
@@ -217,7 +234,7 @@ def balance(case: DelegationCase, model: Path, runs: int) -> Record:
 
 
 def main() -> None:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description="decode sweeps with attention on the host and without")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--case", choices=sorted(CASES), default="small")
@@ -227,7 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     case = CASES[args.case]
     case = replace(case, up=args.up or case.up)
-    os.environ["OMP_NUM_THREADS"] = "1"  # host, device and links are cores here: each lane is to have one
+    os.environ["OMP_NUM_THREADS"] = "1"  # host, device and links are simulated by cores: one thread per lane
     model, balanced = make(case.shape, args.directory / "wide"), make(case.balanced, args.directory / "narrow")
     versions = {"versions": harness.versions()}
     record = crossover(case, model, args.runs)

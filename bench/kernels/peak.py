@@ -1,4 +1,4 @@
-"""What this machine can do at most, and so how long a product takes at least."""
+"""The peak rates of this machine, and with them the least time of a product."""
 
 import ctypes
 import time
@@ -13,7 +13,12 @@ ROUNDS = 1_000_000
 
 @dataclass(frozen=True)
 class Peak:
-    """Of all threads together. fp32, bf16, int8: products and additions per second; read: bytes per second."""
+    """Peak rates of all threads together.
+
+    Attributes:
+        fp32, bf16, int8: products and additions per second.
+        read: bytes per second.
+    """
 
     fp32: float
     bf16: float
@@ -21,7 +26,7 @@ class Peak:
     read: float
 
     def seconds(self, operations: float, nbytes: float, compute: str) -> float:
-        """The least time for that many operations on weights of that many bytes, read once meanwhile."""
+        """Return the least time of `operations` with weights of `nbytes` bytes, which are read once meanwhile."""
         return max(operations / {"fp32": self.fp32, "bf16": self.bf16, "int8": self.int8}[compute], nbytes / self.read)
 
 
@@ -39,7 +44,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _least(call: Callable[[], object]) -> float:
-    """Seconds."""
+    """Return the least seconds of ten calls."""
     found = float("inf")
     for _ in range(10):
         start = time.perf_counter()
@@ -50,7 +55,7 @@ def _least(call: Callable[[], object]) -> float:
 
 @cache
 def measure() -> Peak:
-    """Dots and fused products of one core, times the threads torch has; reads by all of them."""
+    """Measure dots and fused products on one core, times torch's number of threads, and reads by all threads."""
     import torch
 
     library, threads = _library(), torch.get_num_threads()

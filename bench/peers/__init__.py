@@ -1,6 +1,6 @@
-"""The peers: one adapter file each, run as a process of its own, that reads a Job and prints one JSON line.
+"""The peers: one adapter file each. An adapter runs as a process of its own, reads a Job and prints one JSON line.
 
-An adapter that cannot run here, or not this job, says so with harness.skip; the comparison goes on without it.
+An adapter that cannot run on this machine, or cannot run the job, calls harness.skip; the comparison continues.
 """
 
 from dataclasses import dataclass, field
@@ -9,9 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Peer:
-    """module: of bench.peers. options: of the job. dtype: what it computes in if it leaves no choice; with `gguf`, what
-    the demo model's file holds. gguf: reads models as GGUF, "own" as published or as stored, or "f32" with the demo
-    model's weights in fp32."""
+    """A peer's adapter.
+
+    Attributes:
+        module: module of bench.peers.
+        options: options of the job.
+        dtype: dtype in which the peer computes if it cannot be chosen; with `gguf`, the dtype of the demo model's file.
+        gguf: format of the GGUF file that the peer reads: "own" as published or stored, "f32" for the demo model's
+            weights in fp32; None if it reads no GGUF.
+    """
 
     module: str
     options: dict[str, Any] = field(default_factory=dict)

@@ -1,7 +1,7 @@
-"""airllm, which reads every layer from a file when its turn comes: reads a Job on stdin, prints one JSON line.
+"""airllm, which reads every layer from its own file before computing it: reads a Job on stdin, prints one JSON line.
 
-It streams models whose layers are model.layers, and computes on the CPU where there is no GPU. The files of layers are
-made in job.scratch; that is not counted.
+airllm streams models whose layers are named model.layers, and computes on the CPU if there is no GPU. The layers' files
+are made in job.scratch before the time is taken.
 """
 
 import contextlib
@@ -16,8 +16,8 @@ from bench.peers.transformers_generate import generate_batch
 
 
 def _with_tokenizer(model: Path, folder: Path) -> Path:
-    """airllm opens a tokenizer, which is not used here: where the model has none, its files and one of a single word
-    are put together in `folder`."""
+    """Return the model's directory with a tokenizer. airllm opens a tokenizer, but the bench does not use it: if the
+    model has none, its files and a tokenizer of a single word are combined in `folder`."""
     if (model / "tokenizer.json").exists():
         return model
     from tokenizers import Tokenizer, models
@@ -31,7 +31,7 @@ def _with_tokenizer(model: Path, folder: Path) -> Path:
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.from_json(sys.stdin.read())
     needs("airllm", "airllm")
     config = json.loads((Path(job.model) / "config.json").read_text())

@@ -10,7 +10,7 @@ from bench.peers.transformers_generate import generate_batch
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.from_json(sys.stdin.read())
     needs("deepspeed", "deepspeed", "cuda")
     start = time.perf_counter()
@@ -27,7 +27,7 @@ def main() -> None:
             "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True}},
             "train_micro_batch_size_per_gpu": 1,
         }
-        kept = HfDeepSpeedConfig(settings)  # while it lives, from_pretrained loads in pieces
+        kept = HfDeepSpeedConfig(settings)  # while this object exists, from_pretrained loads in pieces
         model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float16).eval()
         model.generation_config.eos_token_id = None
         engine = deepspeed.initialize(model=model, config=settings)[0]

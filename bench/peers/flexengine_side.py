@@ -1,4 +1,4 @@
-"""Our side: reads a Job on stdin, prints one JSON line. flexengine is imported first: it sets the wait policy."""
+"""flexengine: reads a Job on stdin, prints one JSON line. flexengine is imported first, as it sets the wait policy."""
 
 import contextlib
 import sys
@@ -9,14 +9,14 @@ from bench.harness import Job, report
 
 
 def cuda_peak() -> dict[str, Any]:
-    """What torch's allocator reserved at most, and the GPU's name."""
+    """Return the most bytes that torch's allocator reserved, and the GPU's name."""
     import torch
 
     return {"cuda_peak_bytes": torch.cuda.max_memory_reserved(), "gpu": torch.cuda.get_device_name()}
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.from_json(sys.stdin.read())
     start = time.perf_counter()
     from flexengine import Engine, Lossy, Policy, SamplingParams
@@ -28,7 +28,7 @@ def main() -> None:
     rows = [{"prompt_token_ids": list(r.prompt_token_ids), "max_tokens": r.max_tokens} for r in job.requests]
     most = max(r.max_tokens for r in job.requests)
     with contextlib.redirect_stdout(sys.stderr), Engine(job.model, **options) as engine:
-        engine.prepare()  # once for a model
+        engine.prepare()  # encodes weights, once per model
         loaded = time.perf_counter()
         results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
         seconds = time.perf_counter() - loaded

@@ -1,8 +1,8 @@
 """FlexGen (flexgen 0.1.8, OPT on one CUDA GPU): reads a Job on stdin, prints one JSON line.
 
-It takes prompts of one length, blocks of equal batches, and weights as one numpy file per tensor, which are made in
-job.scratch. options: gpu_batch_size, num_gpu_batches, percent (six numbers, as its own --percent: weights, cache,
-activations on GPU and CPU); by default weights in host RAM, cache and activations on the GPU.
+FlexGen takes prompts of one length, blocks of equal batches, and weights as one numpy file per tensor, which are made
+in job.scratch. options: gpu_batch_size, num_gpu_batches, percent (six numbers, as FlexGen's --percent: weights, cache,
+activations on GPU and CPU). By default weights are in host RAM, cache and activations on the GPU.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ PERCENT = (0, 100, 100, 0, 100, 0)
 
 
 def write_weights(model: Path, folder: Path) -> None:
-    """A numpy file per tensor, under the names it looks for."""
+    """Write a numpy file per tensor, under FlexGen's names."""
     import numpy as np
     from safetensors.numpy import load_file
 
@@ -32,7 +32,7 @@ def write_weights(model: Path, folder: Path) -> None:
 
 
 def shape(config: dict[str, Any], name: str) -> Any:
-    """Its configuration of an OPT decoder."""
+    """Return FlexGen's configuration of an OPT decoder."""
     from flexgen.opt_config import OptConfig
 
     h = config["hidden_size"]
@@ -44,7 +44,7 @@ def shape(config: dict[str, Any], name: str) -> Any:
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.from_json(sys.stdin.read())
     needs("flexgen", "flexgen", "cuda")
     config = json.loads((Path(job.model) / "config.json").read_text())

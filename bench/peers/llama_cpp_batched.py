@@ -1,7 +1,7 @@
 """llama.cpp (llama-cpp-python) with all sequences of a batch in one llama_decode: reads a Job, prints one JSON line.
 
-options["gguf"]: the file it reads. Prompts are packed without padding; a sequence that has all its tokens leaves the
-batch; results are greedy.
+options["gguf"]: the model's file. Prompts are packed without padding; a sequence that has all its tokens leaves the
+batch; sampling is greedy.
 """
 
 import os
@@ -14,11 +14,11 @@ from bench.cases import Request
 from bench.harness import Job, needs, report, report_loaded, skip
 
 MICRO_BATCH = 512  # tokens of one llama_decode
-Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are wanted
+Entry = tuple[int, int, int, bool]  # token, position, sequence, whether its logits are needed
 
 
 def chunks(entries: Sequence[Entry]) -> Iterator[Sequence[Entry]]:
-    """As many as one call takes."""
+    """Yield the entries of one call after the other."""
     for first in range(0, len(entries), MICRO_BATCH):
         yield entries[first : first + MICRO_BATCH]
 
@@ -44,7 +44,7 @@ class Decoder:
         self.batch = llama_cpp.llama_batch_init(MICRO_BATCH, 0, 1)
 
     def step(self, entries: Sequence[Entry]) -> dict[int, int]:
-        """Computes the entries; the likeliest next token of each sequence whose logits are wanted."""
+        """Compute the entries. Return the likeliest next token of each sequence whose logits are requested."""
         found: dict[int, int] = {}
         for part in chunks(entries):
             self.batch.n_tokens = len(part)
@@ -61,12 +61,13 @@ class Decoder:
         return found
 
     def forget(self) -> None:
-        """Empties the cache."""
+        """Empty the cache."""
         self.lib.llama_memory_clear(self.lib.llama_get_memory(self.context), True)
 
 
 def generate_batch(decoder: Any, rows: Sequence[Request]) -> list[list[int]]:
-    """Greedy, whatever ends a text ignored: prompts first, then a token of every live sequence per step."""
+    """Generate greedily, without stopping at end tokens: first the prompts, then one token of every live sequence per
+    step."""
     decoder.forget()
     entries: list[Entry] = []
     for s, row in enumerate(rows):
@@ -82,7 +83,7 @@ def generate_batch(decoder: Any, rows: Sequence[Request]) -> list[list[int]]:
 
 
 def main() -> None:
-    """One job."""
+    """Run one job."""
     job = Job.from_json(sys.stdin.read())
     needs("llama-cpp-python", "llama_cpp")
     path = job.options.get("gguf")

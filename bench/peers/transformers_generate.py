@@ -1,6 +1,6 @@
 """transformers' generate() on padded batches in input order: reads a Job on stdin, prints one JSON line.
 
-Every batch runs to the most tokens any of its rows asks for; only what each row asked for counts (useful tokens).
+Every batch generates as many tokens as its longest row requests; only the requested tokens of each row count as useful.
 """
 
 import sys
@@ -13,7 +13,8 @@ from bench.harness import Job, needs, report, report_loaded
 
 
 def generate_batch(model: Any, rows: Sequence[Request], pad: int, device: str | None = None) -> list[list[int]]:
-    """Greedy, left-padded, EOS ignored; token ids of each row cut to what it asked for."""
+    """Generate greedily from left-padded prompts, ignoring EOS. Return the token ids of each row, cut to its requested
+    number."""
     import torch
 
     width, most = max(len(r.prompt_token_ids) for r in rows), max(r.max_tokens for r in rows)
@@ -30,7 +31,7 @@ def generate_batch(model: Any, rows: Sequence[Request], pad: int, device: str | 
 
 
 def run(job: Job, **load_options: Any) -> None:
-    """Loads, generates, reports; shared with the offloading peer."""
+    """Load, generate and report. The offloading peer calls this function, too."""
     needs("transformers", "transformers", job.device)
     start = time.perf_counter()
     import torch

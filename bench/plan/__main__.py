@@ -1,17 +1,17 @@
-"""How well the planner predicts, and how good the policies are that it chooses.
+"""Accuracy of the planner's predictions, and quality of the policies that it chooses.
 
 python -m bench.plan error --model-dir DIR [--out plan.jsonl]
 python -m bench.plan held-out --model-dir DIR [--out plan.jsonl]
 python -m bench.plan auto --model-dir DIR [--cases resident host disk] [--pairs 2] [--out plan.jsonl]
 
-DIR is where the models are made (or reused). `error`: given policies on cpu and sim, predicted and measured seconds.
-`held-out`: the same for 16 cases that the cost model was not developed on: formats and shapes of attention, windows,
-experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory. `auto`: the
-planner's own choice against a grid of 24 policies, and against the best of them run again beside it.
-Every run is a process of its own with the model dropped from the page cache; before the first run of a model on a
-machine a process measures both, and all those runs plan with its rates. Rates kept in $FLEXENGINE_CACHE are taken as
-they are, with what earlier jobs corrected; with an empty directory there, they are measured.
---quick: a model of three small layers and rates that are assumed, to see that all is in order.
+DIR is the directory in which models are made or reused. `error`: predicted and measured seconds of given policies on
+cpu and sim. `held-out`: the same for 16 cases on which the cost model was not developed: formats and shapes of
+attention, windows, experts, long prompts and outputs, encoded weights, and the planner's own policies in little memory.
+`auto`: the planner's choice against a grid of 24 policies, and against the best of them run again beside it.
+Every run is a process of its own with the model dropped from the page cache. Before the first run of a model on a
+machine, a process measures both, and all runs of them plan with these rates. Rates stored in $FLEXENGINE_CACHE are used
+unchanged, with the corrections of earlier jobs; if the directory is empty, they are measured.
+--quick: a model of three small layers and assumed rates, to check that the bench works.
 """
 
 import argparse
@@ -45,26 +45,32 @@ from bench.plan.cases import (
 from bench.plan.side import ASSUME, MEASURE, Asked
 
 SIDE = "bench.plan.side"
-CASES = {"error": (ERROR, ERROR_QUICK), "held-out": (HELD_OUT, HELD_OUT_QUICK)}  # of a part, and its --quick
-TIMEOUT = 300.0  # seconds of a process
+CASES = {"error": (ERROR, ERROR_QUICK), "held-out": (HELD_OUT, HELD_OUT_QUICK)}  # cases of a part, and those of --quick
+TIMEOUT = 300.0  # most seconds of a process
 Ask = Callable[[Asked, Limits], Record]
 
 
 def ask_process(asked: Asked, limits: Limits) -> Record:
-    """Asks the side, in a process of its own."""
+    """Run the side in a process of its own, and return its JSON line."""
     return harness.run_module(SIDE, asked.to_json(), limits)
 
 
 def say(text: str) -> None:
-    """Progress."""
+    """Print progress on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What all runs share. model_dir: where checkpoints are made; scratch: an empty directory on the same disk.
+    """State that all runs share.
 
-    models: directories, and rates: hardware with the seconds that measuring it took, as far as they were needed yet.
+    Attributes:
+        model_dir: directory in which checkpoints are made.
+        scratch: an empty directory on the same disk.
+        quick: see the module's docstring.
+        ask: run a side.
+        models: directories of the models used so far, by name.
+        rates: hardware, and the seconds that measuring it took, of the models and machines used so far.
     """
 
     model_dir: Path
@@ -75,14 +81,14 @@ class Bench:
     rates: dict[str, Record] = field(default_factory=dict)
 
     def model(self, name: str) -> Path:
-        """The directory of a model, made if need be."""
+        """Return the directory of a model. Make the model if necessary."""
         if name not in self.models:
             home = self.model_dir if name == OPT else self.model_dir / name
             self.models[name] = demo_model().resolve() if name == DEMO else make(SHAPES[name], home, workers=2)
         return self.models[name]
 
     def asked(self, model: str, machine: MachineCase, case: Case, lossy: Lossy = None) -> Asked:
-        """The job of a case, with no policy."""
+        """Return the input of a side for a case, without a policy."""
         directory = self.model(model)
         requests = tuple(case.requests(harness.vocab_size(directory)))
         job = Job(str(directory), requests, device=machine.device, device_mem=machine.device_mem, scratch=self.scratch,
@@ -90,7 +96,7 @@ class Bench:
         return Asked(job, links=machine.links)
 
     def measured(self, model: str, machine: MachineCase, case: Case, lossy: Lossy = None) -> Record:
-        """{"hardware", "seconds"} of machine and model. Raises SystemExit where they cannot be measured."""
+        """Return {"hardware", "seconds"} of machine and model. Raise SystemExit if they cannot be measured."""
         key = f"{model} on {machine.rates}" + (f" {sorted(lossy.items())}" if lossy else "")
         if key not in self.rates:
             say(f"rates of {key}")
@@ -104,7 +110,7 @@ class Bench:
     def run(
         self, model: str, machine: MachineCase, case: Case, shape: Shape | None, lossy: Lossy = None
     ) -> Record:
-        """One run of a policy (None: the planner's), with rates and errors; see `judged`."""
+        """Run a policy once (None: the planner's), and return its record with rates and errors; see `judged`."""
         hardware = self.measured(model, machine, case, lossy)["hardware"]
         evict(shard_files(self.model(model)))
         asked = self.asked(model, machine, case, lossy)
@@ -121,14 +127,14 @@ class Bench:
 
 
 def briefly(shape: Shape) -> str:
-    """A policy in a line: what differs from everything on the device."""
+    """Return a policy as text, without fields that have their defaults."""
     said = {name: value for name, value in asdict(shape).items() if value != getattr(Shape(1), name)}
     return " ".join(f"{name}={value}" for name, value in said.items())
 
 
 def judged(line: Record, case: Case) -> Record:
-    """A run with tok_s (seconds of loading and of all sweeps), sweeps_tok_s (sweeps alone) and error of the seconds of
-    all sweeps, predicted / measured - 1."""
+    """Return a run's record with added fields: tok_s (over the seconds of loading and all sweeps), sweeps_tok_s (over
+    those of sweeps alone), and the error of the predicted seconds of all sweeps, predicted / measured - 1."""
     if "error" in line or "refused" in line:
         return line
     if line["generated_tokens"] != case.output_tokens:
@@ -173,7 +179,7 @@ def kept(line: Record) -> Record:
 
 
 def error_of(runs: Sequence[Record]) -> Record | None:
-    """Median and worst of |prediction_error|, and its mean with its sign; None of nothing."""
+    """Return median and worst of |prediction_error|, and its signed mean; None for no runs."""
     signed = harness.good(runs, "prediction_error")
     errors = [abs(e) for e in signed]
     found = {"runs": len(errors), "mean": statistics.fmean(signed)} if signed else {}
@@ -182,14 +188,14 @@ def error_of(runs: Sequence[Record]) -> Record | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What a record of `error` or `held-out` is about."""
+    """Case of a record of `error` or `held-out`."""
 
     name: str
     runs: int
 
 
 def run_errors(bench: Bench, cases: Sequence[ErrorCase], part: str = "error") -> Record:
-    """All cases; rates are measured before the first run that needs them. The record."""
+    """Run all cases, and return the record. Rates are measured before the first run that needs them."""
     runs, lines = [], []
     for number, case in enumerate(cases):
         say(f"run {number + 1} of {len(cases)}: {case.model} on {case.machine.device}, {case.case.name}")
@@ -210,8 +216,13 @@ def run_errors(bench: Bench, cases: Sequence[ErrorCase], part: str = "error") ->
 
 @dataclass
 class Tried:
-    """Runs of an auto case: of the planner's policy, of the grid's (with those that failed or do not fit), and the
-    pairs (grid's best, planner's) at the end."""
+    """Runs of an auto case.
+
+    Attributes:
+        auto: runs of the planner's policy.
+        grid: runs of the grid's policies, including those that failed or do not fit.
+        pairs: (grid's best, planner's) runs at the end.
+    """
 
     auto: list[Record] = field(default_factory=list)
     grid: list[tuple[Shape, Record]] = field(default_factory=list)
@@ -220,24 +231,25 @@ class Tried:
 
     @property
     def best(self) -> tuple[Shape, Record]:
-        """The grid's fastest."""
+        """Return the grid's fastest run."""
         return max(self.grid, key=lambda entry: entry[1]["tok_s"])
 
     @property
     def ratios(self) -> list[float]:
-        """The planner's rate over that of the grid's best, by pair."""
+        """Return the planner's rate over that of the grid's best, by pair."""
         good = [(best, auto) for best, auto in self.pairs if "tok_s" in best and "tok_s" in auto]
         return [auto["tok_s"] / best["tok_s"] for best, auto in good]
 
     @property
     def lines(self) -> list[Record]:
-        """Every run that ended well."""
+        """Return every run that did not fail."""
         runs = [*self.auto, *(line for _, line in self.grid), *(line for pair in self.pairs for line in pair)]
         return [line for line in runs if "tok_s" in line]
 
 
 def try_all(bench: Bench, case: AutoCase, pairs: int) -> Tried:
-    """The planner's policy at the beginning, the middle and the end of the grid, and pairs with the grid's best."""
+    """Run the planner's policy at the beginning, the middle and the end of the grid, then pairs with the grid's
+    best."""
 
     def run(shape: Shape | None) -> Record:
         return bench.run(case.model, case.machine, case.case, shape)
@@ -259,7 +271,7 @@ def try_all(bench: Bench, case: AutoCase, pairs: int) -> Tried:
 
 
 def run_auto(bench: Bench, case: AutoCase, pairs: int) -> Record:
-    """The record of a case."""
+    """Run a case and return its record."""
     say(f"case {case.name}: {case.case.rows} rows, {case.case.prompt_tokens} in, {case.case.output_tokens} out")
     reason = limit.why_not() if case.machine.memory is not None else None
     if reason:
@@ -280,8 +292,11 @@ def run_auto(bench: Bench, case: AutoCase, pairs: int) -> Record:
 
 
 def summed(found: Tried) -> Record:
-    """What the runs of a case come to. ratio: the planner's rate over that of the grid's best, run beside it; outputs:
-    hashes of all tokens, one where every policy gave the same."""
+    """Return the summary of a case's runs.
+
+    ratio is the planner's rate over that of the grid's best, which ran beside it. outputs has the hashes of all tokens,
+    which are one hash if all policies gave the same tokens.
+    """
     planners = [*found.auto, *(auto for _, auto in found.pairs)]
     return {
         "ratio": harness.stats(found.ratios),
@@ -303,17 +318,17 @@ def summed(found: Tried) -> Record:
 
 
 def most(lines: Sequence[Record], name: str) -> int | None:
-    """The largest of these numbers; None where nobody has one."""
+    """Return the largest of these numbers; None if all are None."""
     return max((line[name] for line in lines if line.get(name) is not None), default=None)
 
 
 def rates_of(lines: Sequence[Record]) -> list[float]:
-    """tok_s of those that have it."""
+    """Return tok_s of the runs that have it."""
     return [line["tok_s"] for line in lines if "tok_s" in line]
 
 
 def parse() -> argparse.Namespace:
-    """Arguments of the command."""
+    """Return the parsed arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("error", "held-out", "auto"))
     parser.add_argument("--model-dir", type=Path, required=True, help="where the models are made or reused")
@@ -326,7 +341,8 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """The command of the module's docstring; 1 if a run of `error` or one of the planner's policies failed."""
+    """Run the command of the module's docstring. Return 1 if a run of `error`, or a run of the planner's policy,
+    failed."""
     args = parse()
     args.model_dir.mkdir(parents=True, exist_ok=True)
     directory, failed = args.model_dir.resolve(), False

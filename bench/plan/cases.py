@@ -1,4 +1,4 @@
-"""The frozen cases of bench.plan: machines, workloads, given policies, and the grids that `auto` must keep up with.
+"""The frozen cases of bench.plan: machines, workloads, given policies, and the grids with which `auto` is compared.
 
 No torch and no flexengine here: policies are the fields of a policy file.
 """
@@ -24,8 +24,13 @@ MIXED_IN, MIXED_OUT = Lengths(16, 256), Lengths(8, 32)
 
 @dataclass(frozen=True)
 class MachineCase:
-    """Where a case runs. links: bytes per second by link of a sim machine; memory: bytes of the process's cgroup;
-    without: device_mem where no cgroup can be made."""
+    """Machine of a case.
+
+    Attributes:
+        links: bytes per second by link of a sim machine.
+        memory: bytes of the process's cgroup.
+        without: device_mem if no cgroup can be made.
+    """
 
     device: str = "cpu"
     device_mem: str | None = None
@@ -35,7 +40,7 @@ class MachineCase:
 
     @property
     def rates(self) -> str:
-        """Equal for machines whose rates are measured once for all."""
+        """Return a key that is equal for machines with the same rates, which are measured once."""
         return f"{self.device} {sorted((self.links or {}).items())} {self.memory}"
 
 
@@ -48,7 +53,7 @@ CPU_900M, CPU_700M = MachineCase(device_mem="900M"), MachineCase(device_mem="700
 
 @dataclass(frozen=True)
 class Shape:
-    """A policy with defaults that suit a case; `policy` has the fields of a policy file."""
+    """A policy with defaults that suit a case. `policy` returns the fields of a policy file."""
 
     gpu_batch_size: int
     num_gpu_batches: int = 1
@@ -67,8 +72,13 @@ class Shape:
 
 @dataclass(frozen=True)
 class ErrorCase:
-    """A run whose seconds are predicted: the given policy's (None: the planner's), on that machine, for the rows of
-    `case`. lossy: fields of flexengine.lossy.Lossy."""
+    """A run whose seconds are predicted.
+
+    Attributes:
+        shape: the given policy; None lets the planner choose.
+        case: the rows.
+        lossy: fields of flexengine.lossy.Lossy.
+    """
 
     model: str
     machine: MachineCase
@@ -79,7 +89,7 @@ class ErrorCase:
 
 @dataclass(frozen=True)
 class AutoCase:
-    """A workload and a machine; `grid` is tried in its order until `tried` policies have run."""
+    """A workload and a machine. The policies of `grid` are tried in order until `tried` policies have run."""
 
     name: str
     model: str
@@ -90,17 +100,17 @@ class AutoCase:
 
 
 def long_prompts(rows: int) -> Case:
-    """128 tokens in, 16 out."""
+    """Return a case of 128 prompt tokens and 16 generated tokens per row."""
     return Case("long prompts", rows, fixed(128), fixed(16))
 
 
 def mixed(rows: int, seed: int = 0) -> Case:
-    """16 to 256 tokens in, 8 to 32 out."""
+    """Return a case of 16 to 256 prompt tokens and 8 to 32 generated tokens per row."""
     return Case("mixed", rows, MIXED_IN, MIXED_OUT, seed)
 
 
 def long_outputs(rows: int) -> Case:
-    """16 tokens in, 24 out."""
+    """Return a case of 16 prompt tokens and 24 generated tokens per row."""
     return Case("long outputs", rows, fixed(16), fixed(24))
 
 
@@ -156,24 +166,31 @@ def product(
     prefill_tokens: Sequence[int] = (512,),
     schedules: Sequence[str] = ("continuous",),
 ) -> list[Shape]:
-    """Every combination. shapes: (gpu_batch_size, num_gpu_batches)."""
+    """Return every combination.
+
+    Args:
+        shapes: (gpu_batch_size, num_gpu_batches).
+    """
     axes = itertools.product(shapes, weights, caches, prefill_tokens, schedules)
     return [Shape(g, n, split, kv, prefill_tokens=most, schedule=order) for (g, n), split, kv, most, order in axes]
 
 
 def spread(shapes: Sequence[Shape], spare: Sequence[Shape] = ()) -> tuple[Shape, ...]:
-    """In an order drawn once, so that the machine's moods fall on good and bad policies alike. spare: tried after them,
-    for those that do not fit."""
+    """Return the shapes in a fixed random order, so that disturbances of the machine hit good and bad policies alike.
+
+    Args:
+        spare: shapes that are tried last, instead of those that do not fit.
+    """
     return (*random.Random("grid").sample(list(shapes), len(shapes)), *spare)
 
 
 def to_host(*device: float) -> list[Split]:
-    """Weights on the device up to these shares, the rest on the host."""
+    """Return splits of weights with these shares on the device and the rest on the host."""
     return [(share, round(1 - share, 3), 0.0) for share in device]
 
 
 def to_disk(*device: float) -> list[Split]:
-    """Weights on the device up to these shares, the rest on disk."""
+    """Return splits of weights with these shares on the device and the rest on disk."""
     return [(share, 0.0, round(1 - share, 3)) for share in device]
 
 

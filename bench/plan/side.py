@@ -1,6 +1,7 @@
-"""Our side of bench.plan: reads an Asked on stdin, prints one JSON line: what was predicted, and what came of it.
+"""flexengine's side of bench.plan: reads an Asked on stdin and prints one JSON line with predicted and measured
+seconds.
 
-flexengine is imported inside the functions, so that the driver can read this module without it.
+flexengine is imported inside the functions, so that the driver can import this module without it.
 """
 
 import contextlib
@@ -21,9 +22,12 @@ RUN, MEASURE, ASSUME = "run", "measure", "assume"
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of a process. task: RUN the job, MEASURE its machine and model, or ASSUME their rates.
+    """The input of a side.
 
-    links: bytes per second by link of a sim machine. hardware: fields of the rates to plan with.
+    Attributes:
+        task: RUN the job, MEASURE its machine and model, or ASSUME their rates.
+        links: bytes per second by link of a sim machine.
+        hardware: fields of the rates to plan with.
     """
 
     job: Job
@@ -32,18 +36,18 @@ class Asked:
     hardware: Record | None = None
 
     def to_json(self) -> str:
-        """One line."""
+        """Return the input as one line of JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Asked":
-        """The reverse of to_json."""
+        """Return the input in a line that `to_json` returned."""
         fields = json.loads(text)
         return Asked(**fields | {"job": Job.from_json(json.dumps(fields["job"]))})
 
 
 def engine_of(asked: Asked) -> Any:
-    """The engine, open but with nothing loaded."""
+    """Return the engine, open but with no weights loaded."""
     from flexengine import Engine, Policy
     from flexengine.lossy import Lossy
     from flexengine.plan.hardware import Hardware
@@ -59,7 +63,8 @@ def engine_of(asked: Asked) -> Any:
 
 
 def rates(asked: Asked) -> Record:
-    """The hardware that all runs plan with. It is called not measured: then no run corrects what is kept of it."""
+    """Return the hardware with which all runs plan. It is marked as not measured, so that no run corrects stored
+    rates."""
     from flexengine.plan.assumed import assumed
 
     with engine_of(asked) as engine:
@@ -74,14 +79,14 @@ def rates(asked: Asked) -> Record:
 
 
 def evict(paths: Iterable[Path]) -> None:
-    """Drops files, such as encoded weights, from the page cache."""
+    """Drop files, such as encoded weights, from the page cache."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def run(asked: Asked) -> Record:
-    """Plans, predicts, runs; {"refused": why} where the policy does not fit."""
+    """Plan, predict and run a job. Return {"refused": why} if the policy does not fit."""
     from flexengine import SamplingParams
     from flexengine.errors import OutOfMemory
     from flexengine.plan.workload import Workload
@@ -124,12 +129,12 @@ def run(asked: Asked) -> Record:
 
 
 def perform(asked: Asked) -> Record:
-    """What is asked."""
+    """Perform the task."""
     return run(asked) if asked.task == RUN else rates(asked)
 
 
 def main() -> None:
-    """One process."""
+    """Run one process."""
     asked = Asked.from_json(sys.stdin.read())
     with contextlib.redirect_stdout(sys.stderr):
         line = perform(asked)

@@ -1,10 +1,10 @@
-"""README's tables and the plots, from the committed records and nothing else.
+"""README's tables and the plots, made from the committed records alone.
 
-python -m bench.report            writes README's tables and docs/plots/*.svg (needs matplotlib; else prints text)
-python -m bench.report --check    1 if README's tables or the plots are not those of the records; writes nothing
+python -m bench.report            write README's tables and docs/plots/*.svg (needs matplotlib; else prints text)
+python -m bench.report --check    exit with 1 if README's tables or the plots differ from the records; write nothing
 
-Of every case, choice of switches and peer the latest record counts, whatever it says; of one
-day, that with most rounds.
+The latest record of every case, choice of switches and peer counts, even if it is a failure. Of records of one day, the
+record with most rounds counts.
 """
 
 import argparse
@@ -21,14 +21,14 @@ README = REPO / "README.md"
 
 
 def between(name: str) -> re.Pattern[str]:
-    """A block with its markers."""
+    """Return a pattern that matches a block with its markers."""
     return re.compile(rf"(<!-- report: {name} -->\n).*?(<!-- end of {name} -->)", re.S)
 
 
 def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> str:
-    """README with its blocks made anew. Raises ValueError where a marker is missing."""
+    """Return README with new blocks. Raise ValueError if a marker is missing."""
     for name, block in (blocks or BLOCKS).items():
-        made = block().replace("\\", "\\\\")  # in what is put in, re gives backslashes a meaning
+        made = block().replace("\\", "\\\\")  # re.subn interprets backslashes in the replacement
         text, n = between(name).subn(rf"\g<1>{made}\n\g<2>", text)
         if n != 1:
             raise ValueError(f"README has the markers of {name} {n} times, not once")
@@ -36,7 +36,7 @@ def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> st
 
 
 def stale(readme: Path = README) -> list[str]:
-    """What is not as the records are."""
+    """Return the tables and plots that differ from the records."""
     text = readme.read_text()
     wrong = [f"{readme.name}: the table of {name}" for name, block in BLOCKS.items()
              if updated(text, {name: block}) != text]  # fmt: skip
@@ -44,7 +44,7 @@ def stale(readme: Path = README) -> list[str]:
 
 
 def main() -> int:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say what is stale; 1 if anything is")
     parser.add_argument("--text", action="store_true", help="print the plots as text, as is done without matplotlib")

@@ -1,4 +1,4 @@
-"""The blocks of README that are made from records: one function each, in Markdown."""
+"""The blocks of README that are made from records, in Markdown: one function per block."""
 
 import statistics
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from bench.report.lines import (
 
 
 def compare_block(folder: Path = RESULTS) -> str:
-    """The table of comparisons, and the commands under it."""
+    """Return the table of comparisons, and the commands under it."""
     lines = compared(folder)
     head = ("case", "switches", "flexengine tok/s", "peer", "peer tok/s", "ratio", "rows equal", "of the bound", "day")
     rows = [
@@ -42,7 +42,7 @@ def compare_block(folder: Path = RESULTS) -> str:
 
 
 def attention_block(folder: Path = RESULTS) -> str:
-    """Return the tables of decode attention by the form of the cache, and of prompts by their length."""
+    """Return the tables of decode attention by cache format, and of prompts by length."""
     newest = {record["case"]["name"]: record for record in records("attention", folder=folder)}
     decode = [record for record in newest.values() if "kinds" in record]
     prompts = [record for record in newest.values() if "lengths" in record]
@@ -67,7 +67,7 @@ def attention_block(folder: Path = RESULTS) -> str:
 
 
 def bound_text(record: Record) -> str:
-    """Return what the bound of decode attention and the figures of prompts are."""
+    """Return the explanation of decode attention's bound and of the prompts' figures."""
     return (
         "The bound is the longer of two times: of a plain read of the cache, and of the products at the peak of"
         f" {record['peak_gflop_s']:.0f} GFLOP/s that this machine ({record['simd']} bits wide, {record['threads']}"
@@ -76,24 +76,25 @@ def bound_text(record: Record) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share as text; nothing where it was not recorded."""
+    """Return a share as text; "" if it was not recorded."""
     return "" if share is None else f"{100 * share:.0f} %"
 
 
 def heads_of(record: Record) -> str:
-    """Return the heads of a record of bench.kernels.attention, to read."""
+    """Return the heads of a record of bench.kernels.attention as text."""
     case = record["case"]
     return f"{case['heads']} heads, {case['kv_heads']} of KV"
 
 
 def _chosen(record: Record) -> str:
-    """Tells that a policy was compared with itself: the ratio shows how much the machine varies."""
+    """Return a note if a policy was compared with itself: the ratio then shows how much the machine varies."""
     chosen = [run["policy"] for run in record["auto"]]
     return ", which it chose itself" if all(policy == record["best_policy"] for policy in chosen) else ""
 
 
 def plan_block(folder: Path = RESULTS) -> str:
-    """The planner: its policy against the best of a grid, predicted against measured seconds."""
+    """Return the table of the planner: its policy against the best of a grid, and predicted against measured
+    seconds."""
     found = records("plan", folder=folder)
     rows = [
         (
@@ -118,12 +119,12 @@ def plan_block(folder: Path = RESULTS) -> str:
 
 
 def scales(folder: Path = RESULTS) -> dict[str, Record]:
-    """The latest record of each part of bench.scale."""
+    """Return the latest record of each part of bench.scale."""
     return {record["case"]["name"]: record for record in records("scale", folder=folder)}
 
 
 def rows_block(folder: Path = RESULTS) -> str:
-    """Time and memory against the number of rows."""
+    """Return the table of time and memory by number of rows."""
     line = scales(folder).get("rows")
     if line is None:
         return "Not recorded yet."
@@ -137,7 +138,8 @@ def rows_block(folder: Path = RESULTS) -> str:
 
 
 def scale_block(folder: Path = RESULTS) -> str:
-    """What a row, a prompt token, a layer and a gpu_batch cost; what a long job needs."""
+    """Return the table of the cost of a row, a prompt token, a layer and a gpu_batch, and of the memory of a long
+    job."""
     rows = []
     for name, line in scales(folder).items():
         if "per" in line:
@@ -165,7 +167,7 @@ RESIDENT = {
 
 
 def resident_block(folder: Path = RESULTS) -> str:
-    """Growth of the process against the memory it was given."""
+    """Return the table of the process's growth relative to its memory budget."""
     newest = {x["case"]: x for x in records("resident", folder=folder) if not x["quick"]}
     groups: dict[str, list[Record]] = {name: [] for name in RESIDENT}
     for case, record in newest.items():
@@ -197,7 +199,7 @@ FAULTS = {
 
 
 def faults_block(folder: Path = RESULTS) -> str:
-    """The fault campaign: of every kind the latest full record."""
+    """Return the table of the fault campaign, from the latest full record of every kind."""
     newest = {(x["part"], x["kind"]): x for x in records("faults", folder=folder) if not x["quick"]}
     rows = []
     for part, what in FAULTS.items():

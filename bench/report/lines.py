@@ -1,4 +1,4 @@
-"""Records of comparisons as lines of one kind, and the words of the tables."""
+"""Records of comparisons as lines of one format, and the texts of the tables."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ EARLIER = {"generate": ("demo", "transformers"), "offload": ("opt-1.3b", "accele
 
 
 def records(*names: str, folder: Path = RESULTS) -> list[Record]:
-    """The records of these files of bench/results, oldest first."""
+    """Return the records of these files of bench/results, oldest first."""
     paths = [folder / f"{name}.jsonl" for name in names]
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
 
@@ -25,8 +25,13 @@ def records(*names: str, folder: Path = RESULTS) -> list[Record]:
 
 @dataclass(frozen=True)
 class Line:
-    """Our side with some switches against one peer in one run of a case. Rates in useful tokens/s, {median, min, max};
-    None where a side has none. share: of the bound. batch, dtype: the peer's."""
+    """flexengine with some switches against one peer, in one run of a case.
+
+    Attributes:
+        ours, theirs: useful tokens/s as {median, min, max}; None if a side has none.
+        share: flexengine's share of the bound.
+        batch, dtype: batch size and dtype of the peer.
+    """
 
     case: Case
     model: str
@@ -41,25 +46,25 @@ class Line:
     equal: list[int] | None
     batch: int | None
     dtype: str | None
-    runs: tuple[int, int]  # rounds of ours, of the peer
-    at_least: float | None = None  # the ratio, where the peer was stopped while generating
+    runs: tuple[int, int]  # rounds of flexengine, of the peer
+    at_least: float | None = None  # the ratio if the peer was stopped while generating
     why: str | None = None  # why there is no ratio
-    command: str | None = None  # as it was given, where the record has it
+    command: str | None = None  # the command, if the record has it
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Lines of one key replace each other."""
+        """Return the line's key. A later line replaces an earlier one with the same key."""
         return self.case.name, self.switches, self.peer
 
 
 def case_of(fields: Record) -> Case:
-    """The case of a record."""
+    """Return the case of a record."""
     lengths = {name: Lengths(**fields[name]) for name in ("prompt", "output")}
     return Case(**fields | lengths | {"peer_batches": tuple(fields["peer_batches"])})
 
 
 def earlier_lines(record: Record) -> list[Line]:
-    """Of a record of bench.generate or bench.offload, which bench.compare has replaced."""
+    """Return the lines of a record of bench.generate or bench.offload, which were replaced by bench.compare."""
     model, peer = EARLIER[record["bench"]]
     case = case_of(record["case"])
     dtype = record.get("peer_dtype", "float32")
@@ -74,7 +79,7 @@ def earlier_lines(record: Record) -> list[Line]:
 
 
 def lines_of(record: Record) -> list[Line]:
-    """One for each peer of a record; none for records of other benches."""
+    """Return one line per peer of a record; none for records of other benches."""
     if record["bench"] in EARLIER:
         return earlier_lines(record)
     if record["bench"] != "compare":
@@ -92,7 +97,8 @@ def lines_of(record: Record) -> list[Line]:
 
 
 def latest(found: Iterable[Line]) -> list[Line]:
-    """The newest of each key (of a day, that with most rounds), in the order of case, peer, exact first, ratio."""
+    """Return the newest line of each key (of one day, the line with most rounds), sorted by case, peer, exact first,
+    ratio."""
     newest: dict[tuple[str, str, str], Line] = {}
     for line in sorted(found, key=lambda x: (x.time[:10], x.runs[1], x.time)):
         newest[line.key] = line
@@ -100,7 +106,7 @@ def latest(found: Iterable[Line]) -> list[Line]:
 
 
 def rate(stats: Record | None) -> float:
-    """The median, 0 of nothing."""
+    """Return the median; 0 for None."""
     return float(stats["median"]) if stats else 0.0
 
 
@@ -108,13 +114,13 @@ def rate(stats: Record | None) -> float:
 
 
 def short(value: float) -> str:
-    """Three digits, no exponent."""
+    """Return a number with three digits and no exponent."""
     text = f"{value:.3g}"
     return f"{float(text):.0f}" if "e" in text else text
 
 
 def spread(stats: Record | None, unit: str = "", scale: float = 1.0) -> str:
-    """"1.91 (1.81-2.02)"."""
+    """Return "1.91 (1.81-2.02)": median, minimum and maximum."""
     if stats is None:
         return ""
     middle, low, high = (short(scale * stats[k]) for k in ("median", "min", "max"))
@@ -122,31 +128,31 @@ def spread(stats: Record | None, unit: str = "", scale: float = 1.0) -> str:
 
 
 def lengths_text(lengths: Lengths) -> str:
-    """"128" or "16-512"."""
+    """Return "128" or "16-512"."""
     return str(lengths.low) if lengths.low == lengths.high else f"{lengths.low}-{lengths.high}"
 
 
 def case_text(line: Line) -> str:
-    """What is computed, in which memory."""
+    """Return model, memory limit and rows of a line as text."""
     case, limit = line.case, f", memory limit {line.limit / 1e9:.1f} GB" if line.limit else ""
     return (f"({case.name}) {MODELS.get(line.model, line.model)}{limit}, "
             f"{case.rows} x ({lengths_text(case.prompt)} in, {lengths_text(case.output)} out)")  # fmt: skip
 
 
 def peer_text(line: Line) -> str:
-    """"transformers, float32, batch 64"."""
+    """Return a text such as "transformers, float32, batch 64"."""
     return ", ".join(filter(None, [f"`{line.peer}`", line.dtype, f"batch {line.batch}" if line.batch else None]))
 
 
 def ratio_text(line: Line) -> str:
-    """The ratio, or why there is none."""
+    """Return the ratio, or why there is none."""
     if line.ratio:
         return spread(line.ratio)
     return f"at least {short(line.at_least)}" if line.at_least else line.why or "no figure"
 
 
 def command(group: Sequence[Line]) -> str:
-    """What measures these lines, of one case and run, again."""
+    """Return the command that measures these lines, which are of one case and run, again."""
     line = group[0]
     if line.command:
         return line.command
@@ -162,11 +168,11 @@ def command(group: Sequence[Line]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In Markdown."""
+    """Return a table in Markdown."""
     return "\n".join(["| " + " | ".join(row) + " |" for row in (head, ["---"] * len(head), *rows)])
 
 
 def compared(folder: Path = RESULTS) -> list[Line]:
-    """The lines that count."""
+    """Return the lines of the table."""
     every = [line for record in records("generate", "offload", "compare", folder=folder) for line in lines_of(record)]
     return [line for line in latest(every) if not line.case.name.startswith("smoke")]

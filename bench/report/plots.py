@@ -1,6 +1,6 @@
-"""The plots of bench.report: what each shows, as numbers; drawn as SVG, or as text where matplotlib is not installed.
+"""The plots of bench.report: the numbers of each, drawn as SVG, or as text if matplotlib is not installed.
 
-An SVG carries a digest of its numbers, so that what it shows can be checked against the records without drawing.
+An SVG contains a digest of its numbers, so that it can be compared with the records without drawing it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ WIDTH = 50  # characters of the longest bar of a text plot
 
 @dataclass(frozen=True)
 class Bars:
-    """Values by label, a group of colours each: (label, series, value)."""
+    """Values by label, with one colour per series: (label, series, value)."""
 
     title: str
     unit: str
@@ -51,7 +51,7 @@ Shown = Bars | Curve | Gantt
 
 
 def throughput() -> Bars:
-    """Tokens/s of ours and of peers, by case."""
+    """Return tokens/s of flexengine and of peers, by case."""
     bars: dict[tuple[str, str], float] = {}
     for line in compared():
         name = "flexengine" if line.switches == "exact" else f"flexengine {line.switches}"
@@ -63,20 +63,20 @@ def throughput() -> Bars:
 
 
 def bound() -> Bars:
-    """Our share of the bound, by case and switches."""
+    """Return flexengine's share of the bound, by case and switches."""
     shares = {(f"({x.case.name})", x.switches): 100 * rate(x.share) for x in compared() if x.share}
     return Bars("Share of the bound measured in the same run", "%", tuple((a, b, v) for (a, b), v in shares.items()))
 
 
 def frontier() -> Curve:
-    """Measured: what more gpu_batches in a sweep cost in latency and bring in throughput."""
+    """Return measured latency and throughput by number of gpu_batches in a sweep."""
     line = scales().get("batches", {"points": []})
     found = [(1e3 * p["sweep_seconds"], p["tok_s"], f"{4 * p['x']} rows") for p in line["points"]]
     return Curve("Latency and throughput, tiny model", "ms per token", "tok/s", tuple(found))
 
 
 def sweep() -> Gantt:
-    """One decode sweep of a tiny model whose weights and cache are streamed over slow links."""
+    """Return one decode sweep of a tiny model whose weights and cache are streamed over slow links."""
     line = scales().get("sweep", {"spans": []})
     spans = tuple((lane, what, began, end) for lane, what, began, end in line["spans"])
     return Gantt("One decode sweep: weights and cache streamed over links of 20 MB/s", spans)
@@ -88,17 +88,17 @@ PLOTS: dict[str, Callable[[], Shown]] = {
 
 
 def measured() -> list[str]:
-    """The plots there are records for."""
+    """Return the plots for which there are records."""
     return [name for name, made in PLOTS.items() if any(isinstance(x, tuple) and x for x in vars(made()).values())]
 
 
 def digest(name: str) -> str:
-    """Of the numbers a plot shows."""
+    """Return the digest of a plot's numbers."""
     return hashlib.sha256(json.dumps(asdict(PLOTS[name]())).encode()).hexdigest()[:16]
 
 
 def drawn(folder: Path = FOLDER) -> dict[str, str]:
-    """The digests in the SVGs; "" where there is none."""
+    """Return the digests in the SVGs; "" for an SVG without one."""
     found = {}
     for name in measured():
         path = folder / f"{name}.svg"
@@ -111,7 +111,7 @@ def drawn(folder: Path = FOLDER) -> dict[str, str]:
 
 
 def text(name: str) -> str:
-    """The same numbers in characters."""
+    """Return the plot as text."""
     shown = PLOTS[name]()
     if isinstance(shown, Bars):
         most = max((value for _, _, value in shown.bars), default=1.0)
@@ -125,7 +125,7 @@ def text(name: str) -> str:
 
 
 def gantt_text(shown: Gantt) -> list[str]:
-    """A line of characters for each lane: # busy, . idle."""
+    """Return a line of characters for each lane: # busy, . idle."""
     most = max((end for *_, end in shown.spans), default=1.0)
     lines = []
     for lane in dict.fromkeys(lane for lane, *_ in shown.spans):
@@ -141,7 +141,7 @@ def gantt_text(shown: Gantt) -> list[str]:
 
 
 def draw(name: str, folder: Path = FOLDER) -> bool:
-    """Writes the SVG; False where matplotlib is not installed."""
+    """Write the SVG. Return False if matplotlib is not installed."""
     if find_spec("matplotlib") is None:
         return False
     import matplotlib
@@ -164,7 +164,7 @@ def draw(name: str, folder: Path = FOLDER) -> bool:
 
 
 def bars(axes: Any, shown: Bars) -> None:
-    """Horizontal, one colour per series."""
+    """Draw horizontal bars, one colour per series."""
     series = list(dict.fromkeys(name for _, name, _ in shown.bars))
     axes.barh(range(len(shown.bars)), [value for *_, value in shown.bars],
               color=[f"C{series.index(name) % 10}" for _, name, _ in shown.bars])  # fmt: skip
@@ -176,7 +176,7 @@ def bars(axes: Any, shown: Bars) -> None:
 
 
 def curve(axes: Any, shown: Curve) -> None:
-    """Points with their labels."""
+    """Draw points with their labels."""
     axes.plot([x for x, _, _ in shown.points], [y for _, y, _ in shown.points], "o-")
     for x, y, label in shown.points:
         axes.annotate(label, (x, y), xytext=(4, -10), textcoords="offset points", fontsize=7)
@@ -185,7 +185,7 @@ def curve(axes: Any, shown: Curve) -> None:
 
 
 def gantt(axes: Any, shown: Gantt) -> None:
-    """A row per lane, a colour per kind of task."""
+    """Draw a row per lane, with one colour per kind of task."""
     lanes = list(dict.fromkeys(lane for lane, *_ in shown.spans))
     kinds = list(dict.fromkeys(what for _, what, *_ in shown.spans))
     for i, kind in enumerate(kinds):

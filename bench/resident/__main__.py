@@ -23,9 +23,9 @@ from bench.models import LlamaShape, OptShape, Shapes, make
 
 MB = 10**6
 OVER = 1.1  # most growth, as a multiple of the budget
-MORE = 1.25  # times the least memory that is accepted
-SECONDS = 600.0  # a case may take
-NEW = 4  # tokens after a long prompt
+MORE = 1.25  # budget of a case, as a multiple of the least memory that is accepted
+SECONDS = 600.0  # most seconds of a case
+NEW = 4  # tokens generated after a long prompt
 Job = tuple[tuple[int, ...], int]  # tokens of each prompt, tokens to generate
 
 
@@ -58,22 +58,26 @@ class Setting:
 
     @property
     def budget(self) -> int:
-        """Bytes of RAM the jobs were given."""
+        """Return the bytes of RAM that the jobs were given."""
         return self.device_mem + (self.host_mem or 0)
 
 
 def measure(setting: Setting, limited: bool = False) -> Record:
-    """Run a setting in a fresh process and return what it grew by.
+    """Run a setting in a fresh process and return the growth of the process.
 
     Args:
         setting: the jobs.
-        limited: whether it runs in a cgroup, which allows what the idle process takes and OVER times the budget.
+        limited: whether it runs in a cgroup, whose limit is the idle process's bytes and OVER times the budget.
 
     Returns:
-        base: resident bytes before the engine was made; private: those of them that are no file's. jobs: per job peak
-        and after (bytes above base), ledger (most booked bytes), replanned (times), failed (rows), seconds. closed:
-        bytes above base once the engine is closed. limit: of the cgroup. over: the largest peak as a multiple of the
-        budget. wrong: what is not as it should be, in words.
+        base: resident bytes before the engine was made.
+        private: bytes of base that belong to no file.
+        jobs: per job peak and after (bytes above base), ledger (most booked bytes), replanned (times), failed (rows),
+            seconds.
+        closed: bytes above base after the engine was closed.
+        limit: bytes of the cgroup.
+        over: the largest peak divided by the budget.
+        wrong: messages for all that is not as it should be.
     """
     limit = None
     if limited:
@@ -89,13 +93,13 @@ def measure(setting: Setting, limited: bool = False) -> Record:
     if any(job["failed"] for job in jobs):
         wrong.append("rows failed")
     if [bool(job["replanned"]) for job in jobs] != [n in setting.short for n in range(len(jobs))]:
-        wrong.append("a job was planned anew that was not to be, or was not although it was to be")
+        wrong.append("a job was replanned without an injected shortage, or was not replanned after one")
     return {**found, "limit": limit, "over": over, "wrong": wrong}
 
 
 @dataclass(frozen=True)
 class HeadShape(LlamaShape):
-    """A LLaMA decoder whose heads have a width of their own."""
+    """A LLaMA decoder with a head width that does not follow from the hidden size."""
 
     dim: int = 128
 
@@ -111,8 +115,13 @@ class HeadShape(LlamaShape):
 
 @dataclass(frozen=True)
 class Case:
-    """Long prompts of one model. heads: query heads, key/value heads, width of a head; prompts: their tokens; cache,
-    weights: as the switches of these names."""
+    """Long prompts of one model.
+
+    Attributes:
+        heads: query heads, key/value heads, width of a head.
+        prompts: tokens of each prompt.
+        cache, weights: values of the switches of these names.
+    """
 
     heads: tuple[int, int, int]
     prompts: tuple[int, ...]
@@ -125,13 +134,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        """A short one that tells cases apart."""
+        """Return a short name, which differs between cases."""
         heads, prompts = "x".join(map(str, self.heads)), "+".join(map(str, self.prompts))
         return f"{heads}-l{self.layers}-p{prompts}-{self.cache or 'plain'}-{self.weights or 'plain'}-{self.device}"
 
     @property
     def shape(self) -> HeadShape:
-        """Of the model."""
+        """Return the shape of the model."""
         heads, kv_heads, dim = self.heads
         return HeadShape(self.layers, self.hidden, self.ffn, heads, 8192, 8192 + 64, kv_heads=kv_heads, dim=dim)
 
@@ -162,8 +171,8 @@ TINY = LlamaShape(1, 64, 128, 2, vocab=1024, kv_heads=2)
 
 
 def given(setting: Setting, times: float) -> Setting:
-    """The setting with so many times the least device memory that the engine accepts, and on sim with the host memory
-    that the plan for it takes."""
+    """Return the setting with `times` times the least device memory that the engine accepts, and on sim with the host
+    memory of the plan for it."""
     from flexengine import Engine
     from flexengine.errors import TooLittle
     from flexengine.lossy import Lossy
@@ -183,7 +192,7 @@ def given(setting: Setting, times: float) -> Setting:
 
 
 def long_prompts(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]:
-    """(name, setting, whether in a cgroup) of long prompts."""
+    """Yield (name, setting, whether in a cgroup) of long prompts."""
     tiny = str(make(TINY, work / "tiny"))
     for case in CASES[:1] if quick else CASES:
         model = make(case.shape, work / f"model-{'-'.join(map(str, (*case.heads, case.layers, case.hidden)))}")
@@ -195,7 +204,7 @@ def long_prompts(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]
             yield f"{case.name}, least, in a cgroup", given(job, 1), True
 
 
-# Much cache for little computing: 32 KiB of K and V per token in float32, 1.6 MFLOP per layer and token.
+# A large cache with little computing: 32 KiB of K and V per token in float32, 1.6 MFLOP per layer and token.
 SHAPE = OptShape(layers=16, hidden=256, ffn=1024, heads=4, vocab=4096)
 JOBS: tuple[Job, ...] = tuple(((prompt,) * rows, new) for rows, prompt, new in (
     (16, 200, 8), (24, 256, 8), (8, 64, 16), (30, 256, 8), (4, 1000, 4), (24, 200, 24),
@@ -206,7 +215,7 @@ QUICK_JOBS: tuple[Job, ...] = (((100,) * 8, 4), ((200,) * 16, 4), ((50,) * 4, 4)
 
 
 def jobs_in_a_row(work: Path, quick: bool) -> Iterator[tuple[str, Setting, bool]]:
-    """(name, setting, whether in a cgroup) of 12 jobs of mixed sizes on one engine."""
+    """Yield (name, setting, whether in a cgroup) of 12 jobs of mixed sizes on one engine."""
     shape, jobs, size = (QUICK, QUICK_JOBS, 60 * MB) if quick else (SHAPE, JOBS, 300 * MB)
     cpu = Setting(str(make(shape, work / "model")), jobs, device_mem=size, tiny=str(make(QUICK, work / "tiny")))
     sim = replace(cpu, device="sim", device_mem=size // 2, host_mem=size // 2)
@@ -222,7 +231,7 @@ KINDS = {"jobs": jobs_in_a_row, "prompts": long_prompts}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line."""
+    """Run the command line."""
     p = argparse.ArgumentParser(prog="python -m bench.resident", description="Measure resident memory of jobs.")
     p.add_argument("kinds", nargs="+", choices=KINDS)
     p.add_argument("--quick", action="store_true", help="a tiny model, or one model with a long prompt")

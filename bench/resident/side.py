@@ -13,7 +13,7 @@ from bench.harness import peak_rss, report_loaded, restart_peak, rss
 
 
 def import_all(model: str) -> None:
-    """Import what a job imports, so that modules are in the base and not in the growth."""
+    """Import the modules that a job imports, so that they count in the base and not in the growth."""
     import highspy  # noqa: F401
     import psutil  # noqa: F401
     import torch
@@ -25,7 +25,7 @@ def import_all(model: str) -> None:
 
 
 class Shortages:
-    """Lets one compute task of a job's second sweep fail for want of memory, in the jobs of these numbers."""
+    """Makes one compute task of the second sweep fail for lack of memory, in the jobs of these numbers."""
 
     def __init__(self, jobs: list[int]) -> None:
         from flexengine.schedule.program import Op
@@ -43,7 +43,7 @@ class Shortages:
         Worker.perform = failing  # type: ignore[method-assign, assignment]
 
     def begin(self, job: int) -> None:
-        """Arm the failure if job number `job` is to have one."""
+        """Arm the failure if it is planned for job number `job`."""
         self.armed = job in self.jobs
 
 

@@ -1,11 +1,12 @@
-"""How time and memory grow: with rows, prompt length, layers and gpu_batches, where nearly all is overhead.
+"""Growth of time and memory with rows, prompt length, layers and gpu_batches, for models so small that overhead
+dominates.
 
 python -m bench.scale [--parts rows prompt layers batches sweep] [--rows 1 1000 100000] [--smoke] [--out FILE]
-python -m bench.scale --soak 50000     1 if memory, open files or threads of the job grow while it runs
+python -m bench.scale --soak 50000     exits with 1 if memory, open files or threads of the job grow while it runs
 
 Tiny OPT models of random weights. Every point of `rows` is one process of the command line. One JSON line per part: its
 points, and seconds = a + b * x by least squares with the standard error of b: the cost of a row, of a prompt token, of
-a layer, of a gpu_batch's task. `sweep` keeps when each task of one sweep ran, with weights streamed over slow links.
+a layer, of a gpu_batch's task. `sweep` records when each task of one sweep ran, with weights streamed over slow links.
 """
 
 import argparse
@@ -28,7 +29,7 @@ from bench import harness
 from bench.harness import Record
 from bench.models import SHAPES, make
 
-TOKENS = 8  # generated per row
+TOKENS = 8  # tokens generated per row
 SEED = 1
 TINY = replace(SHAPES["opt-tiny"], positions=1024)
 MIB = 2**20
@@ -36,7 +37,11 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured. repeats: the least of so many runs counts."""
+    """Sizes of the measurements.
+
+    Attributes:
+        repeats: runs of each point; the least seconds count.
+    """
 
     rows: tuple[int, ...] = (1, 1000, 10000, 100000)
     prompts: tuple[int, ...] = (16, 64, 256, 512)
@@ -51,7 +56,11 @@ SMOKE = Size(rows=(1, 20), prompts=(8, 16, 32), layers=(1, 2, 3), batches=(1, 2,
 
 @dataclass(frozen=True)
 class Fit:
-    """y = a + b * x by least squares; error: the standard error of b (0 for two points)."""
+    """A line y = a + b * x by least squares.
+
+    Attributes:
+        error: standard error of b; 0 for two points.
+    """
 
     a: float
     b: float
@@ -59,7 +68,7 @@ class Fit:
 
 
 def fit(xs: Sequence[float], ys: Sequence[float]) -> Fit:
-    """At least two different xs."""
+    """Return the fitted line. At least two xs must differ."""
     n, mean_x, mean_y = len(xs), sum(xs) / len(xs), sum(ys) / len(ys)
     spread = sum((x - mean_x) ** 2 for x in xs)
     b = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
@@ -72,7 +81,7 @@ def fit(xs: Sequence[float], ys: Sequence[float]) -> Fit:
 
 
 def prompts(folder: Path, rows: int) -> Path:
-    """A file of `rows` prompts of 4 to 12 token ids."""
+    """Write a file of `rows` prompts of 4 to 12 token ids, and return its path."""
     rng = random.Random(SEED)
     path = folder / f"{rows}.jsonl"
     with path.open("w") as file:
@@ -83,7 +92,7 @@ def prompts(folder: Path, rows: int) -> Path:
 
 
 def usage(pid: int) -> dict[str, int]:
-    """Resident bytes, open files and threads of a process now; nothing where it has ended."""
+    """Return the present resident bytes, open files and threads of a process; nothing if it has ended."""
     try:
         status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         files = len(os.listdir(f"/proc/{pid}/fd"))
@@ -93,7 +102,7 @@ def usage(pid: int) -> dict[str, int]:
 
 
 def job(model: Path, source: Path, rows: int, every: float = 0.0) -> Record:
-    """One job, from the start of its process to the end, with a sample of its usage `every` so many seconds."""
+    """Run one job from start to end of its process, and sample its usage `every` so many seconds."""
     output = source.with_suffix(".out.jsonl")
     command = [sys.executable, "-m", "flexengine.run", str(source), "--model", str(model), "--output", str(output),
                "--max-tokens", str(TOKENS), "--ignore-eos", "--device", "cpu"]  # fmt: skip
@@ -127,7 +136,7 @@ def job(model: Path, source: Path, rows: int, every: float = 0.0) -> Record:
 
 
 def by_rows(folder: Path, size: Size) -> Record:
-    """Seconds and peak memory by number of rows."""
+    """Measure seconds and peak memory by number of rows."""
     model = make(TINY, folder / "model")
     points = [job(model, prompts(folder, rows), rows) for rows in sorted(size.rows)]
     xs = [float(p["rows"]) for p in points]
@@ -137,8 +146,8 @@ def by_rows(folder: Path, size: Size) -> Record:
 
 
 def grown(samples: Sequence[Record], allowed: dict[str, int] | None = None) -> dict[str, tuple[int, int]]:
-    """What was larger in the last quarter of the samples than ever in the second (the first warms up), by more than
-    is allowed: {name: (then, last)}."""
+    """Return what was larger in the last quarter of the samples than ever in the second quarter, by more than is
+    allowed: {name: (then, last)}. The first quarter warms up."""
     allowed = allowed or {"rss": 16 * MIB, "fds": 2, "threads": 1}
     n = len(samples)
     if n < 8:
@@ -149,7 +158,7 @@ def grown(samples: Sequence[Record], allowed: dict[str, int] | None = None) -> d
 
 
 def soak(folder: Path, rows: int, every: float) -> Record:
-    """One long job, watched."""
+    """Run one long job and sample its usage."""
     found = job(make(TINY, folder / "model"), prompts(folder, rows), rows, every)
     samples = found.pop("samples")
     values = {name: [x[name] for x in samples] for name in ("rss", "fds", "threads")}
@@ -162,14 +171,14 @@ def soak(folder: Path, rows: int, every: float) -> Record:
 
 
 def timed(model: Path, lengths: Sequence[int], tokens: int, policy: Record, repeats: int, **options: Any) -> Record:
-    """Rows of these prompt lengths: the least seconds of so many runs, with its sweeps."""
+    """Run rows of these prompt lengths. Return the least seconds of the runs, with that run's sweeps."""
     from flexengine import Engine, Policy, SamplingParams
 
     rng = random.Random(SEED)
     rows = [{"prompt_token_ids": [rng.randrange(3, 512) for _ in range(n)]} for n in lengths]
     best: Record = {}
     with Engine(model, policy=Policy(**policy), **{"device": "cpu", **options}) as engine:
-        for _ in range(repeats + 1):  # the first warms up, and reads what stays
+        for _ in range(repeats + 1):  # the first run warms up, and reads the weights that stay in memory
             results = engine.generate(rows, SamplingParams(max_tokens=tokens, ignore_eos=True))
             if errors := [r.error for r in results if r.error]:
                 raise SystemExit(errors[0])
@@ -180,25 +189,25 @@ def timed(model: Path, lengths: Sequence[int], tokens: int, policy: Record, repe
 
 
 def points(xs: Sequence[int], measure: Callable[[int], Record], value: Callable[[Record], float], per: str) -> Record:
-    """A point for each x, and the line through them."""
+    """Measure a point for each x, and fit the line."""
     found = [{"x": x, **measure(x)} for x in xs]
     return {"points": found, "seconds": fit([float(x) for x in xs], [value(p) for p in found]).__dict__, "per": per}
 
 
 def one(batch: int, batches: int = 1) -> Record:
-    """A policy with everything on the device."""
+    """Return a policy with everything on the device."""
     return {"gpu_batch_size": batch, "num_gpu_batches": batches, "schedule": "zigzag"}
 
 
 def by_prompt(folder: Path, size: Size) -> Record:
-    """Seconds of the first sweep by prompt length, four rows."""
+    """Measure the seconds of the first sweep by prompt length, for four rows."""
     model = make(TINY, folder / "model")
     return points(size.prompts, lambda n: timed(model, [n] * 4, 2, one(4), size.repeats),
                   lambda p: float(p["prefill_seconds"]), "prompt token of 4 rows")  # fmt: skip
 
 
 def by_layers(folder: Path, size: Size) -> Record:
-    """Seconds of a decode sweep by layers, one row: what a layer's task costs."""
+    """Measure the seconds of a decode sweep by layers, for one row: the cost of a layer's task."""
     def measure(n: int) -> Record:
         return timed(make(replace(TINY, layers=n), folder / f"layers{n}"), [8], size.tokens, one(1), size.repeats)
 
@@ -206,7 +215,7 @@ def by_layers(folder: Path, size: Size) -> Record:
 
 
 def by_batches(folder: Path, size: Size) -> Record:
-    """Seconds of a decode sweep by gpu_batches of four rows: latency against throughput."""
+    """Measure the seconds of a decode sweep by gpu_batches of four rows: latency against throughput."""
     model = make(TINY, folder / "model")
 
     def measure(n: int) -> Record:
@@ -220,13 +229,13 @@ def by_batches(folder: Path, size: Size) -> Record:
 
 
 def sweep_seconds(point: Record) -> float:
-    """Of a decode sweep."""
+    """Return the seconds of a decode sweep."""
     seconds, sweeps = float(point["decode_seconds"]), int(point["sweeps"])
     return seconds / max(1, sweeps - 1)
 
 
 def one_sweep(folder: Path, size: Size) -> Record:
-    """When each task of a decode sweep ran: weights and cache in host RAM behind links of 20 MB/s."""
+    """Record when each task of a decode sweep ran, with weights and cache in host RAM behind links of 20 MB/s."""
     from flexengine.tier.machine import Links
 
     trace = folder / "trace.json"
@@ -253,14 +262,14 @@ PARTS: dict[str, Callable[[Path, Size], Record]] = {
 
 @dataclass(frozen=True)
 class Part:
-    """The case of a record."""
+    """Case of a record."""
 
     name: str
     size: Size | None = None
 
 
 def said(line: Record) -> str:
-    """A line for people."""
+    """Return a record as a line of text."""
     if "seconds" not in line or "per" not in line:
         return f"{line['case']['name']}: {len(line.get('spans', []))} tasks"
     law = line["seconds"]
@@ -268,7 +277,7 @@ def said(line: Record) -> str:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """The command of the module's docstring."""
+    """Run the command of the module's docstring."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=sorted(PARTS), default=list(PARTS))
     parser.add_argument("--rows", type=int, nargs="+", help="numbers of rows (default 1 1000 10000 100000)")

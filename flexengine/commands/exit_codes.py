@@ -1,4 +1,4 @@
-"""What all commands share: exit codes, and how an error is told."""
+"""Exit codes of all commands, and messages on standard error."""
 
 import os
 import sys
@@ -11,17 +11,17 @@ DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def say(text: str) -> None:
-    """Tells people something, beside the results."""
+    """Print a message on standard error."""
     print(f"flexengine: {text}", file=sys.stderr)
 
 
-def ended(command: Callable[[], int]) -> int:
-    """The exit code of a command: what it returns, or what stands for the error it raises, which is told."""
+def exit_code(command: Callable[[], int]) -> int:
+    """Run a command and return its exit code. If the command raises an error, print the error and return its code."""
     try:
         code = command()
         sys.stdout.flush()
         return code
-    except RanOut as error:  # on the way, with results
+    except RanOut as error:  # memory ran out while the job was running; finished rows are in the journal
         say(" ".join(str(error).split()))
         return FAILED
     except FlexError as error:
@@ -30,13 +30,13 @@ def ended(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the last flush at exit fails again
-        say("whoever reads the results has gone")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails again
+        say("stdout was closed before all results were written")
         return FAILED
     except OSError as error:
         say(str(error))
         return FAILED
-    except Exception as error:  # a fault of ours: not 1, which would say that there are results
+    except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors
         if _of_memory(error):
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             say(f"the system has no more memory{where}; give a smaller --device-mem or --host-mem, or end other"
@@ -47,8 +47,8 @@ def ended(command: Callable[[], int]) -> int:
 
 
 def _of_memory(error: Exception) -> bool:
-    """Whether an error is Python's or torch's way to say that memory could not be allocated."""
-    said = str(error)
+    """Return whether Python or torch raised this error because memory could not be allocated."""
+    text = str(error)
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in said or "out of memory" in said)
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
     )

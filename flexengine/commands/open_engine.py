@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def engine_class() -> "type[Engine]":
-    """Import and return Engine, without garbage collection: the collector walks all that torch and transformers define,
-    none of which is garbage, and would take a quarter of the time of the import."""
+    """Import and return Engine, with garbage collection off: the collector would traverse all objects that torch and
+    transformers define, find no garbage, and take a quarter of the import's time."""
     collecting = gc.isenabled()
     gc.disable()
     try:
@@ -28,10 +28,11 @@ def engine_class() -> "type[Engine]":
 
 
 def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":
-    """Open the engine of `flexengine.run`, and print what a user should know about it.
+    """Open the engine of `flexengine.run`. Print whether offloading to disk is off, and what was verified.
 
     Args:
-        args: parsed options; policy, lossy and allow are values already.
+        args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
+        on_sweep: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
              "lossy", "allow", "verify")  # fmt: skip

@@ -10,14 +10,14 @@ AUTO = "auto"  # --policy: the planner chooses
 
 
 def named(text: str) -> str:
-    """Return the text. Raises ArgumentTypeError if it is empty."""
+    """Return the text. Raise ArgumentTypeError if it is empty."""
     if not text:
-        raise argparse.ArgumentTypeError("an empty name; leave the option out or name something")
+        raise argparse.ArgumentTypeError("the name is empty; give a name or leave the option out")
     return text
 
 
 def add_machine(group: "argparse._ArgumentGroup") -> None:
-    """Add the options of the machine and of computing."""
+    """Add the options of the machine, and those of dtype and remote code."""
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
@@ -29,32 +29,35 @@ def add_machine(group: "argparse._ArgumentGroup") -> None:
 
 
 def add_lossy(group: "argparse._ArgumentGroup") -> None:
-    """Add the lossy switches, and what lets the planner choose them."""
-    group.add_argument("--weights", choices=WEIGHTS, help="keep matrices in so many bits")
+    """Add the lossy switches, and the options that let the planner choose them."""
+    group.add_argument("--weights", choices=WEIGHTS, help="store matrices in this format")
     group.add_argument("--compute", choices=COMPUTE,
-                       help="round what is multiplied; int8 keeps weights in int8 unless --weights says")  # fmt: skip
-    group.add_argument("--cache", choices=tuple(CACHE), help="keep keys and values in fewer bits")
+                       help="multiply matrices in this format; int8 stores weights in int8, too, unless --weights"
+                            " is given")  # fmt: skip
+    group.add_argument("--cache", choices=tuple(CACHE), help="store keys and values in this format")
     group.add_argument("--topk", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
     group.add_argument("--calibrate", nargs="?", const=BUNDLED, type=named, metavar="FILE",
-                       help="first run the exact model over this UTF-8 text (default: a bundled one), once for the"
-                            " model, to see which errors of encoded weights matter")  # fmt: skip
+                       help="first run the exact model over this UTF-8 text (default: a bundled text), once per model,"
+                            " to measure which errors of encoded weights matter")  # fmt: skip
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
-                       help="let the planner choose: near: 8 bits; small: 4 bits, too (default: %(default)s)")
+                       help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
+                            " (default: %(default)s)")  # fmt: skip
     group.add_argument("--allow", metavar="NAME,...",
                        help=f"let the planner choose from these: {', '.join(ALLOW)}")  # fmt: skip
 
 
 def lossy_of(args: argparse.Namespace) -> Lossy:
-    """Return the switches that are set. Raises InvalidInput for values that cannot be used."""
+    """Return the lossy switches in the arguments. Raise InvalidInput if a value is not allowed."""
     return Lossy(args.weights, args.compute, args.cache, args.topk, args.calibrate)
 
 
 def allowed(args: argparse.Namespace, lossy: Lossy, policy: Policy | None) -> tuple[str, ...]:
-    """Return the names that the planner may choose from. Raises InvalidInput if there is nothing left to choose."""
+    """Return the names that the planner may choose from. Raise InvalidInput if a name is unknown, or if lossy switches
+    or a policy are given, too."""
     names = (*QUALITY[args.quality], *(args.allow.split(",") if args.allow is not None else ()))
     choices(names)
     if names and (lossy or policy is not None):
-        given = "a policy" if policy is not None else f"{lossy}"
-        raise InvalidInput(f"--quality and --allow let the planner choose, but {given} is given; leave out one of them")
+        other = "a policy" if policy is not None else f"{lossy}"
+        raise InvalidInput(f"--quality and --allow let the planner choose, but {other} is given; leave out one of them")
     return names

@@ -1,6 +1,6 @@
-"""python -m flexengine.plan MODEL: says which policy a job gets and what it will take, without loading weights.
+"""python -m flexengine.plan MODEL: print a job's policy and its predicted time and bytes, without loading weights.
 
-python -m flexengine.plan measure: measures this machine.
+python -m flexengine.plan measure: measure this machine.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, ended, say
+from flexengine.commands.exit_codes import DONE, exit_code, say
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
@@ -43,52 +43,55 @@ _MAX_TOKENS = next(f.default for f in fields(SamplingParams) if f.name == "max_t
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of planners."""
+    """Return the argument parser of planning."""
     p = argparse.ArgumentParser(
         prog="python -m flexengine.plan", description="Choose and explain a policy without loading weights.",
         epilog="python -m flexengine.plan measure --help: how to measure this machine.",
     )  # fmt: skip
-    p.add_argument("model", metavar="MODEL", help="as for run; a directory with a config.json and no weights will do")
+    p.add_argument("model", metavar="MODEL", help="as for run; a directory with config.json suffices, without weights")
     job = p.add_argument_group("job")
     job.add_argument("--input", metavar="FILE", help="prompts, as for run")
     job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
     job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
     job.add_argument("--prompt-tokens", type=int, metavar="N",
-                     help=f"without FILE: of each row ({PROMPT_TOKENS}, or less in a short context)")  # fmt: skip
-    job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: how many there are ({ROWS})")
+                     help=f"without FILE: prompt tokens of each row (default: {PROMPT_TOKENS}, or less in a short"
+                          " context)")  # fmt: skip
+    job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: number of rows (default: {ROWS})")
     job.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
     job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
                      help="tokens generated per row (default: %(default)s)")  # fmt: skip
     machine = p.add_argument_group("machine")
     add_machine(machine)
-    machine.add_argument("--hardware", metavar="FILE", help="a machine's numbers; without it this machine is measured")
+    machine.add_argument("--hardware", metavar="FILE", help="rates and capacities of a machine; without FILE this"
+                                                            " machine is measured")  # fmt: skip
     add_lossy(p.add_argument_group("lossy", "as for run"))
-    asked = p.add_argument_group("what to tell")
-    asked.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
-    asked.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
-    asked.add_argument("--frontier", action="store_true", help="latency against throughput")
-    asked.add_argument("--latency", type=float, metavar="SECONDS", help="most that a row may take, in the mean")
-    asked.add_argument("--plot", metavar="FILE.png", help="draw it, too (needs matplotlib)")
-    asked.add_argument("--json", action="store_true", help="numbers for programs, on stdout")
-    asked.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
-    asked.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
-    asked.add_argument("--verbose", action="store_true", help="all bytes, and all the time for what would help")
+    report = p.add_argument_group("report")
+    report.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
+    report.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
+    report.add_argument("--frontier", action="store_true", help="print latency against throughput")
+    report.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
+    report.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
+    report.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    report.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
+    report.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
+    report.add_argument("--verbose", action="store_true",
+                        help="list bytes by purpose; search every what-if change without a time limit")  # fmt: skip
     return p
 
 
 def measure_parser() -> argparse.ArgumentParser:
-    """The command line of measuring."""
+    """Return the argument parser of measuring."""
     p = argparse.ArgumentParser(prog="python -m flexengine.plan measure", description="Measure this machine.")
     p.add_argument("--model", metavar="M", help="measure this model's layers, too")
     add_machine(p.add_argument_group("machine"))
-    p.add_argument("--again", action="store_true", help="even if it has been measured before")
-    p.add_argument("--json", action="store_true", help="as a hardware file, on stdout")
+    p.add_argument("--again", action="store_true", help="measure stored rates again, too")
+    p.add_argument("--json", action="store_true", help="print the rates as a hardware file")
     p.add_argument("--save", metavar="FILE.json", help="write a hardware file, for --hardware")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
+    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
 
     def command() -> int:
@@ -98,14 +101,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             plan(parser().parse_args(words))
         return DONE
 
-    return ended(command)
+    return exit_code(command)
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Measures, prints and saves. Raises FlexError."""
+    """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
     _check_written(args, ("save",), [])
     if args.model is None and args.trust_remote_code:
-        raise InvalidInput("--trust-remote-code says nothing without --model; leave it out")
+        raise InvalidInput("--trust-remote-code has no effect without --model; remove it")
     from flexengine.engine import planner as planners
 
     opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
@@ -117,7 +120,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
-    """Plans, explains, and writes what is asked for. Raises FlexError."""
+    """Plan a job, print the report, and write the files named by options. Raise FlexError if an option is wrong or no
+    plan fits."""
     args.policy = None if args.policy == AUTO else args.policy
     _check(args)
     given = Policy.load(args.policy) if args.policy else None
@@ -128,29 +132,29 @@ def plan(args: argparse.Namespace) -> None:
     compared = [(path, Policy.load(path)) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
     opened = _opened(args, other.kind if other else _kind(args), lossy)
-    asked = _workload(args, opened)
+    rows = _workload(args, opened)
     among = _choices(opened, names)
     if among:
-        lossy = _choose(args, opened, asked, other, among)
+        lossy = _choose(args, opened, rows, other, among)
         say(f"chosen: {lossy}; python -m flexengine.quality shows what that costs")
-    hardware = other or _measured(args, opened, asked)
+    hardware = other or _measured(args, opened, rows)
     options = Options(latency_limit=args.latency)
 
-    def tried(work: Workload) -> Search | Prediction:
+    def planned(work: Workload) -> Search | Prediction:
         machine = opened.facts, hardware, work
         return _priced(*machine, given) if given is not None else search(*machine, options)
 
-    answer, largest, why = fitting(asked, tried)
-    if left := aside(asked, largest, why):
-        say(left)
+    answer, largest, why = fitting(rows, planned)
+    if message := aside(rows, largest, why):
+        say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
-    case = (opened.facts, hardware, asked.up_to(largest))
-    found = answer if isinstance(answer, Search) else None
+    case = (opened.facts, hardware, rows.up_to(largest))
+    searched = answer if isinstance(answer, Search) else None
     prediction = answer.best if isinstance(answer, Search) else answer
-    head = {"model": opened.source.name, "lossy": lossy.given, "hardware": hardware.name}
-    print(_told(args, name, head, case, found, prediction, compared))
+    head = {"model": opened.source.name, "lossy": lossy.enabled, "hardware": hardware.name}
+    print(_report(args, name, head, case, searched, prediction, compared))
     if args.plot:
-        curve = frontier(found) if found and args.frontier else ()
+        curve = frontier(searched) if searched and args.frontier else ()
         plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
     if args.save:
         _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
@@ -159,11 +163,20 @@ def plan(args: argparse.Namespace) -> None:
             lp.save(question(*case, prediction.policy, options), args.save_lp)
 
 
-def _told(
+def _report(
     args: argparse.Namespace, name: str, head: dict[str, Any], case: tuple[ModelFacts, Hardware, Workload],
-    found: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
+    searched: Search | None, prediction: Prediction, compared: Sequence[tuple[str, Policy]],
 ) -> str:  # fmt: skip
-    """What is printed: a comparison, a frontier, or the report. head: what JSON output begins with."""
+    """Return the text to print: a comparison, a frontier, or the report.
+
+    Args:
+        name: model and lossy switches.
+        head: first fields of JSON output.
+        case: model, machine and rows.
+        searched: the search for the policy; None if the policy was given.
+        prediction: of the chosen or given policy.
+        compared: file name and policy, for --compare.
+    """
     model, hardware, workload = case
     title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
     if compared:
@@ -171,22 +184,24 @@ def _told(
         if args.json:
             return _json(head | {"policies": [{"name": n} | _entry(p, hardware) for n, p in entries]})
         return title + explain.compare(entries, hardware)
-    if args.frontier and found:
-        curve = frontier(found)
+    if args.frontier and searched:
+        curve = frontier(searched)
         if args.json:
             return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
         return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.ROWS)
-    better = _helps(args, case, found, prediction)
+    better = _helps(args, case, searched, prediction)
     if args.json:
         return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
     return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
 
 
 def _helps(
-    args: argparse.Namespace, case: tuple[ModelFacts, Hardware, Workload], found: Search | None, prediction: Prediction
-) -> list[Help]:
-    """What would help; a given policy is compared with the one that would be chosen."""
-    if found is not None:
+    args: argparse.Namespace, case: tuple[ModelFacts, Hardware, Workload], searched: Search | None,
+    prediction: Prediction,
+) -> list[Help]:  # fmt: skip
+    """Return the what-if changes that would make the job faster. For a given policy, return the comparison with the
+    policy that the planner would choose."""
+    if searched is not None:
         options = Options(latency_limit=args.latency)
         return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
     return instead(*case, prediction)
@@ -203,23 +218,24 @@ def _tried(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Po
         return error
 
 
-def _entry(found: Prediction | FlexError, hardware: Hardware) -> dict[str, Any]:
-    return {"error": str(found)} if isinstance(found, FlexError) else explain.as_json(found, hardware)
+def _entry(outcome: Prediction | FlexError, hardware: Hardware) -> dict[str, Any]:
+    return {"error": str(outcome)} if isinstance(outcome, FlexError) else explain.as_json(outcome, hardware)
 
 
 def _json(values: dict[str, Any]) -> str:
     return json.dumps(values, allow_nan=False)
 
 
-# What is given.
+# Options and inputs.
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises InvalidInput for what does not go together, is no size or cannot be written, before anything is done."""
+    """Raise InvalidInput if options exclude each other, a value is not allowed, or a file cannot be written. Called
+    before all other work."""
     for name, most in _MOST.items():
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and args.input:
-            raise InvalidInput(f"{option} and --input are both given; the rows of {args.input} say it, leave one out")
+            raise InvalidInput(f"{option} and --input are both given, but {args.input} has its own rows; leave one out")
         if value is not None and not 1 <= value <= most:
             raise InvalidInput(f"{option} is {value}; it must be at least 1 and at most {most:,}")
     if args.limit is not None and args.limit < 1:
@@ -228,26 +244,31 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
     for option, needed in (("limit", "input"), ("prompt_column", "input")):
         if getattr(args, option) is not None and not getattr(args, needed):
-            raise InvalidInput(f"--{option.replace('_', '-')} is about the rows of a file; give --{needed}, too")
+            raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --{needed}, too")
     for option, other in (("frontier", "compare"), ("verbose", "compare"), ("offload_dir", "hardware")):
         if getattr(args, option) and getattr(args, other):
             option = option.replace("_", "-")
-            raise InvalidInput(f"--{option} says nothing where --{other} is given; leave one out")
+            raise InvalidInput(f"--{option} has no effect with --{other}; leave one out")
     for option in ("frontier", "latency"):
         if args.policy and getattr(args, option):
-            raise InvalidInput(f"--{option} is about policies to be searched; leave --policy out")
+            raise InvalidInput(f"--{option} is for the search of a policy; leave --policy out")
     if args.plot:
         check(args.plot)
     _check_written(args, ("plot", "save", "save_lp"), [args.input, args.hardware, args.policy, *(args.compare or ())])
 
 
 def _check_written(args: argparse.Namespace, options: Sequence[str], read: Sequence[str | None]) -> None:
-    """Raises InvalidInput for files of these options that cannot be written, or are one with another or one read."""
+    """Raise InvalidInput if a file named by an option cannot be written, is read, too, or is written by two options.
+
+    Args:
+        options: names of the options whose files are written.
+        read: files that are read.
+    """
     taken = {Path(name).resolve() for name in read if name}
     for name in filter(None, (getattr(args, option) for option in options)):
         if Path(name).resolve() in taken:
-            raise InvalidInput(f"{name} is to be written, but something else is read from it or written to it;"
-                               " name another file")  # fmt: skip
+            raise InvalidInput(f"{name} is to be written, but another option reads or writes it, too; name another"
+                               " file")  # fmt: skip
         taken.add(Path(name).resolve())
         if Path(name).is_dir():
             raise InvalidInput(f"{name} cannot be written: it is a directory; name a file in it")
@@ -256,14 +277,14 @@ def _check_written(args: argparse.Namespace, options: Sequence[str], read: Seque
 
 
 def _machine_options(args: argparse.Namespace) -> "MachineOptions":
-    from flexengine.engine.options import MachineOptions  # late: it imports torch, which --help must not
+    from flexengine.engine.options import MachineOptions  # imported here, as it imports torch and --help must not
 
     names = ("device", "device_mem", "host_mem", "offload_dir")
     return MachineOptions(**{name: getattr(args, name) for name in names})
 
 
 def _kind(args: argparse.Namespace) -> str:
-    """Of this machine."""
+    """Return the kind of this machine."""
     with closing(_machine_options(args).machine()) as machine:
         return machine.kind
 
@@ -275,7 +296,7 @@ def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
 
 
 def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
-    """Return the switches that the planner may choose from, exact first; none if it may not choose."""
+    """Return the switches that the planner may choose from, exact first; [] if it may not choose."""
     made = choices(names) if names else ()
     if unsuited := next(filter(None, map(opened.refusal, made)), None):
         say(f"not considered: {unsuited}")
@@ -285,7 +306,7 @@ def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
 def _choose(
     args: argparse.Namespace, opened: "Opened", workload: Workload, other: Hardware | None, among: Sequence[Lossy]
 ) -> Lossy:
-    """Return the switches with which the job is predicted to end first, as run chooses them, and open the model so."""
+    """Set and return the switches with the shortest predicted time, as run chooses them."""
     from flexengine.engine import planner as planners
 
     if other is None:
@@ -303,7 +324,7 @@ def _choose(
 
 
 def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
-    """This machine, after it is sure that it can hold some of the rows."""
+    """Return this machine's rates. Raise OutOfMemory, before measuring, if the machine can hold none of the rows."""
     from flexengine.engine import planner as planners
 
     options = _machine_options(args)
@@ -315,19 +336,19 @@ def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) ->
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:
-    """The machine of a hardware file. Sizes that are given replace the file's."""
+    """Return the machine of a hardware file. Sizes given as options replace those of the file."""
     hardware = Hardware.load(args.hardware)
     if args.device not in ("auto", hardware.kind):
         raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
     if args.host_mem and hardware.shared:
-        raise InvalidInput(f"--host-mem is for machines with a GPU, {args.hardware} has none; use --device-mem")
+        raise InvalidInput(f"--host-mem is for machines with a GPU, but {args.hardware} has none; use --device-mem")
     device = parse_size(args.device_mem, "--device-mem") if args.device_mem else hardware.device_bytes
     host = parse_size(args.host_mem, "--host-mem") if args.host_mem else hardware.host_bytes
     return replace(hardware, device_bytes=device, host_bytes=host)
 
 
 def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
-    """The job's sizes. Raises InvalidInput if there is no row to run."""
+    """Return the sizes of the job's rows. Raise InvalidInput if there is no row to run."""
     params = SamplingParams(max_tokens=args.max_tokens, n=args.n)
     if not args.input:
         most = opened.skeleton.context_length
@@ -346,9 +367,9 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
 
     refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit) as rows:
-        found = planners.workload(opened, rows, params, args.trust_remote_code, refused)
-    refused.report(found, args.input, say)
-    return found
+        workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
+    refused.report(workload, args.input, say)
+    return workload
 
 
 def _write(path: str, text: str) -> None:
@@ -358,7 +379,7 @@ def _write(path: str, text: str) -> None:
 
 @contextmanager
 def _writing(path: str) -> Iterator[None]:
-    """Tells in words that a file cannot be written."""
+    """Raise InvalidInput instead of OSError if the file cannot be written."""
     try:
         yield
     except OSError as error:

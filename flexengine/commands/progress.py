@@ -1,4 +1,4 @@
-"""What a run prints on standard error: a progress bar, row errors, and one line at its end."""
+"""Output of a run on standard error: a progress bar, row errors, and a last line."""
 
 import sys
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
 
 
 class JobBar:
-    """Progress in tokens: rate, ETA, and rows done and failed, earlier runs of the job included."""
+    """Progress bar in tokens, with rate, ETA, and the rows done and failed in this and earlier runs of the job."""
 
     def __init__(self, job: "Job") -> None:
         self._job, self._failed = job, 0
@@ -27,7 +27,7 @@ class JobBar:
         self._bar.update(progress.tokens - self._bar.n)
 
     def note(self, result: Result) -> None:
-        """Print the error of a result, if it has one and few have been printed."""
+        """Print the error of a result, if it has one, up to SHOWN_ERRORS errors."""
         if not result.error:
             return
         self._failed += 1
@@ -46,10 +46,10 @@ class JobBar:
 
 
 def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
-    """Return the line that ends a run.
+    """Return the last line of a run.
 
     Args:
-        summary: of the engine; empty if no row was left to run.
+        summary: the engine's summary; empty if no row remained to be run.
     """
     if summary:
         return summary_line(summary)
@@ -57,12 +57,12 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
         return "0 rows done; the input has no rows"
     if not job.finished:
         return f"{job.done} rows done, {job.failed} failed; all of them were in the journal"
-    failed = f"{job.failed} with errors" + ("; --retry-errors to run those again" if job.failed else "")
-    return f"finished already: {job.total} rows in {output} ({failed}); --restart to run it again"
+    failed = f"{job.failed} with errors" + ("; --retry-errors runs those rows again" if job.failed else "")
+    return f"finished already: {job.total} rows in {output} ({failed}); --restart runs the job again"
 
 
 def summary_line(s: dict[str, Any]) -> str:
-    """Return a summary as one line for people."""
+    """Return a summary as one line of text."""
     moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in s["bytes"].items() if n) or "nothing"
     peak = ", ".join(f"{tier} {n / 1e9:.2f} GB" for tier, n in s["peak_bytes"].items() if n)
     busy = ", ".join(f"{lane} {share:.0%}" for lane, share in s["busy"].items())
@@ -71,18 +71,18 @@ def summary_line(s: dict[str, Any]) -> str:
         f" {s['generated_tokens']} generated tokens;"
         f" prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
         f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}{_prediction(s.get('plan'))}"
-        + (f"; verified {verified(found)}" if (found := s.get("verified")) else "")
+        + (f"; verified {verified(checked)}" if (checked := s.get("verified")) else "")
     )
 
 
 def _prediction(plan: dict[str, Any] | None) -> str:
-    """Return how well the seconds of the sweeps were predicted; "" unless the rates were measured."""
+    """Return the predicted seconds and their errors as text; "" if the rates were not measured."""
     if not plan or not plan["measured"]:
         return ""
     off = [f"{lane} {x['predicted'] / x['measured'] - 1:+.0%}" for lane, x in plan["lanes"].items() if x["measured"]]
     return f"; predicted {plan['predicted_seconds']:.1f} s for these sweeps ({plan['error']:+.0%}; {', '.join(off)})"
 
 
-def verified(found: dict[str, Any]) -> str:
-    """Return what was compared with its checksums, as text."""
-    return f"{found['files']} files, {found['bytes'] / 1e9:.2f} GB, in {found['seconds']:.1f} s"
+def verified(checked: dict[str, Any]) -> str:
+    """Return the files, bytes and seconds of checksum comparisons as text."""
+    return f"{checked['files']} files, {checked['bytes'] / 1e9:.2f} GB, in {checked['seconds']:.1f} s"

@@ -1,7 +1,7 @@
-"""python -m flexengine.quality MODEL: what lossy choices cost on real text, through a job's own kernels and cache.
+"""python -m flexengine.quality MODEL: measure the cost of lossy choices on real text, with a job's kernels and cache.
 
-A stretch of text is a short prompt and a continuation that is forced token by token, as in decoding, so that what is
-done to the cache is seen. Exact comes first; every choice is compared with it on the same stretches.
+A stretch of text is a short prompt and a continuation that is forced token by token, as in decoding, so that errors of
+the encoded cache count. The exact model is measured first; every choice is compared with it on the same stretches.
 """
 
 import argparse
@@ -10,7 +10,6 @@ import json
 import math
 import platform
 import shlex
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -20,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, ended, say
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code, say
+from flexengine.commands.quality_cost import Cost, Scored, cost
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
@@ -29,28 +29,28 @@ from flexengine.model.tokenizer import opening, spread, token_ids
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
 
-PROMPT, LEAST = 32, 16  # tokens of a stretch that are not judged; fewest tokens of a stretch
+PROMPT, MIN_TOKENS = 32, 16  # most prompt tokens of a stretch, which are not scored; fewest tokens of a stretch
 TOPK = (0.1, 0.25)
 _ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "topk": TOPK}
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the argument parser."""
     p = argparse.ArgumentParser(
         prog="python -m flexengine.quality", description="Measure what lossy choices cost a model on real text.",
-        epilog="Without any choice all of them are measured, one at a time.",
+        epilog="If no choice is given, all choices are measured, one at a time.",
     )  # fmt: skip
     p.add_argument("model", nargs="?", metavar="MODEL", help="as for run (default: the demo model)")
     choices = p.add_argument_group("choices", "as for run; each may have several values")
-    choices.add_argument("--weights", nargs="+", choices=WEIGHTS, help="keep matrices in so many bits")
-    choices.add_argument("--compute", nargs="+", choices=COMPUTE, help="round what products multiply")
-    choices.add_argument("--cache", nargs="+", choices=CACHE, help="keep keys and values in fewer bits")
+    choices.add_argument("--weights", nargs="+", choices=WEIGHTS, help="store matrices in this format")
+    choices.add_argument("--compute", nargs="+", choices=COMPUTE, help="multiply matrices in this format")
+    choices.add_argument("--cache", nargs="+", choices=CACHE, help="store keys and values in this format")
     choices.add_argument("--topk", nargs="+", type=float, metavar="SHARE", help="read only the values of this share")
     choices.add_argument("--calibrate", nargs="?", const=BUNDLED, metavar="FILE",
-                         help="measure choices of few-bit weights calibrated, too, on a UTF-8 text (default:"
-                              f" {', '.join(texts.CALIBRATION)})")  # fmt: skip
-    choices.add_argument("--all-together", action="store_true", help="the given choices combined, too")
+                         help=f"measure choices with {', '.join(FITTED)} weights also after calibration on a UTF-8 text"
+                              f" (default: {', '.join(texts.CALIBRATION)})")  # fmt: skip
+    choices.add_argument("--all-together", action="store_true", help="measure combinations of the given choices, too")
     text = p.add_argument_group("text")
     text.add_argument("--text", metavar="FILE", help=f"UTF-8 text (default: {', '.join(texts.SAMPLE)})")
     text.add_argument("--rows", type=int, default=8, metavar="N", help="stretches of the text (default: %(default)s)")
@@ -61,43 +61,57 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
     machine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     machine.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    p.add_argument("--json", metavar="FILE", help="write the numbers, too, as one JSON object")
+    p.add_argument("--json", metavar="FILE", help="write the numbers to FILE, too, as one JSON object")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
+    """Run the command line. Return the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
     130 interrupted."""
-    return ended(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
+    return exit_code(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
 
 
-# What is asked for.
+# Choices and text.
 
 
 def asked(
     given: Mapping[str, Sequence[Any] | None], together: bool = False, calibrate: str | None = None
 ) -> list[Lossy]:
-    """Each given value of a switch alone, all there are if none is given; together: then every combination of one value
-    of each given switch; calibrate: those that fit weights with it, too. Raises InvalidInput for values that mean
-    nothing."""
+    """Return the choices to measure: each given value of a switch alone, or all values if none is given.
+
+    Args:
+        given: values by switch.
+        together: add every combination of one value of each given switch.
+        calibrate: a calibration text. Every choice whose weights are fitted is added again with calibration.
+
+    Raises:
+        InvalidInput: `together` with fewer than two switches, or `calibrate` without a choice whose weights are fitted.
+    """
     some: dict[str, Iterable[Any]] = {name: values for name in _ALL if (values := given.get(name))}
     if together and len(some) < 2:
-        raise InvalidInput("--all-together combines choices; give two kinds at least, such as --weights and --cache")
+        raise InvalidInput("--all-together combines choices; give at least two kinds, such as --weights and --cache")
     alone = [Lossy(**{name: value}) for name, values in (some or _ALL).items() for value in values]
     mixed = [Lossy(**dict(zip(some, mix, strict=True))) for mix in product(*some.values())] if together else []
-    found = list(dict.fromkeys(alone + mixed))
+    plain = list(dict.fromkeys(alone + mixed))
     if calibrate is None:
-        return found
-    if not any(lossy.coded in FITTED for lossy in found):
+        return plain
+    if not any(lossy.coded in FITTED for lossy in plain):
         raise InvalidInput(f"--calibrate {calibrate} is for weights that are fitted, and no choice has any; give"
                            f" --weights with one of {', '.join(FITTED)}, too, or leave it out")  # fmt: skip
-    both = ((x, replace(x, calibrate=calibrate)) if x.coded in FITTED else (x,) for x in found)
+    both = ((x, replace(x, calibrate=calibrate)) if x.coded in FITTED else (x,) for x in plain)
     return [lossy for pair in both for lossy in pair]
 
 
 @dataclass(frozen=True)
 class Text:
-    """What is read: its name, itself, and how it is cut."""
+    """The text on which choices are measured.
+
+    Attributes:
+        name: name of the text, for messages.
+        content: the text itself.
+        rows: number of stretches.
+        tokens: tokens of each stretch.
+    """
 
     name: str
     content: str
@@ -106,18 +120,18 @@ class Text:
 
     def __post_init__(self) -> None:
         if self.rows < 1:
-            raise InvalidInput(f"--rows is {self.rows}; it must be at least 1 (from 2 on there is a standard error)")
-        if self.tokens < LEAST:
-            raise InvalidInput(f"--tokens is {self.tokens}; it must be at least {LEAST}")
+            raise InvalidInput(f"--rows is {self.rows}; it must be at least 1 (a standard error needs at least 2)")
+        if self.tokens < MIN_TOKENS:
+            raise InvalidInput(f"--tokens is {self.tokens}; it must be at least {MIN_TOKENS}")
 
     @property
     def prompt(self) -> int:
-        """Tokens of a stretch that are given; the others are judged."""
+        """Return the number of prompt tokens of a stretch. The other tokens are forced and scored."""
         return min(PROMPT, self.tokens // 2)
 
 
 def read(path: str | None, rows: int, tokens: int) -> Text:
-    """The text of a file, or the bundled sample. Raises InvalidInput if there is none."""
+    """Return the text of a file, or the bundled sample. Raise InvalidInput if the file cannot be read."""
     if path is None:
         return Text(", ".join(texts.SAMPLE), texts.sample(), rows, tokens)
     try:
@@ -127,12 +141,20 @@ def read(path: str | None, rows: int, tokens: int) -> Text:
 
 
 def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]]:
-    """Token ids of `rows` stretches of `tokens` tokens, spread evenly over the text; each begins with the tokenizer's
-    `opening`. Raises InvalidInput if the text is too short or the context is."""
+    """Return the token ids of the stretches, spread evenly over the text. Each stretch begins with the tokenizer's
+    `opening`, and has `text.tokens` tokens.
+
+    Args:
+        tokenizer: None if the checkpoint has none.
+        context: most tokens of a sequence; None if there is no limit.
+
+    Raises:
+        InvalidInput: there is no tokenizer, or the text or the context is too short.
+    """
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read text; put its tokenizer files beside it")
     if context is not None and text.tokens > context:
-        raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens, give that at most")
+        raise InvalidInput(f"--tokens is {text.tokens}; the model's context is {context} tokens; give at most these")
     begin = opening(tokenizer)
     ids = token_ids(tokenizer, text.content, special=False)
     length = text.tokens - len(begin)
@@ -143,77 +165,22 @@ def stretches(text: Text, tokenizer: Any, context: int | None) -> list[list[int]
     return rows
 
 
-# Statistics.
-
-
-@dataclass(frozen=True)
-class Scored:
-    """logprobs: of the forced tokens, by stretch; likeliest: the tokens the model would have chosen; weights, cache:
-    bytes of all weights and of a token in all layers; seconds: of prefill and decoding, all that stays in memory being
-    there before, so that forms of one model compare by what they compute and stream."""
-
-    logprobs: tuple[tuple[float, ...], ...]
-    likeliest: tuple[tuple[int, ...], ...]
-    weights: int
-    cache: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a choice costs. nll: mean negative log-likelihood of a token, in nats; more: its increase over exact, and
-    error: the standard error of that, paired over stretches (None for a single one); same: share of places where the
-    likeliest token is exact's; weights, cache: bytes; refused: why there are no numbers."""
-
-    lossy: Lossy
-    nll: float = math.nan
-    more: float = math.nan
-    error: float | None = None
-    perplexity: float = math.nan
-    same: float = math.nan
-    weights: int = 0
-    cache: int = 0
-    seconds: float = 0.0
-    refused: str | None = None
-
-
-def cost(lossy: Lossy, exact: Scored, found: Scored) -> Cost:
-    """Of a choice by what was scored with it and without."""
-    nll = mean_nll(found.logprobs)
-    more, error = increase(exact.logprobs, found.logprobs)
-    perplexity = math.exp(nll) if nll < 700 else math.inf
-    same = agreement(exact.likeliest, found.likeliest)
-    return Cost(lossy, nll, more, error, perplexity, same, found.weights, found.cache, found.seconds)
-
-
-def mean_nll(logprobs: Sequence[Sequence[float]]) -> float:
-    """Mean negative log-likelihood over all tokens of all stretches."""
-    return -statistics.fmean(value for row in logprobs for value in row)
-
-
-def increase(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> tuple[float, float | None]:
-    """Mean of nll(other) - nll(exact) over stretches of one length, and its standard error, None for a single one:
-    stretches, not tokens, are taken to be independent."""
-    apart = [statistics.fmean(a) - statistics.fmean(b) for a, b in zip(exact, other, strict=True)]
-    error = statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else None
-    return statistics.fmean(apart), error
-
-
-def agreement(exact: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> float:
-    """Share of places at which both have the same token."""
-    pairs = [a == b for row, col in zip(exact, other, strict=True) for a, b in zip(row, col, strict=True)]
-    return sum(pairs) / len(pairs)
-
-
 # Measuring.
 
 
 def measure(
     make: Callable[[Lossy], AbstractContextManager["Engine"]], text: Text, choices: Sequence[Lossy], named: bool = True
 ) -> Iterator[tuple[Cost, dict[str, Any]]]:
-    """Exact, then each choice, with facts about the engine that ran it: one engine at a time, from `make`. A choice
-    that the model or the machine refuses has `refused`; for exact it is raised. named: by the user; else those that
-    mean nothing here are left out."""
+    """Yield the cost and the run's facts of the exact model, then of each choice. One engine exists at a time.
+
+    Args:
+        make: open an engine with a choice.
+        named: whether the user named the choices. If not, choices that the model or machine does not support are
+            skipped; if so, they are yielded with `refused`.
+
+    Raises:
+        FlexError: the exact model cannot be measured.
+    """
     with make(EXACT) as engine:
         rows = stretches(text, engine.core.tokenizer, engine.core.skeleton.context_length)
         exact, about = score(engine, rows, text.prompt), facts(engine)
@@ -222,16 +189,23 @@ def measure(
     for lossy in choices:
         try:
             with make(lossy) as engine:
-                found, about = score(engine, rows, text.prompt), facts(engine)
+                scored, about = score(engine, rows, text.prompt), facts(engine)
         except FlexError as error:
             yield Cost(lossy, refused=_line(error)), about
         else:
-            yield cost(lossy, exact, found), about
+            yield cost(lossy, exact, scored), about
 
 
 def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Scored:
-    """Forces the stretches through an engine, all but their first `prompt` tokens. Raises FlexError, also if a row
-    cannot be run."""
+    """Return the scores of the stretches with an engine.
+
+    Args:
+        rows: token ids, one row per stretch.
+        prompt: tokens at the beginning of each stretch that are not scored.
+
+    Raises:
+        FlexError: the job or one of its rows cannot be run.
+    """
     began, engine.load_first = time.perf_counter(), True
     results = engine.score([(row[:prompt], row[prompt:]) for row in rows])
     seconds = engine.summary.get("total_seconds", time.perf_counter() - began)
@@ -251,8 +225,8 @@ def _places(result: Result) -> list[dict[str, Any]]:
 
 
 def facts(engine: "Engine") -> dict[str, Any]:
-    """What a reader wants to know of the run besides its numbers."""
-    from flexengine.engine.manifest import numerics  # late: they take torch
+    """Return the model, the machine and the versions of a run."""
+    from flexengine.engine.manifest import numerics  # imported here, as these modules import torch
     from flexengine.measure.store import machine_name
 
     core = engine.core
@@ -260,11 +234,11 @@ def facts(engine: "Engine") -> dict[str, Any]:
     return {"model": core.source.name, "kind": core.machine.kind, "machine": name, **numerics(core)}
 
 
-# What is told.
+# Output.
 
 
 def header(about: Mapping[str, Any], text: Text) -> str:
-    """What was measured, of what."""
+    """Return the lines above the table: model, machine, text, and the meaning of the columns."""
     judged = text.rows * (text.tokens - text.prompt)
     return (f"{about['model']} on {about['kind']} ({about['machine']}, {about['dtype']})\n"
             f"{text.name}: {text.rows} x {text.tokens} tokens, {judged:,} of them predicted, one decode step each\n"
@@ -273,7 +247,7 @@ def header(about: Mapping[str, Any], text: Text) -> str:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """One line a choice; the first, exact, has bytes, the others their share of them."""
+    """Return the table, one line per choice. The first line, exact, has bytes; the other lines have shares of them."""
     exact = costs[0]
     lines = [_HEAD, *(_cells(c, exact) for c in costs)]
     widths = [max(len(line[i]) for line in lines if len(line) == len(_HEAD)) for i in range(len(_HEAD))]
@@ -296,41 +270,42 @@ def _cells(c: Cost, exact: Cost) -> tuple[str, ...]:
 
 
 def brief(c: Cost) -> str:
-    """One line while the rest is measured, for whoever waits or stops."""
+    """Return a progress line for one measured choice."""
     if c.refused is not None:
         return f"{c.lossy}: not measured: {c.refused}"
     return f"{c.lossy}: nll {c.nll:.4f}, {c.more:+.4f} against exact, {c.seconds:.1f} s"
 
 
 def hint(costs: Sequence[Cost], model: str | None) -> str:
-    """How to use a choice, by the example of the cheapest in likelihood."""
+    """Return a line with the command that uses the choice of the smallest increase in nll."""
     best = min((c for c in costs if c.lossy and c.refused is None), key=lambda c: c.more, default=None)
     if best is None:
         return "none of these choices can be used with this model here"
     words = ["python", "-m", "flexengine.run", "INPUT", *(["--model", model] if model else [])]
-    given = best.lossy.given.items()
-    words += [word for name, value in given for word in (f"--{name}", str(value)) if word != BUNDLED]
+    switches = best.lossy.enabled.items()
+    words += [word for name, value in switches for word in (f"--{name}", str(value)) if word != BUNDLED]
     return f"to use one: {shlex.join(words)}"
 
 
 def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict[str, Any]:
-    """The same for programs; numbers that are none or endless are null."""
+    """Return the table as a JSON object. NaN and infinity become None."""
     digest = hashlib.sha256(text.content.encode()).hexdigest()
     cut = {"text": text.name, "text_sha256": digest, "rows": text.rows, "tokens": text.tokens, "prompt": text.prompt}
     records = [{k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(c).items()}
-               | {"lossy": c.lossy.given} for c in costs]  # fmt: skip
+               | {"lossy": c.lossy.enabled} for c in costs]  # fmt: skip
     versions = {"python": platform.python_version(), "flexengine": __version__}
     return {**about, **cut, "versions": versions, "choices": records}
 
 
 def report(args: argparse.Namespace) -> int:
-    """Measures, prints and writes. Returns how many choices could not be measured. Raises FlexError."""
+    """Measure, print and write the costs of all choices. Return how many choices could not be measured. Raise FlexError
+    if an option is wrong or the exact model cannot be measured."""
     choices = asked(vars(args), args.all_together, args.calibrate)
     text = read(args.text, args.rows, args.tokens)
     if args.json:
         _check_written(args.json, args.text, args.calibrate)
     _check_apart(args.calibrate, args.text)
-    from flexengine.engine.engine import Engine  # late: it takes torch, and --help shall not
+    from flexengine.engine.engine import Engine  # imported here, as it imports torch and --help must not
 
     def make(lossy: Lossy) -> Engine:
         engine = Engine(
@@ -353,25 +328,26 @@ def report(args: argparse.Namespace) -> int:
 
 
 def _check_written(path: str, *read_from: str | None) -> None:
-    """Raises InvalidInput, before minutes of measuring, for a file that cannot be written."""
+    """Raise InvalidInput, before minutes of measuring, if the --json file cannot be written or is read, too."""
     target = Path(path).absolute()
     if target.is_dir() or not target.parent.is_dir():
-        raise InvalidInput(f"--json {path} cannot be written: it is a directory, or there is none for it; name a file")
+        raise InvalidInput(f"--json {path} cannot be written: it is a directory, or its directory does not exist;"
+                           " name another file")  # fmt: skip
     for name in filter(None, read_from):
         if target.resolve() == Path(name).resolve():
             raise InvalidInput(f"--json {path} is also a text that is read; give each a file of its own")
 
 
 def _check_apart(calibrate: str | None, text: str | None) -> None:
-    """Raises InvalidInput for a text to calibrate with that cannot be read or that choices are judged on."""
+    """Raise InvalidInput if the calibration text cannot be read, or if choices are also measured on it."""
     if calibrate is None:
         return
-    from flexengine.engine.calibration import read as read_calibration  # late: it takes torch
+    from flexengine.engine.calibration import read as read_calibration  # imported here, as it imports torch
 
     read_calibration(calibrate)
     if text is not None and Path(calibrate).resolve() == Path(text).resolve():
-        raise InvalidInput(f"--calibrate and --text are one file, {text}; what is fitted to a text looks too good on"
-                           " it, so give two")  # fmt: skip
+        raise InvalidInput(f"--calibrate and --text are one file, {text}, but quality on the calibration text looks"
+                           " better than it is; give two files")  # fmt: skip
 
 
 def _line(error: Exception) -> str:

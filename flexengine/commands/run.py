@@ -1,4 +1,4 @@
-"""python -m flexengine.run INPUT: finishes a file of prompts."""
+"""python -m flexengine.run INPUT: generate results for a file of prompts."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, ended, say
+from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code, say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
 from flexengine.commands.run_job import run_job
@@ -27,10 +27,10 @@ _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line; defaults come from SamplingParams."""
+    """Return the argument parser. Defaults come from SamplingParams."""
     p = argparse.ArgumentParser(
-        prog="python -m flexengine.run", description="Finish a file of prompts.",
-        epilog="With --output the job can be stopped at any time, even killed: the same command goes on where it was.",
+        prog="python -m flexengine.run", description="Generate results for a file of prompts.",
+        epilog="With --output the job can be stopped or killed at any time; the same command then continues it.",
     )  # fmt: skip
     p.add_argument("input", metavar="INPUT",
                    help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines;"
@@ -38,22 +38,25 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
     _add_output(p.add_argument_group("output"))
-    _add_sampling(p.add_argument_group("sampling", "what a row does not say itself"))
+    _add_sampling(p.add_argument_group("sampling", "defaults for rows without fields of these names"))
     _add_machine(p.add_argument_group("model and machine"))
-    add_lossy(p.add_argument_group("lossy", "what may differ from the checkpoint's own numbers, for speed and room;"
-                                             " python -m flexengine.quality shows what it costs"))  # fmt: skip
+    add_lossy(p.add_argument_group("lossy", "switches that save time and memory; results then differ from those of the"
+                                             " checkpoint's own numbers; python -m flexengine.quality shows by how"
+                                             " much"))  # fmt: skip
     p.add_argument("--version", action="version", version=f"flexengine {__version__}")
     return p
 
 
 def _add_output(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--output", type=named, metavar="OUT.jsonl",
-                       help="results in input order, and OUT.jsonl.journal to go on from;"
-                            " without it results go to stdout and an interrupted job starts anew")  # fmt: skip
-    group.add_argument("--restart", action="store_true", help="drop what an earlier run of this output left")
+                       help="file for results in input order; finished rows are stored in OUT.jsonl.journal, from which"
+                            " the same command continues; without --output, results go to stdout and an interrupted"
+                            " job starts over")  # fmt: skip
+    group.add_argument("--restart", action="store_true", help="delete the journal of earlier runs, and start over")
     group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
-    group.add_argument("--json", action="store_true", help="the summary as JSON, last line of stdout")
-    group.add_argument("--trace", type=named, metavar="FILE.json", help="Chrome trace of all lanes, for Perfetto")
+    group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
+    group.add_argument("--trace", type=named, metavar="FILE.json",
+                       help="write a Chrome trace of all lanes, for Perfetto")  # fmt: skip
 
 
 def _add_sampling(group: "argparse._ArgumentGroup") -> None:
@@ -64,38 +67,39 @@ def _add_sampling(group: "argparse._ArgumentGroup") -> None:
 
     add("max-tokens", int, "most tokens per prompt", "N")
     add("temperature", float, "0 is greedy")
-    add("seed", int, "of all sampling noise", "N")
+    add("seed", int, "seed of all sampling noise", "N")
     add("top-k", int, "sample from the K likeliest tokens; 0: from all", "K")
-    add("top-p", float, "sample from the likeliest tokens that hold this share")
-    add("min-p", float, "drop tokens less likely than this share of the likeliest")
-    add("repetition-penalty", float, "divides the logits of tokens in prompt and text")
-    add("presence-penalty", float, "taken from the logits of tokens in the text")
-    add("frequency-penalty", float, "the same, times how often they are in the text")
+    add("top-p", float, "sample from the fewest likeliest tokens whose probability reaches X")
+    add("min-p", float, "drop tokens less likely than X times the likeliest")
+    add("repetition-penalty", float, "divide the logits of tokens in prompt and text by X")
+    add("presence-penalty", float, "subtract X from the logits of tokens in the text")
+    add("frequency-penalty", float, "subtract X once for every time a token is in the text")
     add("n", int, "samples per prompt", "N")
     add("logprobs", int, "log probability of each token, and of the K likeliest", "K")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT",
                        help="text that ends a row, taken literally; may be repeated")  # fmt: skip
     group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", dest="stop_token_ids",
                        help="token that ends a row; may be repeated")  # fmt: skip
-    group.add_argument("--ignore-eos", action="store_true", help="go on to --max-tokens")
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
 
 
 def _add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--model", type=named, metavar="M",
                        help="directory, .gguf file or hub id (default: the demo model)")  # fmt: skip
     group.add_argument("--verify", action="store_true",
-                       help="first compare all files of the model with their checksums (SHA256SUMS beside them, or the"
-                            " hub cache's names), and prepared weights with theirs")  # fmt: skip
+                       help="first compare all files of the model with their checksums (in SHA256SUMS beside them, or"
+                            " in the hub cache's file names), and prepared weights with their own")  # fmt: skip
     group.add_argument("--policy", type=named, metavar="FILE.json", default=AUTO,
-                       help="block shape and placement; default: auto, predicted to be quickest")  # fmt: skip
+                       help="block shape and placement; default: auto, the policy with the shortest predicted"
+                            " time")  # fmt: skip
     group.add_argument("--dry-run", action="store_true",
-                       help="print the plan and what it predicts, without loading weights; python -m flexengine.plan"
-                            " does so for other machines too")  # fmt: skip
+                       help="print the plan and its predictions, without loading weights; python -m flexengine.plan"
+                            " also plans for other machines")  # fmt: skip
     add_machine(group)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line. Returns the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed on the way,
+    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
     130 or 143 interrupted by SIGINT or SIGTERM."""
     from flexengine.job.interrupt import Interrupted, Interrupts
 
@@ -109,11 +113,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(interrupts.standing())
                 return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
 
-        return ended(finish)
+        return exit_code(finish)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
-    """The main job. Raises FlexError for what is refused, before weights are read where that can be known."""
+    """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
+    weights are read where possible."""
     from flexengine.job.inputs import STDIN, Rows
     from flexengine.job.results import check_output
 
@@ -143,7 +148,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 
 
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
-    """Prints the plan; nothing is written but what is measured of the machine."""
+    """Print the plan. Write only the measured rates of the machine, to the cache."""
     from flexengine.engine.survey import Refused
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
@@ -156,12 +161,12 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         refused.report(workload, args.input, say)
         planner = engine.planner
         planner.choose_lossy(workload)
-        planner.check(workload)  # rows that cannot be held are refused before anything is measured
+        planner.check(workload)  # raises OutOfMemory before measuring if no row fits
         hardware = planner.hardware()
         plan = planner.plan(workload)
         assert plan.layout is not None
-        if left := aside(workload, plan.largest, plan.refusal):
-            print(f"{left}\n")
+        if message := aside(workload, plan.largest, plan.refusal):
+            print(f"{message}\n")
         prediction = planner.cost(plan.workload).predict(plan.layout)
         ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)
         print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas))
@@ -171,24 +176,26 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
 def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
     from flexengine.job.inputs import survey
     from flexengine.job.results import journal_path
-    from flexengine.job.resume import KeptJob, PrintedJob
+    from flexengine.job.resume import JournalJob, PrintedJob
 
     total = survey(rows)
     if journal_path(args.output) is not None:
-        return KeptJob(rows, total, args.output, args.restart, args.retry_errors)
+        return JournalJob(rows, total, args.output, args.restart, args.retry_errors)
     for option in ("restart", "retry_errors"):
         if getattr(args, option):
-            raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file")
+            raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file, which has a"
+                               " journal; add it")  # fmt: skip
     return PrintedJob(rows, total, args.output)
 
 
 def _check_apart(args: argparse.Namespace) -> None:
-    """Raises InvalidInput if a file to be written is read or written as something else, too."""
+    """Raise InvalidInput if a file that is written is also read, or written a second time."""
     from flexengine.job.results import journal_path, part_path
 
-    given = None if args.policy == AUTO else args.policy
+    policy = None if args.policy == AUTO else args.policy
     text = None if args.calibrate == BUNDLED else args.calibrate
-    used = {"INPUT": args.input, "--policy": given, "--calibrate": text, "--output": args.output, "--trace": args.trace}
+    used = {"INPUT": args.input, "--policy": policy, "--calibrate": text, "--output": args.output,
+            "--trace": args.trace}  # fmt: skip
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}

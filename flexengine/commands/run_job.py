@@ -1,4 +1,4 @@
-"""A job of `flexengine.run`: an engine, a journal, and the manifest that a resumed job is compared with."""
+"""A job of `flexengine.run`: an engine, a journal, and the manifest with which a resumed job is compared."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
-    """Run the rows that remain, put the output in place, and return the summary."""
+    """Run the rows that remain, write the output file, and return the summary."""
     _print_note(job)
     bar = JobBar(job)
 
@@ -31,8 +31,8 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if engine.layout is not None:
             importances = engine.calibrator.importances
             fitted = {"importances": importances.digest} if importances is not None else {}
-            chosen = {"lossy": engine.lossy.given, "cache": engine.core.cache_form}
-            job.keep({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
+            chosen = {"lossy": engine.lossy.enabled, "cache": engine.core.cache_form}
+            job.save_settings({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
         job.save(at_once=False)
         bar.show(progress)
 
@@ -41,7 +41,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         _print_note(job)
         if job.resumed:
             say(f"{job.resumed} of {job.total} rows were done before")
-        # Where a prompt is cut decides the last bits of its KV; fewer rows, or more memory, must not cut it elsewhere.
+        # The last bits of a prompt's KV depend on where it is cut, so a resumed job must cut it in the same places.
         _keep_to(engine, job.settings.get("prefill_tokens"))
         if args.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
@@ -67,25 +67,30 @@ def _print_note(job: "Job") -> None:
 
 
 def _keep_to(engine: "Engine", began: int | None) -> None:
-    """Cut prompts as the run that began the job cut them: the last bits of its results depend on it."""
+    """Cut prompts as the run that began the job cut them, as the last bits of results depend on it.
+
+    Args:
+        began: most tokens of a prefill chunk in that run; None if there was none.
+    """
     if engine.planner.keep_prefill(began):
         say(f"prefill_tokens stays {began}, with which the job began")
 
 
 def _check_cache(engine: "Engine", began: str) -> None:
-    """Raise InvalidInput if the form of the cache that the planner chose has changed since the job began. A form that
-    the user gave is compared with the manifest."""
+    """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that the
+    user gave is compared with the manifest instead."""
     if began and began != engine.core.cache_form:
-        raise InvalidInput(f"this job chose a cache of {began}, which is {engine.core.cache_form} now; --restart to run"
-                           " it again")  # fmt: skip
+        raise InvalidInput(f"this job chose a cache of {began}, which is {engine.core.cache_form} now; add --restart to"
+                           " run the job again")  # fmt: skip
 
 
 def _check_importances(engine: "Engine", began: str | None) -> None:
-    """Raise InvalidInput if the calibration was lost and gives other importances than those the job began with."""
-    if began is not None and (found := engine.calibrator.importances) is not None and found.digest != began:
-        raise InvalidInput(f"this job began with weights calibrated to {began}, but that is gone from the cache, and"
-                           f" calibrating again, with other memory or libraries, gave {found.digest};"
-                           " --restart to run it again")  # fmt: skip
+    """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring them
+    again gave other numbers."""
+    if began is not None and (current := engine.calibrator.importances) is not None and current.digest != began:
+        raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
+                           f" importances, and calibrating again, with other memory or libraries, gave"
+                           f" {current.digest}; add --restart to run the job again")  # fmt: skip
 
 
 def _manifest(
@@ -108,8 +113,8 @@ def _manifest(
 
 
 def _check_memory(engine: "Engine", rows: "Rows", params: SamplingParams) -> None:
-    """Raise OutOfMemory if not even a row of one token and one to generate fits, before all files of the model are
-    hashed for the manifest."""
+    """Raise OutOfMemory, before all files of the model are hashed for the manifest, if not even a row of one prompt
+    token and one generated token fits."""
     from flexengine.plan.least import SHORTEST
 
     try:

@@ -1,4 +1,4 @@
-"""Calibration: the exact model reads some text, as any job, so that encoding knows which errors of weights matter."""
+"""Calibration: the exact model reads a text, in an ordinary job, to measure which errors of encoded weights matter."""
 
 import hashlib
 import json
@@ -25,16 +25,21 @@ from flexengine.model.skeleton import Skeleton
 from flexengine.model.tokenizer import opening, spread, token_ids
 from flexengine.model.verify import Verifier
 
-VERSION = 2  # part of the cache's key: raise it when the numbers come out otherwise
+VERSION = 2  # part of the cache's key: raise it when the computed importances change
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
 Scorable = tuple[Sequence[int], Sequence[int]]
-PIECE = 128  # tokens of a micro-batch, whatever memory there is: last bits depend on where a prompt is cut
+PIECE = 128  # tokens of a prefill chunk, for any memory size: the last bits depend on where a prompt is cut
 FILE = "importances.safetensors"
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """What is read, in token ids."""
+    """The stretches of text that the exact model reads.
+
+    Attributes:
+        rows: token ids, one tuple per stretch.
+        digest: hex digest of the token ids.
+    """
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -46,22 +51,39 @@ class Calibration:
         self, source: Path, files: Sequence[Path], dtype: torch.dtype, measured: Callable[[], dict[str, Tensor]],
         verifier: Verifier | None = None,
     ) -> Importances:  # fmt: skip
-        """Those of the model in `files`, computed in that dtype: what `measured` gives, unless it did so before. Raises
-        what that raises, InvalidInput for an OSError."""
+        """Return the importances of a model, from the cache if they have been measured before.
+
+        Args:
+            source: the model's directory.
+            files: the model's files, which are part of the cache's key.
+            dtype: dtype of the activations.
+            measured: measure the importances.
+            verifier: compares prepared files with their checksums; None if none are compared.
+
+        Raises:
+            InvalidInput: `measured` raised OSError. Its other errors are raised unchanged.
+        """
 
         def build(directory: Path) -> None:
             try:
-                found = measured()
-            except OSError as error:  # of the checkpoint or the offload directory, not of where this is written
+                importances = measured()
+            except OSError as error:  # of the checkpoint or the offload directory, not of `directory`
                 raise InvalidInput(f"calibrating with {source} failed: {error}") from error
-            save(found, directory / FILE)
+            save(importances, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
         return load(prepared(source, files, build, what, verifier) / FILE)
 
     def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:
-        """Importances of the matrices of an engine's skeleton; score: see Engine.score. Raises InvalidInput if a
-        stretch cannot be run."""
+        """Return the importances of the matrices of an engine's skeleton.
+
+        Args:
+            skeleton: the engine's modules.
+            score: the engine's `score`.
+
+        Raises:
+            InvalidInput: a stretch cannot be run.
+        """
         recorder = Recorder(skeleton)
         with recorder.watching():
             results = score([(row[:-1], row[-1:]) for row in self.rows])
@@ -125,33 +147,46 @@ class ExactEngine(Protocol):
 
 
 def check(name: str, tokenizer: Any) -> None:
-    """Raises InvalidInput if `calibration` would for want of a tokenizer or a file; reads next to nothing."""
+    """Raise InvalidInput if there is no tokenizer or the file cannot be opened. Read at most one byte.
+
+    Args:
+        name: name of a UTF-8 file, or BUNDLED.
+        tokenizer: None if the checkpoint has none.
+    """
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so it cannot read a text to calibrate with; put its"
                            " tokenizer files beside it, or leave calibrate out")  # fmt: skip
     if name != BUNDLED:
         if Path(name).is_fifo() or Path(name).is_char_device():
-            raise InvalidInput(f"{name}, to calibrate with, is a pipe or a device, and it is read more than once; give"
-                               " a UTF-8 text file")  # fmt: skip
+            raise InvalidInput(f"{name}, to calibrate with, is a pipe or a device, but it must be read more than once;"
+                               " give a UTF-8 text file")  # fmt: skip
         with _explained(name), Path(name).open("rb") as file:
             file.read(1)
 
 
 def calibration(name: str, tokenizer: Any, context: int | None) -> Calibration:
-    """name: of a UTF-8 file, or BUNDLED; tokenizer: None if there is none; context: most tokens of a sequence, None for
-    any. Raises InvalidInput if there is too little text, or none that can be read."""
+    """Return the stretches of a text.
+
+    Args:
+        name: name of a UTF-8 file, or BUNDLED.
+        tokenizer: None if the checkpoint has none.
+        context: most tokens of a sequence; None if there is no limit.
+
+    Raises:
+        InvalidInput: there is no tokenizer, the text cannot be read, or it is too short.
+    """
     check(name, tokenizer)
     begin, ids = opening(tokenizer), token_ids(tokenizer, read(name), special=False)
     length = min(TOKENS, context or TOKENS) - len(begin)
     rows = spread(begin, ids, ROWS, length)
     if not rows:
         raise InvalidInput(f"{name} has {len(ids):,} tokens; calibrating takes {ROWS * length:,}; give a longer text,"
-                           " or no name for the bundled one")  # fmt: skip
+                           " or leave the name out to use the bundled text")  # fmt: skip
     return Calibration(tuple(map(tuple, rows)))
 
 
 def read(name: str) -> str:
-    """The text of a UTF-8 file, or the bundled one. Raises InvalidInput if there is none."""
+    """Return the text of a UTF-8 file, or the bundled text. Raise InvalidInput if the file cannot be read."""
     if name == BUNDLED:
         return texts.calibration()
     with _explained(name):

@@ -1,4 +1,4 @@
-"""A model opened on a machine: what the jobs of an engine share, and the weights that stay in memory between jobs."""
+"""A model opened on a machine. All jobs of an engine share it, and weights may stay in its memory between jobs."""
 
 import contextlib
 
@@ -43,7 +43,7 @@ class Core:
 
     def __init__(self, options: EngineOptions) -> None:
         """Open the model and the machine; read no weights. Raise as `Engine` does."""
-        kernels.choice()  # a wrong FLEXENGINE_KERNELS is refused before anything is converted
+        kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         self.options, self.machine = options, options.machine()
         self._check_disk(options.policy)
         self.trace = Trace(options.trace) if options.trace else None
@@ -56,7 +56,7 @@ class Core:
         self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
         self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
-        kernels.load()  # tiers convert with the CPU's kernels beside a GPU, too: they are built before lanes begin
+        kernels.load()  # beside a GPU, too, tiers convert with the CPU's kernels: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)
         self._weights: Weights | None = None
         self._resident_read = 0  # bytes read for resident weights that have been dropped since
@@ -110,14 +110,14 @@ class Core:
             demand_of(self.facts, layout.homes),
         )  # fmt: skip
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer
-        # Without overlap one lane does for all, except that an inline lane would wait for a GPU.
+        # Without overlap a single inline lane runs all tasks. On a GPU an inline lane would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, self.trace)
         machine.synchronize()
         return JobResources(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, watch)
 
     def _worker(self, layout: Layout, load_first: bool) -> Worker:
-        with contextlib.ExitStack() as undo:  # the spill files first, as they may fail
+        with contextlib.ExitStack() as undo:  # create the spill files first, as this may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)

@@ -122,7 +122,8 @@ class Engine:
         return self.planner.layout(workload, self.core.resident)
 
     def close(self) -> None:
-        """End the running stream, if any, and free memory and files. Raise InvalidInput if another thread is in it."""
+        """End the running stream, if any, and free memory and files. Raise InvalidInput if another thread runs the
+        stream."""
         if (running := self._running) is not None:
             try:
                 running.close()
@@ -135,9 +136,9 @@ class Engine:
         """Return the results of all prompts, in their order. Raise as `stream`.
 
         Args:
-            prompts: strings, or rows: {"prompt"}, {"messages"} or {"prompt_token_ids"}, each with sampling parameters
-                of its own if necessary.
-            params: sampling parameters of all other rows.
+            prompts: strings, or rows: {"prompt"}, {"messages"} or {"prompt_token_ids"}. A row may also have sampling
+                parameters, by name.
+            params: sampling parameters of all rows. Those of a row replace them.
         """
         results: list[Result] = []
         try:
@@ -174,8 +175,8 @@ class Engine:
         results; see `summary["replanned"]`.
 
         Args:
-            prompts: as for `generate`. They are read twice, once for their sizes and once for the work, and not kept;
-                an iterator is made a list.
+            prompts: as for `generate`. They are iterated twice, first for their sizes and then to be run, and not
+                stored. An iterator is copied to a list.
 
         Raises:
             InvalidInput: an argument has the wrong type, or the engine is generating already.

@@ -1,6 +1,6 @@
-"""One call of `Engine.stream`: requests enter as places fall free, sweeps advance them, results leave as rows finish.
+"""The sweeps of a job: requests enter the block when there is room, and results leave when their rows finish.
 
-Memory does not grow with the number of rows: requests are taken from an iterator, a block's worth ahead.
+Memory does not grow with the number of rows: requests are taken from an iterator, at most one block ahead.
 """
 
 import time
@@ -30,7 +30,7 @@ from flexengine.worker.worker import Text, Worker
 
 @dataclass(frozen=True)
 class JobResources:
-    """What `Core.prepare` makes for a job under one layout.
+    """The resources that `Core.prepare` allocates for a job under one layout.
 
     Attributes:
         sweeps: admission, and the gpu_batches of each sweep.
@@ -50,16 +50,29 @@ class JobResources:
 
 @dataclass
 class _Open:
-    """A row under way: what became of its samples so far."""
+    """A row in flight.
+
+    Attributes:
+        remaining: samples that are not finished.
+        samples: finished samples, by number.
+        error: error of the first sample that failed; None if none did.
+    """
 
     request: Request
-    left: int
+    remaining: int
     samples: dict[int, Completion] = field(default_factory=dict)
     error: str | None = None
 
 
 class Generation:
-    """Takes `feed`, requests and rows with an error, to results. tokenizer: None if the checkpoint has none."""
+    """Generates the results of the rows in `feed`.
+
+    Attributes:
+        feed: requests, and rows with an error. Rows not started remain in it.
+        tokenizer: None if the checkpoint has none.
+        eos: token ids that end a sequence.
+        progress: updated after every sweep.
+    """
 
     def __init__(
         self, resources: JobResources, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
@@ -74,9 +87,14 @@ class Generation:
         self._next = 0  # sequence id
 
     def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
-        """Results in the order in which rows finish; those of bad rows as they are come by.
+        """Yield results in the order in which rows finish. A row with an error yields its result when it is read.
 
-        Raises Shortage if a sweep gets no memory: `unfinished` and what is left of `feed` are then to be run anew."""
+        Args:
+            on_sweep: called with the progress after every sweep.
+
+        Raises:
+            Shortage: a sweep ran out of memory. The caller must run `unfinished()` and the rest of `feed` again.
+        """
         sweeps, progress = self.resources.sweeps, self.progress
         while True:
             self._take()
@@ -85,9 +103,9 @@ class Generation:
             if sweeps.idle:
                 if not self._more:
                     return
-                continue  # there were so many bad rows that no request was reached
+                continue  # `_take` read only rows with errors, up to its limit
             began = time.perf_counter()
-            batches, gone, prefill = self._swept()
+            batches, ended, prefill = self._guarded_sweep()
             seconds = time.perf_counter() - began
             self.resources.watch.note(batches, seconds, self.resources.executor.busy)
             progress.sweeps += 1
@@ -95,14 +113,15 @@ class Generation:
                 progress.prefill_seconds += seconds
             else:
                 progress.decode_seconds += seconds
-            results = [result for sequence in gone if (result := self._leave(sequence)) is not None]
+            results = [result for sequence in ended if (result := self._leave(sequence)) is not None]
             progress.rows += sum(result.error is None for result in results)
             if on_sweep:
                 on_sweep(progress)
             yield from results
 
     def _take(self) -> None:
-        """Lets a block's worth of sequences wait, and one more, by which the schedule sees that there are others."""
+        """Take requests from the feed until one sequence more than a block waits. The schedule sees by the additional
+        sequence that others follow."""
         sweeps = self.resources.sweeps
         while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
             item = next(self.feed, None)
@@ -125,27 +144,30 @@ class Generation:
             self.resources.sweeps.add(Sequence(self._next, length, sampling.max_tokens, prompt=prompt))
             self._next += 1
 
-    def _swept(self) -> tuple[list[Batch], list[Sequence], bool]:
-        """Return what `_sweep` returns. After an error no task is begun any more and no tensor is kept: neither by
-        forward passes under way nor by variables in the error's traceback. A Shortage is raised apart from the error
-        it was made from."""
+    def _guarded_sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
+        """Return what `_sweep` returns. Raise Shortage if it ran out of memory.
+
+        After an error no further task starts, and no tensor stays referenced, neither by unfinished forward passes nor
+        by variables in the error's traceback. The Shortage is raised after the `except` block, as the error it was made
+        from, with its traceback, would otherwise stay referenced as its context.
+        """
         try:
             with torch.no_grad():
                 return self._sweep()
         except BaseException as error:
-            found = shortage(error, self.resources.worker.weights.machine.kind == "cuda")
-            if found is None:
-                self._let_go()
+            lack = shortage(error, self.resources.worker.weights.machine.kind == "cuda")
+            if lack is None:
+                self._abandon()
                 forget_variables(error)
                 raise
-        self._let_go()
-        raise found
+        self._abandon()
+        raise lack
 
-    def _let_go(self) -> None:
+    def _abandon(self) -> None:
         self.resources.executor.abandon("device", self.resources.worker.drop)
 
     def unfinished(self) -> list[Request]:
-        """The rows under way, in their order; what had been generated of them no longer counts."""
+        """Subtract the tokens of the rows in flight from `progress`. Return the requests of these rows, in order."""
         done = [len(s.token_ids) for row in self._open.values() for s in row.samples.values()]
         limits = [row.request.sampling.max_tokens * len(row.samples) for row in self._open.values()]
         self.progress.tokens -= sum(done) + sum(len(text.generated) for text in self._texts.values())
@@ -153,29 +175,37 @@ class Generation:
         return [row.request for row in self._open.values()]
 
     def _sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
-        """One token further for everyone alive; returns the gpu_batches, who left, whether prompts were computed."""
+        """Advance every live sequence by one token.
+
+        Returns:
+            The gpu_batches, the sequences that ended, and whether the sweep computed a prompt.
+        """
         resources = self.resources
         sweeps, worker = resources.sweeps, resources.worker
         batches = sweeps.begin(worker.cache.claim, worker.cache.release)
         if not batches:
-            raise RuntimeError("the next sequence needs more KV pages than the pools have: a fault of the plan")
+            peak = sweeps.waiting[0].peak_tokens
+            pools = [(tier, pool) for tier, group in sweeps.pools.items() for pool in group]
+            pages = ", ".join(f"{tier}: {pool.held(peak)} of {pool.pages}" for tier, pool in pools)
+            raise RuntimeError(f"the next sequence needs more KV pages per layer than the pools have ({pages}); raise"
+                               " --device-mem or lower max_tokens")  # fmt: skip
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
         self.progress.tokens += len(sweeps.joined)
         over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
         worker.begin(batches, sweeps.live, self._texts, sweeps.first_tokens())
         worker.weights.machine.synchronize()
         resources.executor.run(resources.program.sweep(sweeps.sweep, batches, sweeps.another))
-        sampled = {sequence: found for sequence, found in worker.sampled.items() if sequence not in over}
+        sampled = {sequence: token for sequence, token in worker.sampled.items() if sequence not in over}
         self._first.update((waits, sampled.pop(waits)) for waits in sampled.keys() - sweeps.live.keys())
-        ended = over | {sequence for sequence, found in sampled.items() if self._append(sequence, found)}
+        stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
         self.progress.tokens += len(sampled)
-        gone = sweeps.advance(batches, ended)
-        for sequence in gone:
+        ended = sweeps.advance(batches, stopped)
+        for sequence in ended:
             worker.cache.release(sequence)
-        return batches, gone, prefill
+        return batches, ended, prefill
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
-        """Takes a sequence's new token; returns whether it was the last."""
+        """Append a token to a sequence. Return whether it was the last one."""
         text = self._texts[sequence]
         if sampled.token == NONFINITE:
             text.error = f"its logits are not finite after {len(text.generated)} tokens"
@@ -187,16 +217,16 @@ class Generation:
         return text.ended is not None
 
     def _leave(self, sequence: Sequence) -> Result | None:
-        """Books a finished sequence; the row's result if it was the last of its samples."""
+        """Record a finished sequence. Return the row's result if all samples of the row are finished, else None."""
         text, _ = self._texts.pop(sequence.id), self._first.pop(sequence.id, None)
         row = self._open[text.row]
         self.progress.most -= sequence.max_tokens - len(text.generated)
-        row.left -= 1
+        row.remaining -= 1
         row.error = row.error or text.error
         logprobs = text.logprobs if text.sampling.logprobs is not None else None
         words = text.stops.text(text.generated)
         row.samples[text.sample] = Completion(words, text.generated, text.ended or "length", logprobs)
-        return self._finish(row) if not row.left else None
+        return self._finish(row) if not row.remaining else None
 
     def _finish(self, row: _Open) -> Result:
         index, prompt = row.request.index, len(row.request.prompt_ids)

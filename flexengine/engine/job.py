@@ -1,4 +1,4 @@
-"""One call of `Engine.stream`, as a line of five steps: survey -> plan -> prepare -> run -> results.
+"""One call of `Engine.stream`, in five steps: survey -> plan -> prepare -> run -> results.
 
     survey    engine/survey.py      sizes of all rows                      -> Workload
     plan      engine/planner.py     lossy switches, policy, layout         -> Plan
@@ -6,7 +6,7 @@
     run       engine/generation.py  sweeps; results leave as rows finish   -> Result
     results   engine/state.py       counts, seconds, bytes                 -> summary
 
-Only `prepare` and `run` are repeated, with a smaller layout, if memory runs out on the way.
+If memory runs out, `prepare` and `run` are repeated with a smaller layout.
 """
 
 import time
@@ -56,7 +56,7 @@ class Job:
 
     def results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
         """Yield results as rows finish. Raise as `Engine.stream`."""
-        if iter(prompts) is prompts:  # it can be walked only once
+        if iter(prompts) is prompts:  # an iterator can be iterated only once
             prompts = list(prompts)
         workload = self.reader.survey(prompts, params)
         self.planner.choose_lossy(workload)
@@ -73,7 +73,7 @@ class Job:
         self.summary = self._summarise(state, None)
 
     def _requests(self, prompts: Iterable[Any], params: SamplingParams, plan: Plan) -> Iterator[Request | Row]:
-        """Yield the requests that fit. Rows that are too long, or cannot be run, come with an error."""
+        """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
         for item in self.reader.requests(prompts, params):
             if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > plan.largest:
                 size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
@@ -101,8 +101,11 @@ class Job:
             layout = smaller
 
     def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | None]:
-        """Yield results until all rows are done, or until memory runs out. Return what was short then; `state` holds
-        the rows that remain."""
+        """Yield results until all rows are done, or until memory runs out.
+
+        Returns:
+            The shortage if memory ran out, else None. After a shortage, `state` holds the rows that remain.
+        """
         resources = self._prepare(watch, state)
         if isinstance(resources, Shortage):
             return resources
@@ -127,11 +130,11 @@ class Job:
         return lack
 
     def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage:
-        """Return what the sweeps need, or what was short when it was allocated."""
+        """Return the resources of the sweeps, or the shortage if their allocation ran out of memory."""
         core, began = self.core, time.perf_counter()
         if self.calibrator.text is not None:
-            _ = core.opened.origins  # calibrates with an engine of its own, so before this one takes any memory
-        core.machine.give_back()  # what planning freed
+            _ = core.opened.origins  # calibrates with a second engine, so before this engine allocates memory
+        core.machine.give_back()  # memory that planning freed
         try:
             resources = core.prepare(watch, self.load_first)
         except Exception as error:
@@ -145,7 +148,7 @@ class Job:
         return resources
 
     def _write_trace(self) -> None:
-        """Write the trace, if any. A trace that cannot be written must not cost the results."""
+        """Write the trace, if any. Warn if it cannot be written, so that the job still returns its results."""
         try:
             if self.core.trace:
                 self.core.trace.write()
@@ -155,7 +158,7 @@ class Job:
     def _summarise(self, state: JobState, resources: JobResources | None) -> dict[str, Any]:
         """Return `Engine.summary`: model and device, `JobState.summary`, peak bytes by tier, and the plan.
 
-        verified: files, bytes and seconds of what was compared with its checksums since the engine was made.
+        The key `verified` holds files, bytes and seconds of the checksum comparisons since the engine was made.
         """
         core = self.core
         tiers = ("device", "disk") if core.machine.capacity.shared else ("device", "host", "disk")
@@ -165,7 +168,7 @@ class Job:
             "dtype": str(core.dtype).removeprefix("torch."),
             **state.summary(core.traffic()),
             "peak_bytes": {t: core.machine.tier(t).ledger.peak for t in tiers},
-            "lossy": core.lossy.given,
+            "lossy": core.lossy.enabled,
             "verified": dict(vars(core.verifier)) if core.verifier else None,
             "policy": resources.layout.policy.to_json() if resources else None,
             "plan": resources.watch.report() if resources else None,

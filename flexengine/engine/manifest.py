@@ -1,4 +1,4 @@
-"""What a job's manifest says of an engine: a resumed job compares it with the engine that continues it."""
+"""The engine's part of a job's manifest. A resumed job compares it with the engine that continues the job."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,8 +13,8 @@ from flexengine.model.linear import numerics as product_numerics
 
 
 def fingerprint(core: Core, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the results of a request besides its own parameters and the lossy switches: the model's name
-    and files, and `numerics`.
+    """Return the model's name and files, and `numerics`. With the lossy switches and a request's own parameters, these
+    determine its results.
 
     Args:
         known: marks of the model's files in the manifest of the run that began the job; empty if there was none.
@@ -23,8 +23,8 @@ def fingerprint(core: Core, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numerics(core: Core) -> dict[str, Any]:
-    """Return what the last bits of a result depend on besides the model and the request. Switches that the planner has
-    yet to choose are not part of it."""
+    """Return the settings and versions that decide the last bits of a result, besides the model and the request.
+    Switches that the planner has not chosen yet are left out."""
     import transformers
 
     cuda, policy = core.machine.kind == "cuda", core.options.policy
@@ -46,7 +46,6 @@ def model_files(core: Core, known: Mapping[str, Any]) -> dict[str, dict[str, Any
 
 
 def switches(core: Core, calibrator: Calibrator) -> dict[str, Any]:
-    """Return the lossy switches that are set. A text to calibrate with is given by a digest of its tokens, not by its
-    name."""
+    """Return the lossy switches that are set. The calibration text is named by a digest of its tokens."""
     text = calibrator.text
-    return core.lossy.given | ({"calibrate": text.digest} if text is not None else {})
+    return core.lossy.enabled | ({"calibrate": text.digest} if text is not None else {})

@@ -21,7 +21,7 @@ class MachineOptions:
 
     Attributes:
         device: auto, cpu, cuda or sim.
-        device_mem: bytes of device memory, or text such as "800M"; None takes what is free. On a CPU this is RAM.
+        device_mem: bytes of device memory, or text such as "800M"; None takes the free memory. On a CPU this is RAM.
         host_mem: bytes of host memory beside a GPU, in the same form.
         offload_dir: directory for KV cache and activations that are offloaded to disk.
         links: link rates of a `sim` machine.
@@ -59,7 +59,7 @@ class EngineOptions(MachineOptions):
         model: a directory, a .gguf file or a hub id; None is the demo model.
         policy: block shape and placement; None lets the planner choose.
         dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA), float32, bfloat16 or float16.
-        overlap: False runs one task at a time, and plans for that.
+        overlap: run tasks of different lanes at the same time. False runs, and plans for, one task at a time.
         trace: file for Chrome trace JSON of all lanes.
         on_sweep: called with a Progress after every sweep.
         trust_remote_code: run Python code that comes with the checkpoint, if the model needs it.

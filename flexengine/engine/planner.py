@@ -1,4 +1,4 @@
-"""Plans for a model on a machine: measures it where that pays, and searches the policy."""
+"""Planning for a model on a machine: a search for the policy, with rates that are measured for long jobs."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -32,20 +32,20 @@ from flexengine.worker.opened import Opened
 
 Say = Callable[[str], None]
 
-SAVING = 0.95  # of the predicted seconds, that must be left for something to be done less exactly
-SPARED, MOST_SPARED = 1 / 16, 1 / 4  # of what proved too large, that is left free at least and at most
-WORTH = 60.0  # seconds a job must be thought to take for the machine to be measured before it
+SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
+SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
+MIN_JOB_SECONDS = 60.0  # measure the machine before a job if it is predicted to take at least this long
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job begins with.
+    """The plan of a job.
 
     Attributes:
-        layout: where everything lies; None if the job has no row that can be run.
+        layout: tier of every weight and bytes of every buffer; None if the job has no row that can be run.
         workload: the sizes of the rows that fit.
         largest: most tokens, prompt and generated, of one row that fits.
-        refusal: why no longer row fits; None if all rows fit.
+        refusal: error for longer rows; None if all rows fit.
     """
 
     layout: Layout | None
@@ -59,10 +59,12 @@ class Planner:
 
     Attributes:
         policy: the policy that the user gave; None lets the planner choose.
-        prefill_tokens: of every policy that the planner chooses; None lets it choose them, too.
+        prefill_tokens: most tokens of a prefill chunk in every policy that the planner chooses; None lets the planner
+            choose.
         choices: lossy switches that the planner may choose from for the first job; () leaves them as they are.
-        unsuited: why the first switch that the user allowed cannot be used here; None if all can.
-        say: called with a message before anything that takes long.
+        unsuited: why the model or machine cannot use the first unusable switch that the user allowed; None if it can
+            use all.
+        say: called with a message before steps that take long.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Planner:
         self.policy = policy
         self.prefill_tokens: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
-        self._given = hardware is not None
+        self._hardware_override = hardware is not None
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
@@ -102,14 +104,16 @@ class Planner:
         self.opened.say = say
 
     def use(self, lossy: Lossy) -> None:
-        """Plans with such weights and cache from now on."""
+        """Plan with these switches from now on."""
         self.opened.use(lossy)
-        if not self._given:
+        if not self._hardware_override:
             self._hardware = None
 
     def keep_prefill(self, tokens: int | None) -> bool:
-        """Cut all prompts as an earlier run of the job cut them, as the last bits of its results depend on that. Return
-        whether a given policy was changed.
+        """Cut all prompts as an earlier run of the job cut them, as the last bits of results depend on it.
+
+        Returns:
+            Whether the user's policy was changed.
 
         Args:
             tokens: most tokens of a prefill chunk; None lets the planner choose.
@@ -121,8 +125,8 @@ class Planner:
         return True
 
     def choose_lossy(self, workload: Workload) -> None:
-        """Choose the lossy switches for a job of this workload, if the planner may and has not. Weights must not be
-        loaded. Raise OutOfMemory if the job fits with none."""
+        """Choose the lossy switches for a job of this workload, if the planner may choose and has not chosen. Weights
+        must not be loaded. Raise OutOfMemory if the job fits under no choice."""
         if not self.choices or not workload.count:
             return
         chosen = self.least_lossy(workload, self.choices)
@@ -132,7 +136,7 @@ class Planner:
         self.say(f"chosen: {chosen}; python -m flexengine.quality shows what that costs")
 
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
-        """Use, and return, the switches with which a job is predicted to end first; see `least_lossy` below."""
+        """Set and return the switches with the shortest predicted time; see `least_lossy` below."""
 
         def seconds(lossy: Lossy) -> float:
             self.use(lossy)
@@ -170,14 +174,19 @@ class Planner:
         return lay_out_given(self.opened.facts, policy, workload, self.machine.capacity)
 
     def search(self, workload: Workload, options: Options | None = None, measure: bool = True) -> Search:
-        """The policy for a workload. Raises as `plan.search.search` does. measure: whether the machine may be measured
-        for a job that is worth it; not while weights are loaded, as it takes the room and the modules."""
+        """Return the search for the best policy. Raise as `plan.search.search` does.
+
+        Args:
+            options: limits of the search.
+            measure: measure the machine if the job is predicted to take MIN_JOB_SECONDS or more. Must be False while
+                weights are loaded, as measuring needs their memory and modules.
+        """
         facts, known = self.opened.facts, self.known()
         options = replace(options or Options(), overlap=self.overlap)
-        found = search(facts, known, workload, options)
+        first = search(facts, known, workload, options)
         complete = self._hardware is not None or store.knows(known, facts)
-        if complete or not measure or found.best.seconds < WORTH:
-            return found
+        if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
+            return first
         return search(facts, self.hardware(), workload, options)
 
     def choose(
@@ -193,33 +202,44 @@ class Planner:
             resident: the policy under which weights are in memory. They stay if the job fits beside them, unless the
                 job is long and reading them again pays.
             block: most sequences alive.
-            prefill_tokens: of the policy; None takes those of the planner.
+            prefill_tokens: most tokens of a prefill chunk; None takes the planner's `prefill_tokens`.
         """
-        anew = Options(prefill_tokens or self.prefill_tokens, block=block)
+        options = Options(prefill_tokens or self.prefill_tokens, block=block)
         if resident is None:
-            return self.search(workload, anew).best
+            return self.search(workload, options).best
         try:
-            kept = self.search(workload, replace(anew, placed=resident), measure=False).best
+            beside = self.search(workload, replace(options, placed=resident), measure=False).best
         except OutOfMemory:
-            return self.search(workload, anew, measure=False).best
-        if kept.seconds < WORTH:
-            return kept
-        other = self.search(workload, anew, measure=False).best
-        return other if other.total_seconds < kept.seconds else kept
+            return self.search(workload, options, measure=False).best
+        if beside.seconds < MIN_JOB_SECONDS:
+            return beside
+        other = self.search(workload, options, measure=False).best
+        return other if other.total_seconds < beside.seconds else beside
 
     def smaller(self, workload: Workload, layout: Layout, tier: str, missing: int, resident: Policy | None) -> Layout:
-        """A layout of at most half the block, in what a layout that proved too large took of a tier, less what was
-        missing (bytes; 0: nobody knows) or SPARED. Prompts are cut as before, so that results stay the same. For all
-        that is planned from now on the tier is that small. Raises OutOfMemory where there is no such layout."""
+        """Return a layout of at most half the block after an out-of-memory error.
+
+        The tier's budget becomes the booked bytes less the missing bytes, and at least 3/4 and at most 15/16 of the
+        booked bytes. The budget also holds for all later plans. Prompts are cut as before, so that results stay equal.
+
+        Args:
+            layout: the layout under which memory ran out.
+            tier: the tier that ran out, device or host.
+            missing: bytes that could not be allocated; 0 if the number is unknown.
+            resident: the policy under which weights are in memory; None if none are.
+
+        Raises:
+            OutOfMemory: no such layout fits.
+        """
         capacity, other = self.machine.capacity, "host" if tier == "device" else "device"
         booked = layout.total(tier) + (layout.total(other) if capacity.shared else 0)
         lost = int(min(max(missing, SPARED * booked), MOST_SPARED * booked))
-        aside = 0  # for what is not tensors
+        aside = 0  # bytes for memory other than tensors
         if capacity.shared and capacity.device is not None:
             aside = capacity.device - max(planned(capacity).device or 0, booked)
-        left = booked - lost + aside
-        lessened = replace(capacity, device=left) if tier == "device" else replace(capacity, host=left)
-        self.machine.capacity = lessened
+        budget = booked - lost + aside
+        smaller = replace(capacity, device=budget) if tier == "device" else replace(capacity, host=budget)
+        self.machine.capacity = smaller
         if self._hardware is not None:
             self._hardware = store.with_capacity(self._hardware, self.machine)
         policy = layout.policy
@@ -227,7 +247,7 @@ class Planner:
         return self.choose(workload, resident, half, policy.prefill_tokens).layout
 
     def cost(self, workload: Workload) -> Cost:
-        """Prices of a workload's policies, with the best rates known; nothing is measured for it."""
+        """Return the cost model of a workload, with the rates known so far. Measure nothing."""
         return Cost(self.opened.facts, self.known(), workload, self.overlap)
 
     def watch(self, workload: Workload, layout: Layout) -> Watch:
@@ -235,24 +255,28 @@ class Planner:
         return Watch(self.cost(workload), layout)
 
     def learn(self, watch: Watch) -> None:
-        """Corrects the rates kept for this machine where a job showed them to be persistently wrong; never those that
-        were given."""
-        if not self._given and watch.cost.hardware.measured and (factors := watch.factors()):
+        """Correct this machine's stored rates if they were persistently wrong in a job. Given rates are not changed.
+
+        Args:
+            watch: the finished job's predicted and measured seconds.
+        """
+        if not self._hardware_override and watch.cost.hardware.measured and (factors := watch.factors()):
             opened = self.opened
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
-            latest = store.cached(key) or watch.cost.hardware  # other jobs may have added theirs meanwhile
-            better = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
-            store.keep(key, better)
-            if self._hardware is not None:  # else it is read again when it is needed
-                self._hardware = store.with_capacity(better, self.machine)
+            latest = store.cached(key) or watch.cost.hardware  # other jobs may have stored their corrections meanwhile
+            corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
+            store.keep(key, corrected)
+            if self._hardware is not None:  # else the rates are read from the store when needed
+                self._hardware = store.with_capacity(corrected, self.machine)
 
     def known(self) -> Hardware:
-        """This machine's rates as far as they have been measured; else what is assumed of one of its kind."""
+        """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
         known = self._hardware or store.obtain(self.machine, self.offload_dir, self.opened)
         return known or assumed(self.machine.kind, self.machine.capacity)
 
     def hardware(self) -> Hardware:
-        """This machine's rates, and this model's on it, measured unless they have been, or cannot be."""
+        """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring
+        fails, call `say` with the reason and return `known()`."""
         if self._hardware is None:
             try:
                 self._hardware = store.obtain(self.machine, self.offload_dir, self.opened, measure=True, say=self.say)
@@ -263,33 +287,35 @@ class Planner:
 
 
 def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lossy:
-    """Return the switches with the fewest seconds; more of them only where that saves SAVING.
+    """Return the switches with the fewest seconds. Choose a lossier choice only if it takes less than SAVING times the
+    seconds of the best choice before it.
 
     Args:
         among: the choices, the least lossy first.
-        seconds: of a job with these switches; raises OutOfMemory if it does not fit.
+        seconds: return the seconds of a job with these switches, or raise OutOfMemory if the job does not fit.
 
     Raises:
-        OutOfMemory: the job fits with none; the error is that of the choice that needs the fewest bytes.
+        OutOfMemory: the job fits under no choice; the error is that of the choice that needs the fewest bytes.
     """
-    best, least, refused = among[0], float("inf"), list[OutOfMemory]()
+    best, best_seconds, refused = among[0], float("inf"), list[OutOfMemory]()
     for lossy in among:
         try:
-            found = seconds(lossy)
+            predicted = seconds(lossy)
         except OutOfMemory as error:
             refused.append(error)
             continue
-        if found < SAVING * least:
-            best, least = lossy, found
-    if least == float("inf"):
+        if predicted < SAVING * best_seconds:
+            best, best_seconds = lossy, predicted
+    if best_seconds == float("inf"):
         raise min(refused, key=lambda error: error.needed)
     return best
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
-    """The same rates with a machine's capacities. Raises InvalidInput if it is of another kind."""
+    """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind."""
     if hardware.kind != machine.kind:
-        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind}")
+        raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
+                           " give hardware of that kind, or another device")  # fmt: skip
     return store.with_capacity(hardware, machine)
 
 
@@ -300,16 +326,22 @@ def this_machine(
     say: Say | None = None,
     dtype: str | None = None,
 ) -> Hardware:
-    """This machine's rates and, with a model, the model's own on it, measured unless they have been (or `again`).
-    dtype: of activations, where there is no model; None: this kind of machine's own."""
+    """Return this machine's rates and, with a model, the rates of the model on it. Measure rates that are not stored.
+
+    Args:
+        opened: the model; None measures the machine alone.
+        again: measure stored rates again, too.
+        say: called with messages.
+        dtype: dtype of activations if there is no model; None takes the machine's default.
+    """
     computing = named_dtype(dtype)
     machine = options.machine()
     if machine.no_offload and say:
         say(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
-        found = store.obtain(machine, options.directory, opened, True, say, again, computing)
-        assert found is not None
-        return found
+        hardware = store.obtain(machine, options.directory, opened, True, say, again, computing)
+        assert hardware is not None
+        return hardware
     finally:
         machine.close()
 
@@ -317,7 +349,11 @@ def this_machine(
 def workload(
     opened: Opened, rows: Iterable[Any], params: SamplingParams, trust_remote_code: bool, refused: Refused
 ) -> Workload:
-    """The sizes of the rows, read with the model's tokenizer; those that cannot be run are told to `refused`."""
+    """Return the sizes of the rows, encoded with the model's tokenizer.
+
+    Args:
+        refused: counts the rows that cannot be run.
+    """
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
     reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
     return reader.survey(rows, params, refused)

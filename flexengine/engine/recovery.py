@@ -1,4 +1,4 @@
-"""What is said, and what may be done, when memory that a plan counted on is not there while a job runs."""
+"""Messages and errors for a job that runs out of memory although its plan fitted."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,11 +9,11 @@ from flexengine.plan.words import count
 from flexengine.policy import Policy
 from flexengine.runtime.shortage import Shortage
 
-REPLANS = 3  # of one job: what is short after that will be short again
+REPLANS = 3  # most replans of one job: after three that did not help, another is unlikely to
 
 
 def halved(policy: Policy) -> Policy | None:
-    """The policy with half the block; None if that is a single sequence."""
+    """Return the policy with half the block; None if the block is a single sequence."""
     if policy.num_gpu_batches > 1:
         return replace(policy, num_gpu_batches=policy.num_gpu_batches // 2)
     if policy.gpu_batch_size > 1:
@@ -22,47 +22,67 @@ def halved(policy: Policy) -> Policy | None:
 
 
 def shape(policy: Policy) -> str:
-    """A block in words."""
+    """Return a block's shape as text."""
     batches = count(policy.num_gpu_batches, "gpu_batch", "gpu_batches")
     return f"a block of {policy.block_size} ({batches} of {policy.gpu_batch_size})"
 
 
-def replanned(found: Shortage, old: Layout, new: Layout, rows: int, times: int) -> str:
-    """What people are told when a job goes on with a smaller block."""
-    tier = found.tier
-    return (f"{found}; going on with {shape(new.policy)} instead of {shape(old.policy)}, which books"
-            f" {new.total(tier):,} bytes there instead of {old.total(tier):,};"
+def replanned(lack: Shortage, old: Layout, new: Layout, rows: int, times: int) -> str:
+    """Return the message for a job that continues with a smaller block.
+
+    Args:
+        lack: the shortage of memory.
+        rows: unfinished rows, which are computed again.
+        times: replans so far, including this one.
+    """
+    tier = lack.tier
+    return (f"{lack}; continuing with {shape(new.policy)} instead of {shape(old.policy)}, which books"
+            f" {new.total(tier):,} bytes of {tier} memory instead of {old.total(tier):,};"
             f" {count(rows, 'unfinished row is', 'unfinished rows are')} computed again"
             f" (replanned {times} of at most {REPLANS} times)")  # fmt: skip
 
 
-def given_too_large(found: Shortage, layout: Layout, lay_out: Callable[[Policy], Layout]) -> RanOut:
-    """For a policy somebody gave, which is not ours to change. lay_out: gives another's layout, or raises."""
-    policy, tier = layout.policy, found.tier
-    message = f"{found}; the policy asks for {shape(policy)}, which books {layout.total(tier):,} bytes there"
+def given_too_large(lack: Shortage, layout: Layout, lay_out: Callable[[Policy], Layout]) -> RanOut:
+    """Return the error for a policy that the user gave, as the engine must not change it.
+
+    Args:
+        lack: the shortage of memory.
+        layout: the layout under the given policy.
+        lay_out: return the layout of another policy, or raise OutOfMemory or InvalidInput.
+    """
+    policy, tier = layout.policy, lack.tier
+    message = f"{lack}; the policy has {shape(policy)}, which books {layout.total(tier):,} bytes of {tier} memory"
     message += _smaller(policy, tier, lay_out)
-    return RanOut(tier, found.what, found.needed, f"{message}, or leave the policy to the planner")
+    return RanOut(tier, lack.what, lack.needed, f"{message}, or leave the policy to the planner")
 
 
 def _smaller(policy: Policy, tier: str, lay_out: Callable[[Policy], Layout]) -> str:
-    least = "; set a smaller prefill_tokens, or move a share of weights or cache to another tier"
-    less = halved(policy)
-    if less is None:
-        return least
+    """Return the remedy: half the block if that can be laid out, else other fields of the policy."""
+    others = "; set a smaller prefill_tokens, or move a share of weights or cache to another tier"
+    half = halved(policy)
+    if half is None:
+        return others
     try:
-        booked = lay_out(less).total(tier)
+        booked = lay_out(half).total(tier)
     except (OutOfMemory, InvalidInput):
-        return least
-    fields = f"gpu_batch_size {less.gpu_batch_size} and num_gpu_batches {less.num_gpu_batches}"
+        return others
+    fields = f"gpu_batch_size {half.gpu_batch_size} and num_gpu_batches {half.num_gpu_batches}"
     return f"; set {fields}, with which {booked:,} are booked"
 
 
-def exhausted(found: Shortage, layout: Layout, times: int, why: OutOfMemory | None = None) -> RanOut:
-    """When replanning did not help, or (why) there is no smaller plan."""
+def exhausted(lack: Shortage, layout: Layout, times: int, why: OutOfMemory | None = None) -> RanOut:
+    """Return the error for a job that replanning cannot help.
+
+    Args:
+        lack: the last shortage of memory.
+        layout: the last layout.
+        times: replans so far.
+        why: why there is no smaller plan; None if `times` is REPLANS.
+    """
     tried = f" after it was made smaller {count(times, 'time', 'times')}" if times else ""
-    message = f"{found}, with {shape(layout.policy)}{tried}"
+    message = f"{lack}, with {shape(layout.policy)}{tried}"
     if why is not None:
         message += f", and there is no smaller plan: {why}"
-    where = "--device-mem" if found.tier == "device" else "--host-mem"
-    message += f"; free memory that others hold, or give a smaller {where} than what is free"
-    return RanOut(found.tier, found.what, found.needed, message)
+    option = "--device-mem" if lack.tier == "device" else "--host-mem"
+    message += f"; end other programs that use memory, or set {option} to less than the free memory"
+    return RanOut(lack.tier, lack.what, lack.needed, message)

@@ -14,8 +14,12 @@ class Progress:
     """Counts of a job so far, passed to `on_sweep` after every sweep.
 
     Attributes:
+        sweeps: sweeps computed so far.
+        rows: rows finished without an error.
+        failed: rows that have an error.
+        prompt_tokens: prompt tokens of the finished rows.
         tokens: tokens generated so far.
-        most: tokens that are generated if no sequence stops early.
+        most: tokens of all rows if no further sequence stops before its limit.
         prefill_seconds: seconds of the sweeps that computed a prompt.
         decode_seconds: seconds of the other sweeps. See `JobState.summary` for both.
     """
@@ -53,7 +57,7 @@ class JobState:
     replanned: list[str] = field(default_factory=list)
 
     def restart(self, unfinished: Sequence[Request], feed: Iterator[Request | Row]) -> None:
-        """Put unfinished rows before the rows that have not started."""
+        """Put the unfinished rows before the rows that have not started."""
         self.rows, self.feed = len(unfinished), itertools.chain(unfinished, feed)
 
     def add_busy(self, busy: Mapping[str, float]) -> None:
@@ -73,9 +77,9 @@ class JobState:
         decode_seconds: of all other sweeps.
         total_seconds: of all sweeps, without load_seconds.
 
-        busy: share of total_seconds by lane. busy["loading"] is the time in which weights that stay are read, from
-            its beginning to its end in the lane that reads the disk, whether computing hides it or not. It is not part
-            of busy["disk_read"], and its bytes are not part of `bytes`.
+        busy: share of total_seconds by lane. busy["loading"] is the time from the beginning to the end of reading the
+            weights that stay in memory, in the disk_read lane, also where computing hides it. This time is not part of
+            busy["disk_read"], and the bytes of these weights are not part of `bytes`.
         replanned: one message per replan. The engine's policy, plan and peak_bytes are those of the last plan.
 
         Args:

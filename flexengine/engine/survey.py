@@ -1,4 +1,4 @@
-"""Prompts into requests, and a look at all of them beforehand: how many there are of each size."""
+"""Conversion of prompts to requests, and the survey: a count of all rows by size, before the job is planned."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -12,11 +12,11 @@ from flexengine.model.stop import check_stops
 from flexengine.plan.words import count
 from flexengine.plan.workload import Workload
 
-_ENDLESS = 1 << 40  # tokens, for models that name no limit
+_ENDLESS = 1 << 40  # context in tokens of a model whose config has no limit
 
 
 class Refused:
-    """Counts rows that cannot be run, and remembers why the first cannot."""
+    """Counts the rows that cannot be run, and holds the error of the first one."""
 
     def __init__(self) -> None:
         self.count, self.first = 0, ""
@@ -29,12 +29,20 @@ class Refused:
         return f"{count(self.count, 'row', 'rows')} cannot be run and {left} left out; the first: {self.first}"
 
     def note(self, row: Row) -> None:
-        """Tells of such a row."""
+        """Count a row that cannot be run."""
         self.count, self.first = self.count + 1, self.first or row.error or ""
 
-    def report(self, found: Workload, name: str, say: Callable[[str], None]) -> None:
-        """Says how many there are, if any. Raises InvalidInput if file `name` has no other row."""
-        if not found.count:
+    def report(self, workload: Workload, name: str, say: Callable[[str], None]) -> None:
+        """Call `say` with the number of rows that cannot be run, if any.
+
+        Args:
+            workload: the rows that can be run.
+            name: the input file, for the message.
+
+        Raises:
+            InvalidInput: the file has no row that can be run.
+        """
+        if not workload.count:
             raise InvalidInput(f"{name} has no row that can be run; {self if self else 'it is empty'}")
         if self:
             say(str(self))
@@ -43,31 +51,47 @@ class Refused:
 def forced(
     rows: Iterable[tuple[Iterable[int], Iterable[int]]], context: int | None, vocabulary: int
 ) -> list[Request]:
-    """Requests that take given continuations. rows: (prompt, continuation) in token ids. Raises InvalidInput, naming
-    the row, if one of them is empty, holds an unknown token or is too long for the context."""
-    made = []
+    """Return requests with given continuations (teacher forcing).
+
+    Args:
+        rows: (prompt, continuation) pairs of token ids.
+        context: most tokens of a sequence; None if there is no limit.
+        vocabulary: number of tokens that the model has.
+
+    Raises:
+        InvalidInput: a prompt or a continuation is empty, has an unknown token or is too long for the context. The
+            message names the row.
+    """
+    requests = []
     for i, (prompt, continuation) in enumerate(rows):
         begin, rest = tuple(prompt), tuple(continuation)
         unknown = sum(type(t) is not int or not 0 <= t < vocabulary for t in (*begin, *rest))
         size = f"row {i} has {len(begin)} + {len(rest)} tokens"
         if not begin or not rest or unknown:
-            raise InvalidInput(f"{size}, {unknown} of them unknown; prompt and continuation need one each, all of them"
-                               f" from 0 to {vocabulary - 1}")  # fmt: skip
+            raise InvalidInput(f"{size}, {unknown} of them unknown; prompt and continuation must have at least one"
+                               f" token each, all from 0 to {vocabulary - 1}")  # fmt: skip
         if context is not None and len(begin) + len(rest) > context:
-            raise InvalidInput(f"{size}; the model's context is {context}")
-        made.append(Request(i, begin, SamplingParams(len(rest), logprobs=1, ignore_eos=True), forced=rest))
-    return made
+            raise InvalidInput(f"{size}; the model's context is {context} tokens, so shorten the row")
+        requests.append(Request(i, begin, SamplingParams(len(rest), logprobs=1, ignore_eos=True), forced=rest))
+    return requests
 
 
 class Reader:
-    """Reads prompts as one model does. tokenizer: None if the checkpoint has none; context: most tokens of a sequence,
-    None for any; vocabulary: how many tokens there are."""
+    """Converts prompts to requests for one model."""
 
     def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
+        """Convert prompts with this tokenizer.
+
+        Args:
+            tokenizer: None if the checkpoint has none.
+            context: most tokens of a sequence; None if there is no limit.
+            vocabulary: number of tokens that the model has.
+        """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
 
     def requests(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
-        """The prompts in order; those that cannot be run as rows with an error. What is a request already stays."""
+        """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Requests among the
+        prompts are yielded unchanged."""
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, Request):
                 yield prompt
@@ -82,9 +106,14 @@ class Reader:
                 yield row.refused(str(error))
 
     def survey(self, prompts: Iterable[Any], params: SamplingParams, refused: Refused | None = None) -> Workload:
-        """The sizes of all sequences to come: what a plan is made from. refused: told of the other rows. Prompts are
-        tokenised again when it is their turn, which costs little beside generating, so that no memory grows with their
-        number."""
+        """Return the number of sequences of each size, from which the job is planned.
+
+        Prompts are tokenized here and once more when they are run. Tokenizing costs little beside generating, and no
+        memory grows with the number of prompts.
+
+        Args:
+            refused: counts the rows that cannot be run; None if they need not be counted.
+        """
         sizes: Counter[tuple[int, int]] = Counter()
         for item in self.requests(prompts, params):
             if isinstance(item, Request):

@@ -1,25 +1,25 @@
-"""A batch of columns into rows, and rows' results into columns: for Ray Data and other column stores.
+"""Conversion of batches of columns to rows, and of results to columns, for Ray Data and other column stores.
 
 A batch is a dict of equally long columns (numpy arrays, lists) or a pyarrow Table. It is returned with all its columns
-and those of its results, which have the same Arrow types in every batch. `Engine.__call__` does this, so that the class
-can be given to Ray Data: `ds.map_batches(Engine, batch_format="pyarrow", fn_constructor_kwargs={...},
-fn_kwargs={"params": SamplingParams(...)}, ...)` makes one engine per actor; see examples/ray_data.py. pyarrow is better
-than numpy there: for numpy, Ray turns nulls among numbers into NaN before the engine sees them, and Ray 2.40 (not 2.60)
-infers the types of nested values in every batch anew.
+and those of its results, which have the same Arrow types in every batch. `Engine.__call__` does this, so that Ray Data
+can use the class: `ds.map_batches(Engine, batch_format="pyarrow", fn_constructor_kwargs={...},
+fn_kwargs={"params": SamplingParams(...)}, ...)` makes one engine per actor; see examples/ray_data.py. Use pyarrow, not
+numpy, with Ray: for numpy, Ray turns nulls among numbers into NaN before it calls the engine, and Ray 2.40 (not 2.60)
+infers the types of nested values again in every batch.
 
 Columns read: the prompt columns (prompt, messages, prompt_token_ids; messages may be JSON text), `index`, and columns
-named like sampling fields. All others are passed through. Null, None and NaN mean that a row has no such field.
+named like sampling fields. All other columns are passed through. Null, None and NaN mean that a row has no such field.
 
 Columns added: generated_text, token_ids, finish_reason, prompt_tokens, completion_tokens and error. A row that cannot
-be run, or is too long for the memory, has `error` and costs no other row. logprobs and samples are added as JSON text
-if the sampling parameters, or columns logprobs and n, may request them.
+be run, or is too long for the memory, has `error`; other rows are not affected. logprobs and samples are added as JSON
+text if the sampling parameters, or columns logprobs and n, may request them.
 
 Sampling noise (temperature above 0) depends on seed, row index, sample and token. The row index is that of column
-`index` (whole numbers), else the row's place in its batch. Without a column `index`, equal rows at the same place of
-different batches get equal noise, and a row's text depends on how Ray cuts batches. A column `seed` with a number per
-row prevents the first; an `index` that numbers the rows of the whole job prevents both, and the results are then those
-of one `generate` of all rows in that order. Rows of one batch that share an index are generated one after the other, so
-give each row its own.
+`index` (whole numbers), else the row's position in its batch. Without a column `index`, equal rows at the same position
+of different batches get equal noise, and a row's text depends on how Ray cuts batches. A column `seed` with a number
+per row prevents equal noise. An `index` that numbers the rows of the whole job prevents both, and the results are then
+those of one `generate` of all rows in that order. Rows of one batch that share an index are generated one after the
+other, so give each row its own.
 """
 
 import json
@@ -40,27 +40,30 @@ Generate = Callable[[list[Row]], list[Result]]
 
 
 def answered(batch: Any, params: SamplingParams, generate: Generate) -> Any:
-    """The batch, a dict or a Table as it came, with the columns of `result_columns`; they win over its own.
+    """Return the batch, in its own type, with the columns of `result_columns`, which replace columns of the same names.
 
-    generate: the results of rows whose indices differ, in any order. Raises InvalidInput for a batch that is not
-    columns of one length; a row that cannot be run has `error` instead.
+    Args:
+        generate: return the results of rows with different indices, in any order.
+
+    Raises:
+        InvalidInput: the batch is not columns of one length. A row that cannot be run has `error` instead.
     """
     pa = _arrow()
     table = isinstance(batch, pa.Table)
     if not table:
         check_batch(batch)
     names = batch.column_names if table else list(batch)
-    ours = result_columns(results_of(rows_of(batch), generate), json_columns(names, params))
+    added = result_columns(results_of(rows_of(batch), generate), json_columns(names, params))
     if not table:
-        return {name: _kept(column) for name, column in batch.items()} | ours
-    for name, column in ours.items():
-        at = batch.schema.get_field_index(name)
-        batch = batch.append_column(name, column) if at < 0 else batch.set_column(at, name, column)
+        return {name: _without_arrays(column) for name, column in batch.items()} | added
+    for name, column in added.items():
+        number = batch.schema.get_field_index(name)
+        batch = batch.append_column(name, column) if number < 0 else batch.set_column(number, name, column)
     return batch
 
 
 def check_batch(batch: object) -> None:
-    """Raises InvalidInput unless the batch is a dict of columns of one length."""
+    """Raise InvalidInput if the batch is not a dict of columns of one length."""
     if not isinstance(batch, Mapping):
         raise InvalidInput(
             f"batch is {type(batch).__name__}; it must be a dict of columns or a pyarrow Table"
@@ -71,38 +74,38 @@ def check_batch(batch: object) -> None:
             raise InvalidInput(f"column {name} is {type(column).__name__}; it must be an array or a list")
     lengths = {name: len(column) for name, column in batch.items()}
     if len(set(lengths.values())) > 1:
-        raise InvalidInput(f"columns must have one length, but have {lengths}")
+        raise InvalidInput(f"columns have the lengths {lengths}; all columns must have one length")
 
 
 def rows_of(batch: Any) -> list[Row]:
-    """The rows of a batch, those that cannot be run with an error.
+    """Return the rows of a batch. Rows that cannot be run have an error.
 
-    A row's index is that of its `index` column, else (or where that is null) its place in the batch; a column of
-    float numbers will do, as numpy makes of whole numbers with gaps.
+    A row's index is its cell in column `index`, or its position in the batch if there is no column or the cell is null.
+    Whole numbers may be floats, as numpy stores whole numbers with gaps.
     """
-    return [_row(place, cells) for place, cells in enumerate(_cells(batch))]
+    return [_row(position, cells) for position, cells in enumerate(_cells(batch))]
 
 
 def results_of(rows: list[Row], generate: Generate) -> list[Result]:
-    """The results, in the order of rows. Rows that share an index are generated one after the other: results are told
-    apart by it."""
-    rounds: list[dict[int, int]] = []  # row index -> place in the batch
-    for place, row in enumerate(rows):
+    """Return the results, in the order of rows. Rows that share an index are generated in different rounds, as results
+    are matched to rows by index."""
+    rounds: list[dict[int, int]] = []  # row index -> position in the batch
+    for position, row in enumerate(rows):
         free = next((taken for taken in rounds if row.index not in taken), None)
         if free is None:
             rounds.append(free := {})
-        free[row.index] = place
-    found = {
-        places[result.index]: result
-        for places in rounds
-        for result in _generated([rows[place] for place in places.values()], generate)
+        free[row.index] = position
+    results = {
+        positions[result.index]: result
+        for positions in rounds
+        for result in _generated([rows[position] for position in positions.values()], generate)
     }
-    return [found[place] for place in range(len(rows))]
+    return [results[position] for position in range(len(rows))]
 
 
 def _generated(rows: list[Row], generate: Generate) -> list[Result]:
-    """Return the results of rows. If every row is too long for the memory, all of them have an error: rows of another
-    batch may be shorter."""
+    """Return the results of rows. If every row is too long for the memory, return an error for each instead of raising,
+    as rows of another batch may be shorter."""
     try:
         return generate(rows)
     except OutOfMemory as error:
@@ -112,15 +115,25 @@ def _generated(rows: list[Row], generate: Generate) -> list[Result]:
 
 
 def json_columns(names: list[str], params: SamplingParams) -> list[str]:
-    """Which of logprobs and samples a batch's results have: those that `params`, or a column, can ask for. A matter of
-    the columns and not of the rows, so that batches with the same columns come back with the same."""
-    asked = {"logprobs": params.logprobs is not None or "logprobs" in names, "samples": params.n > 1 or "n" in names}
-    return [name for name, wanted in asked.items() if wanted]
+    """Return which of "logprobs" and "samples" a batch's results have: those that `params` or a column may request.
+    This depends on the columns, not on the rows, so that batches with equal columns get equal result columns.
+
+    Args:
+        names: columns of the batch.
+    """
+    may = {"logprobs": params.logprobs is not None or "logprobs" in names, "samples": params.n > 1 or "n" in names}
+    return [name for name, requested in may.items() if requested]
 
 
 def result_columns(results: list[Result], as_json: list[str]) -> dict[str, Any]:
-    """pyarrow arrays, one entry per result: generated_text, finish_reason, error: string; token_ids: list<int64>, empty
-    for an error; prompt_tokens, completion_tokens: int64; those of `as_json`: string, JSON or null."""
+    """Return pyarrow arrays by name, with one entry per result.
+
+    generated_text, finish_reason and error are strings; token_ids is list<int64>, empty for an error; prompt_tokens and
+    completion_tokens are int64; the columns of `as_json` are strings of JSON, or null.
+
+    Args:
+        as_json: the names that `json_columns` returns.
+    """
     pa = _arrow()
     text, number = pa.string(), pa.int64()
     types = dict(generated_text=text, token_ids=pa.list_(number), finish_reason=text, prompt_tokens=number,
@@ -133,12 +146,12 @@ def _arrow() -> Any:
     try:
         import pyarrow
     except ImportError as error:
-        raise InvalidInput('columns are made by pyarrow; pip install "flexengine[ray]" or "[parquet]"') from error
+        raise InvalidInput('columns need pyarrow; pip install "flexengine[ray]" or "flexengine[parquet]"') from error
     return pyarrow
 
 
 def _cells(batch: Any) -> Iterator[dict[str, Any]]:
-    """Of each row, the cells of READ; a cell that cannot be converted is its exception."""
+    """Yield each row's cells in the columns READ. A cell that cannot be converted is the exception instead."""
     if isinstance(batch, Mapping):
         columns = {name: column for name, column in batch.items() if name in READ}
         length = len(next(iter(batch.values()), ()))
@@ -152,14 +165,14 @@ def _cells(batch: Any) -> Iterator[dict[str, Any]]:
         yield from tables.rows_of(part)
 
 
-def _row(place: int, cells: dict[str, Any]) -> Row:
+def _row(position: int, cells: dict[str, Any]) -> Row:
     record = tables.record_of(0, {name: _python(cell) for name, cell in cells.items()}, "prompt")
     fields = {name: tables.whole_number(name, value) for name, value in record.fields.items() if value is not None}
-    index = fields.pop(INDEX, place)
+    index = fields.pop(INDEX, position)
     if isinstance(index, float) and index.is_integer():
         index = int(index)
     if isinstance(index, bool) or not isinstance(index, int):
-        return Row(place, 0, fields).refused(f"{INDEX} is {str(index)[:50]!r}; it must be a whole number")
+        return Row(position, 0, fields).refused(f"{INDEX} is {str(index)[:50]!r}; it must be a whole number")
     row = Row(index, 0, fields)
     if record.fault is not None:
         return row.refused(record.fault)
@@ -172,7 +185,7 @@ def _row(place: int, cells: dict[str, Any]) -> Row:
 
 
 def _python(value: Any) -> Any:
-    """The value with lists for arrays and Python's numbers for numpy's, to any depth."""
+    """Return the value with arrays converted to lists and numpy numbers to Python numbers, at any depth."""
     if isinstance(value, np.ndarray | list | tuple):
         return [_python(v) for v in value]
     if isinstance(value, Mapping):
@@ -180,19 +193,20 @@ def _python(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) and value.dtype.kind not in "mM" else value
 
 
-def _kept(column: Any) -> Any:
-    """A column as it came, but arrays within it made lists: Ray would pickle them, or make tensors of them."""
+def _without_arrays(column: Any) -> Any:
+    """Return the column with arrays in its cells converted to lists, as Ray would pickle the arrays, or convert them to
+    tensors. Other columns are returned unchanged."""
     nested = isinstance(column, np.ndarray) and column.dtype == object
     return [_python(value) for value in column] if nested else column
 
 
 def _utf8(value: Any) -> Any:
-    """Text that may quote what UTF-8 cannot hold (half a surrogate pair) with that escaped; any other value itself."""
+    """Return text with halves of surrogate pairs escaped, as UTF-8 cannot encode them. Other values stay unchanged."""
     return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _json(value: Any) -> str | None:
-    """JSON text; a number that JSON has not (the logarithm of 0) becomes null."""
+    """Return JSON text. Infinity (the logarithm of 0) becomes null."""
     if value is None:
         return None
     return json.dumps(json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None))

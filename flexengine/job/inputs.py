@@ -1,4 +1,4 @@
-"""Input files into rows. A bad row becomes a row with an error; only a file that cannot be used at all raises."""
+"""Reading of input files as rows. A bad row becomes a row with an error; only an unusable file raises."""
 
 import hashlib
 import os
@@ -32,25 +32,31 @@ _STEP = 2**20
 
 
 class Rows:
-    """The rows of an input file, read anew from the beginning by every `iter()`, in memory independent of its length.
+    """The rows of an input file. Every `iter()` reads the file again from its beginning. Memory does not grow with the
+    file. Use as a context manager, or call `close`.
 
-    path: the suffix tells the format: .jsonl, .ndjson, .json (one object per line; a line may be an OpenAI batch line,
-        see `openai.is_batch_line`), .txt, .csv, .tsv, .parquet, .arrow, .feather. What is not a regular file (a pipe)
-        can be read only once: it is copied to a temporary file first; without a suffix it holds JSON lines. "-" or
-        /dev/stdin is standard input, from where it stands: JSON lines that are copied, too.
-    prompt_column: the field or column that holds the prompt; other prompt fields are then data. One named messages or
-        prompt_token_ids is read as such. None: any of PROMPT_KINDS; of .csv and .tsv, `prompt`.
-    limit: at most so many rows.
-
-    Raises InvalidInput at once for a missing or unreadable file, a directory, an unknown suffix, a JSON array of
-    objects, a table that cannot be opened or lacks the column, and a `prompt_column` of a .txt file; while reading only
-    if the file has changed since or a Parquet or Arrow file turns out to be damaged. Close it, or use it as a context
-    manager.
+    Iterating raises InvalidInput if the file has changed since it was opened, or a Parquet or Arrow file is damaged.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None
     ) -> None:
+        """Open an input file.
+
+        Args:
+            path: the suffix decides the format: .jsonl, .ndjson, .json (one object per line, which may be an OpenAI
+                batch line, see `openai.is_batch_line`), .txt, .csv, .tsv, .parquet, .arrow, .feather. A pipe or device
+                can be read only once, so it is copied to a temporary file; without a suffix it holds JSON lines. "-" or
+                /dev/stdin is standard input from its present position, which is copied and holds JSON lines.
+            prompt_column: field or column that holds the prompt; other prompt fields are then data. A column named
+                messages or prompt_token_ids is read as such. None reads any of PROMPT_KINDS, or `prompt` in .csv and
+                .tsv files.
+            limit: most rows to read; None reads all.
+
+        Raises:
+            InvalidInput: the file is missing, unreadable, a directory, or a JSON array of objects; its suffix is
+                unknown; a table cannot be opened or lacks the column; or `prompt_column` is given for a .txt file.
+        """
         self.path = Path(STDIN if path == "-" else path)
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._copy: Any = None
@@ -80,12 +86,12 @@ class Rows:
         self.close()
 
     def close(self) -> None:
-        """Removes the temporary copy, if there is one; without it that happens when the object goes."""
+        """Remove the temporary copy, if there is one. Without this call it is removed with the object."""
         if self._copy is not None:
             self._copy.close()
 
     def sha256(self) -> str:
-        """Hex digest of all bytes of the input, whatever the limit."""
+        """Return the hex digest of all bytes of the input, including those beyond `limit`."""
         digest = hashlib.sha256()
         with self._file.open("rb") as file:
             while block := file.read(_STEP):
@@ -93,7 +99,7 @@ class Rows:
         return digest.hexdigest()
 
     def _readable(self) -> Path:
-        """A regular file that holds the input's bytes."""
+        """Return a regular file that holds the input's bytes: the input, or a temporary copy of a pipe or device."""
         if self.path.is_dir():
             raise InvalidInput(f"input {self.path} is a directory; it must be a file: {_ACCEPTED}")
         try:
@@ -113,21 +119,27 @@ class Rows:
 
 
 def survey(rows: Iterable[Row]) -> int:
-    """How many rows there are. Raises InvalidInput if OpenAI batch lines share a custom_id. Memory: see
-    `openai.duplicate_ids`."""
+    """Return the number of rows. Raise InvalidInput if OpenAI batch lines share a custom_id. For the memory that this
+    takes see `openai.duplicate_ids`."""
     total, hashes = 0, array("q")
     for row in rows:
         total += 1
         if row.custom_id:
             hashes.append(hash(row.custom_id))
-    if found := openai.duplicate_ids(rows, hashes):
-        listed = ", ".join(f"{custom_id!r} (lines {first} and {second})" for custom_id, first, second in found)
-        raise InvalidInput(f"custom_id must be unique, but found twice: {listed}")
+    if repeated := openai.duplicate_ids(rows, hashes):
+        listed = ", ".join(f"{custom_id!r} (lines {first} and {second})" for custom_id, first, second in repeated)
+        raise InvalidInput(f"every custom_id must be unique, but these are found twice: {listed}; change one of each")
     return total
 
 
 class _Source(NamedTuple):
-    """name: of the input, for messages. file: where its bytes are. column: that of the prompt, if one was named."""
+    """An input that is open.
+
+    Attributes:
+        name: name of the input, for messages.
+        file: regular file that holds its bytes.
+        column: the prompt column, if one was given.
+    """
 
     name: Path
     file: Path
@@ -143,12 +155,12 @@ def _is_stream(path: Path) -> bool:
 
 
 def _state(path: Path) -> tuple[int, ...] | None:
-    """What tells one state of a file from another; None if it is gone."""
+    """Return device, inode, size and time of a file, by which a change is noticed; None if the file is gone."""
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _text(source: _Source) -> _Reader:
@@ -175,7 +187,7 @@ def _json(source: _Source) -> _Reader:
                 read = _json_row(row, raw, source.column) if row.error is None else row
                 yield read if read.fields else replace(read, custom_id=unreadable)
 
-    # A line that cannot be read does not tell its kind: it is answered like the first one that can be.
+    # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
     first = next((row for row in rows() if row.fields), None)
     return partial(rows, "" if first is not None and first.is_batch else None)
 
@@ -227,7 +239,7 @@ _FORMATS: dict[str, Callable[[_Source], _Reader]] = {
 
 
 def _check_columns(source: _Source, columns: list[str], wanted: tuple[str, ...]) -> None:
-    """Raises InvalidInput unless every column has a name of its own and one of `wanted` is there."""
+    """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
     if double := sorted({name for name in columns if columns.count(name) > 1}):
         raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
     if not set(wanted) & set(columns):
@@ -238,7 +250,7 @@ def _check_columns(source: _Source, columns: list[str], wanted: tuple[str, ...])
 
 
 def _filled(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
-    """Lines that are not blank, without their ends, each with a row to be filled in or one with an error."""
+    """Yield each line that is not blank, without its line end, with an empty row, or a row with an error."""
     index = 0
     for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
         if raw is not None and not raw.strip():
@@ -262,7 +274,7 @@ def _json_row(row: Row, raw: bytes, column: str | None) -> Row:
     batch = openai.is_batch_line(fields, (*PROMPT_KINDS, column))
     row = Row(row.index, row.line, fields, custom_id=openai.custom_id_of(fields) if batch else None)
     try:
-        return replace(row, request=openai.request_of(fields) if batch else _asked(fields, column))
+        return replace(row, request=openai.request_of(fields) if batch else _request(fields, column))
     except InvalidInput as error:
         return row.refused(str(error))
     except RecursionError:
@@ -274,17 +286,24 @@ def _table_row(index: int, record: tables.Record, column: str | None, convert: C
     if record.fault is not None:
         return row.refused(record.fault)
     try:
-        return replace(row, request={name: convert(name, v) for name, v in _asked(record.fields, column).items()})
+        return replace(row, request={name: convert(name, v) for name, v in _request(record.fields, column).items()})
     except InvalidInput as error:
         return row.refused(str(error))
 
 
-def _asked(fields: dict[str, Any], column: str | None) -> dict[str, Any]:
-    """The request of a row whose prompt is in `column`: under its own name if that is a kind of prompt, else as
-    `prompt`; the other kinds are left out. Raises InvalidInput if the row has none."""
+def _request(fields: dict[str, Any], column: str | None) -> dict[str, Any]:
+    """Return the request of a row whose prompt is in `column`, without other kinds of prompts.
+
+    Args:
+        column: becomes the prompt of the same name if it is one of PROMPT_KINDS, else `prompt`. None returns all
+            fields.
+
+    Raises:
+        InvalidInput: the row has no such field.
+    """
     if column is None:
         return fields
     if fields.get(column) is None:
         raise InvalidInput(f"has no {column!r}, which is to hold the prompt; it has {sorted(fields)}")
-    asked = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
-    return {**asked, column if column in PROMPT_KINDS else "prompt": fields[column]}
+    others = {name: value for name, value in fields.items() if name not in (*PROMPT_KINDS, column)}
+    return {**others, column if column in PROMPT_KINDS else "prompt": fields[column]}

@@ -1,5 +1,4 @@
-"""Ctrl-C and SIGTERM: what is finished is put on the disk first, then the job unwinds, then the process leaves in time
-even if unwinding does not."""
+"""Ctrl-C and SIGTERM: save finished rows, unwind the job, and exit the process if unwinding takes too long."""
 
 import os
 import signal
@@ -17,7 +16,11 @@ def _nothing() -> None:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Raised in the main thread by the first SIGINT or SIGTERM. code: the exit code, 130 or 143."""
+    """Raised in the main thread by the first SIGINT or SIGTERM.
+
+    Attributes:
+        code: exit code, 130 or 143.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -25,11 +28,17 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Interrupts:
-    """While the block runs, the first signal saves and raises Interrupted; a second one leaves the process at once, and
-    so does a timer if the block has not ended PATIENCE_SECONDS after the first (a sweep may take minutes, and lanes
-    are closed only between tasks).
+    """Context manager that handles SIGINT and SIGTERM.
 
-    A signal that the process was started to ignore (nohup) stays ignored. Does nothing outside the main thread.
+    The first signal saves finished rows and raises Interrupted. A second signal exits the process at once. A timer also
+    exits the process if the block has not ended PATIENCE_SECONDS after the first signal, as a sweep may take minutes
+    and lanes are closed only between tasks.
+
+    A signal that was ignored when the process started (nohup) stays ignored. Outside the main thread signals are not
+    handled.
+
+    Attributes:
+        standing: return the message for an interrupted job.
     """
 
     def __init__(self) -> None:
@@ -40,8 +49,13 @@ class Interrupts:
 
     @contextmanager
     def guarding(self, save: Callable[[], None], standing: Callable[[], str]) -> Iterator[None]:
-        """save: puts results on the disk; called between any two instructions of the main thread. standing: where the
-        job stands, for people; its last answer is kept after the block."""
+        """Return a context manager in which a signal saves results.
+
+        Args:
+            save: write results to the disk. A signal may call this between any two instructions of the main thread.
+            standing: return the message for an interrupted job. After the block `self.standing` returns its last
+                message.
+        """
         self._save, self.standing = save, standing
         try:
             yield
@@ -50,7 +64,8 @@ class Interrupts:
             self._save, self.standing = _nothing, lambda: last
 
     def check(self) -> None:
-        """Raises the Interrupted that got lost: Python drops what is raised within a finaliser."""
+        """Raise Interrupted if a signal came. Its first Interrupted may be lost, as Python drops exceptions that are
+        raised in a finalizer."""
         if self._first is not None:
             raise Interrupted(self._first)
 
@@ -60,7 +75,7 @@ class Interrupts:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._interrupt)
             self._before[signal.SIGALRM] = signal.signal(signal.SIGALRM, self._leave)
-        except ValueError:  # only the main thread may
+        except ValueError:  # only the main thread may set signal handlers
             pass
         return self
 
@@ -77,12 +92,12 @@ class Interrupts:
             self._leave(number, None)
         self._first = number
         signal.setitimer(signal.ITIMER_REAL, PATIENCE_SECONDS)
-        with suppress(OSError):  # a full disk: what is in the journal is there all the same
+        with suppress(OSError):  # the disk may be full; records written to the journal before stay valid
             self._save()
         raise Interrupted(number)
 
     def _leave(self, _: int, __: FrameType | None) -> NoReturn:
         number = self._first or signal.SIGTERM
-        # Not print: it may be what was interrupted.
+        # Not print: the signal may have interrupted a print, whose buffer cannot be used again then.
         os.write(2, f"\nflexengine: {self.standing()}\n".encode())
         os._exit(128 + number)

@@ -1,9 +1,12 @@
-"""The journal of a job: every finished row as soon as it is finished, in a file that outlives the process.
+"""The journal of a job: a file to which every finished row is appended at once, so that it survives the process.
 
-A record is one line: 8 hex digits (the CRC-32 of what follows), a space, JSON, a newline. The first record holds the
-manifest; then {"index": i, "result": {...}} for rows in the order they finish, a later record of a row replacing an
-earlier one, {"settings": {...}} for choices of the engine that later runs keep to, {"output": [n, m]} whenever an
-output file of the first n rows, m bytes, was put in place, and {"output": []} before that one is replaced.
+A record is one line: 8 hex digits (the CRC-32 of the JSON), a space, JSON, a newline. The first record holds the
+manifest. The other records are
+
+    {"index": i, "result": {...}}   a finished row; a later record of a row replaces an earlier one
+    {"settings": {...}}             choices of the engine, which later runs of the job must use again
+    {"output": [n, m]}              an output file of the first n rows, m bytes, was written
+    {"output": []}                  the output file is about to be replaced
 """
 
 import errno
@@ -26,12 +29,13 @@ from flexengine.job.results import sync_directory
 
 TODO, DONE, FAILED = 0, 1, 2
 SYNC_SECONDS = 1.0
-_SETTLED, _RETRIED = (bytes(made) + bytes(253) for made in ((0, 1, 1), (0, 1, 0)))  # by state
+# Translation tables from a row's state to 1 if the row is finished, else 0; _RETRIED runs failed rows again.
+_FINISHED, _RETRIED = (bytes(states) + bytes(253) for states in ((0, 1, 1), (0, 1, 0)))
 _MANIFEST = b'{"manifest":'
 
 
 class Record(NamedTuple):
-    """A record and where it lies: bytes [offset, end) of the journal, its newline included."""
+    """A record in bytes [offset, end) of the journal, including its newline."""
 
     offset: int
     end: int
@@ -40,20 +44,25 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropped:
-    """What recovery left out: `bytes` at the end; `damaged` if they were more than a record cut short."""
+    """The end of a journal that recovery dropped.
+
+    Attributes:
+        bytes: number of dropped bytes.
+        damaged: whether a whole record was dropped, not only one that was cut short by a kill.
+    """
 
     bytes: int = 0
     damaged: bool = False
 
 
 def encode_record(value: dict[str, Any]) -> bytes:
-    """One line of a journal. ASCII only, so that half a surrogate pair in a text survives."""
+    """Return a record as a line of the journal. The JSON is ASCII, so that halves of surrogate pairs survive."""
     body = json.dumps(value, separators=(",", ":"), default=vars).encode("ascii")
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
 def decode_record(line: bytes) -> dict[str, Any] | None:
-    """The value of a whole line, or None if it is not as it was written."""
+    """Return the value of a line, or None if the line is incomplete or damaged."""
     if line[8:9] != b" " or not line.endswith(b"\n") or b"%08x" % zlib.crc32(line[9:-1]) != line[:8]:
         return None
     try:
@@ -64,7 +73,7 @@ def decode_record(line: bytes) -> dict[str, Any] | None:
 
 
 def read_records(file: BinaryIO) -> Iterator[Record]:
-    """The records from the beginning up to the first that is not whole."""
+    """Yield the records from the beginning up to the first incomplete or damaged one."""
     offset = 0
     for line in file:
         if (value := decode_record(line)) is None:
@@ -74,7 +83,7 @@ def read_records(file: BinaryIO) -> Iterator[Record]:
 
 
 def result_of(value: dict[str, Any]) -> Result:
-    """The Result in a row's record."""
+    """Return the Result in the value of a row's record."""
     fields = dict(value["result"])
     if fields.get("samples") is not None:
         fields["samples"] = [Completion(**sample) for sample in fields["samples"]]
@@ -82,18 +91,22 @@ def result_of(value: dict[str, Any]) -> Result:
 
 
 class Journal:
-    """The journal at `path`, locked for this process; made if it is not there. Use as a context manager.
+    """The journal at `path`, locked for this process, and created if the file does not exist. Use as a context manager.
 
-    Kept in memory are nine bytes per row (where its last record begins, and its state), never the results.
-    A record goes to the operating system at once, in one write, so kill -9 loses nothing that was finished.
+    Memory holds nine bytes per row (offset of its last record, and its state), no results. A record is passed to the
+    operating system at once, in one write, so kill -9 loses no finished row.
 
-    Attributes: manifest (None: a new journal), created (seconds since 1970 of its first start), dropped (what recovery
-    left out), settings (see set), output (rows and bytes of the output file that is up to date with the journal; None:
-    there is none, or it is about to be replaced).
-    Raises InvalidInput if another process holds the journal, or the file cannot be one.
+    Attributes:
+        manifest: the job's manifest; None if the journal is new.
+        created: time at which the job began, in seconds since 1970.
+        dropped: the end of the file that recovery dropped.
+        settings: see `set`.
+        output: rows and bytes of the output file that agrees with the journal; None if there is none, or if it is about
+            to be replaced.
     """
 
     def __init__(self, path: Path) -> None:
+        """Open and lock a journal. Raise InvalidInput if another process has locked it, or the file is no journal."""
         self.path = path
         self._file = _open_locked(path)
         try:
@@ -118,7 +131,7 @@ class Journal:
         self.output: tuple[int, int] | None = None
         self._offsets, self._states = array("q"), bytearray()
         self._end = 0
-        self._synced = (0, 0.0)  # up to which byte by this process, and when
+        self._synced = (0, 0.0)  # end of the bytes that this process has synced, and time.monotonic() of the last sync
 
     def _recover(self) -> Dropped:
         size = os.fstat(self._file).st_size
@@ -129,13 +142,13 @@ class Journal:
                     break
                 self._end = record.end
             file.seek(self._end)
-            damaged = file.readline().endswith(b"\n")  # a record cut short by a kill has no end
+            damaged = file.readline().endswith(b"\n")  # a record that a kill cut short has no newline
         self._truncate()
         self._synced = (self._end, 0.0)
         return Dropped(size - self._end, damaged)
 
     def _check_ours(self, file: BinaryIO) -> None:
-        """A foreign file of this name must not be emptied as a damaged journal would be."""
+        """Raise InvalidInput if the file is no journal, as recovery would empty it like a damaged journal."""
         head = file.read(9 + len(_MANIFEST))
         file.seek(0)
         digits = all(c in b"0123456789abcdef" for c in head[:8]) and head[8:9] in (b" ", b"")
@@ -143,7 +156,7 @@ class Journal:
             raise InvalidInput(f"{self.path} is no journal of this program; move it away or name another --output")
 
     def _note(self, record: Record) -> bool:
-        """Takes a record into the index. False: it should be the first and is not."""
+        """Add a record to the index. Return False if the first record is no manifest."""
         value = record.value
         if self.manifest is None:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
@@ -166,57 +179,68 @@ class Journal:
         self.output = None
 
     def restart(self) -> None:
-        """Empties the journal."""
+        """Remove all records."""
         self._forget()
         self._truncate()
 
     def begin(self, manifest: dict[str, Any], created: int) -> None:
-        """Writes the first record of a new journal. created: seconds since 1970."""
+        """Write the first record of a new journal.
+
+        Args:
+            created: seconds since 1970.
+        """
         self._append({"manifest": manifest, "created": created})
         self.manifest, self.created = manifest, created
         self.sync()
         sync_directory(self.path.parent)
 
     def add(self, result: Result) -> None:
-        """Keeps a finished row. Raises OSError if it cannot be written; what was written before stays valid."""
+        """Append a finished row. Raise OSError if it cannot be written; earlier records stay valid."""
         fields = {name: value for name, value in vars(result).items() if name != "index" and value is not None}
         offset = self._append({"index": result.index, "result": fields})
         self._place(result.index, offset, result.error is not None)
 
     def set(self, settings: dict[str, Any]) -> None:
-        """Notes choices that results depend on and no caller made; later runs of the job find them in `settings`."""
+        """Append choices that the engine made and on which results depend. Later runs of the job read `settings`."""
         self._append({"settings": settings})
         self.settings = dict(settings)
 
     def add_output(self, rows: int, nbytes: int) -> None:
-        """Notes that the output file, of `nbytes` bytes, holds the first `rows` rows as they stand in the journal."""
+        """Append that the output file, of `nbytes` bytes, holds the present results of the first `rows` rows."""
         self._append({"output": [rows, nbytes]})
         self.output = (rows, nbytes)
         self.sync()
 
     def forget_output(self) -> None:
-        """Notes that the output file is about to be replaced, so that its size is not known any more."""
+        """Append that the output file is about to be replaced, so that its size is unknown from now on."""
         if self.output is not None:
             self._append({"output": []})
             self.output = None
             self.sync()
 
     def state(self, index: int) -> int:
-        """TODO, DONE or FAILED."""
+        """Return the state of a row: TODO, DONE or FAILED."""
         return self._states[index] if index < len(self._states) else TODO
 
     def count(self, state: int, rows: int) -> int:
-        """How many of the first `rows` rows are in this state, DONE or FAILED."""
+        """Return how many of the first `rows` rows are in a state, DONE or FAILED."""
         return self._states.count(state, 0, rows)
 
-    def settled(self, rows: int, retry_failed: bool = False) -> bytes:
-        """For each of at most the first `rows` rows 1, or 0 if it is still to be run."""
-        return bytes(self._states[:rows]).translate(_RETRIED if retry_failed else _SETTLED)
+    def finished(self, rows: int, retry_failed: bool = False) -> bytes:
+        """Return a byte for each of at most the first `rows` rows: 1 if the row is finished, 0 if it must be run.
+
+        Args:
+            retry_failed: return 0 for failed rows, too.
+        """
+        return bytes(self._states[:rows]).translate(_RETRIED if retry_failed else _FINISHED)
 
     def results(self, rows: Iterable[int]) -> Iterator[Result]:
-        """The results of these rows, read again one by one.
+        """Yield the results of these rows, each read from the file.
 
-        Raises RuntimeError if there is none of a row, OSError if the file is not as it was written."""
+        Raises:
+            RuntimeError: a row has no result.
+            OSError: the file has changed since it was written.
+        """
         with open(self._file, "rb", closefd=False) as file:
             for index in rows:
                 if self.state(index) == TODO:
@@ -228,20 +252,20 @@ class Journal:
                 yield result_of(value)
 
     def sync(self) -> None:
-        """Puts what was written so far on the disk itself."""
+        """Sync all records to the disk."""
         if self._end > self._synced[0]:
             end = self._end
             os.fsync(self._file)
             self._synced = (end, time.monotonic())
 
     def sync_if_due(self) -> None:
-        """sync(), at most once a second: it takes longer than a sweep of a small model, and only a crash of the
-        machine, not of this process, could lose what the operating system holds."""
+        """Call `sync` unless it was called in the last SYNC_SECONDS. A sync takes longer than a sweep of a small model,
+        and only a crash of the machine, not of this process, can lose unsynced records."""
         if time.monotonic() - self._synced[1] >= SYNC_SECONDS:
             self.sync()
 
     def close(self) -> None:
-        """Gives the lock back. A journal without a manifest leaves no file."""
+        """Sync and unlock the journal. Delete the file if it has no manifest."""
         if self.manifest is None:
             self.path.unlink(missing_ok=True)
         else:
@@ -256,7 +280,7 @@ class Journal:
             while written < len(line):
                 written += os.pwrite(self._file, line[written:], begin + written)
         except OSError:
-            self._truncate()  # half a record helps nobody
+            self._truncate()  # remove the incomplete record
             raise
         self._end = begin + len(line)
         return begin
@@ -282,7 +306,11 @@ def _open_locked(path: Path) -> int:
 
 
 def _lock(file: int, path: Path) -> bool:
-    """Locks an open journal. False: whoever had it has removed it in the meantime."""
+    """Lock an open journal. Return False if another process has removed the file since it was opened.
+
+    Raises:
+        InvalidInput: another process has locked the journal, or the file is not a plain file.
+    """
     if not stat.S_ISREG(os.fstat(file).st_mode):
         raise InvalidInput(f"journal {path} is not a plain file; move it away or name another --output")
     try:
@@ -298,7 +326,7 @@ def _lock(file: int, path: Path) -> bool:
 
 
 def _owner(file: int) -> str:
-    """Who holds the lock, as far as the system tells."""
+    """Return the process that holds the lock, as text: its id if /proc/locks lists it, else "another process"."""
     inode = os.fstat(file).st_ino
     try:
         for line in Path("/proc/locks").read_text().splitlines():

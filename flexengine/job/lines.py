@@ -1,4 +1,4 @@
-"""Lines of a file as bytes, so that one that cannot be read costs itself alone, and JSON objects of them."""
+"""Lines of a file as bytes, so that a bad line affects no other line, and JSON objects in lines."""
 
 import json
 import math
@@ -13,7 +13,8 @@ _STEP = 2**20
 
 
 def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
-    """Lines with their ends, without a leading BOM; None for one over `most` bytes, which is never held."""
+    """Yield lines with their line ends, without a leading BOM. A line over `most` bytes is skipped in pieces, and None
+    is yielded for it."""
     first = True
     while raw := file.readline(most + 1):
         if over := len(raw) > most and not raw.endswith(b"\n"):
@@ -24,12 +25,12 @@ def read_lines(file: BinaryIO, most: int) -> Iterator[bytes | None]:
 
 
 def too_long(most: int) -> str:
-    """The fault of a line or record of over `most` bytes."""
+    """Return the fault of a line or record of over `most` bytes."""
     return f"is longer than {most:,} bytes"
 
 
 def utf8_fault(raw: bytes) -> str | None:
-    """Why the bytes are not UTF-8 text, or None if they are."""
+    """Return why the bytes are not UTF-8 text, or None if they are."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -38,7 +39,8 @@ def utf8_fault(raw: bytes) -> str | None:
 
 
 def json_object(raw: bytes) -> dict[str, Any]:
-    """The object that a line holds. Raises InvalidInput; NaN and numbers beyond a float's range are not JSON."""
+    """Return the JSON object in a line. Raise InvalidInput if the line holds none, or holds NaN or numbers beyond a
+    float's range."""
     if fault := utf8_fault(raw):
         raise InvalidInput(fault)
     try:
@@ -57,5 +59,5 @@ def _no_constant(name: str) -> NoReturn:
 def _finite(text: str) -> float:
     value = float(text)
     if math.isinf(value):
-        raise ValueError(f"{text} is too large for a number")
+        raise ValueError(f"{text} is beyond the range of a float")
     return value

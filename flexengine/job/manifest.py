@@ -1,7 +1,8 @@
-"""What a job's results depend on: a flat record kept in its journal and compared before a job goes on.
+"""The manifest of a job: a flat record of the values that decide its results. It is stored in the job's journal, and
+compared with the manifest of a job that resumes it.
 
-Not in it is what results do not depend on: where tensors lie (policy, memory sizes, offload directory), how many rows
-are asked for, the trace. So a job may go on with other memory or a larger --limit.
+Values that do not affect results are not in the manifest: placement (policy, memory sizes, offload directory), the
+number of rows, the trace. A job may therefore be resumed with other memory or a larger --limit.
 """
 
 import json
@@ -16,11 +17,11 @@ FORMAT = 2
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
-_APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # compared by a function of its own
-INFORMATIVE = frozenset({"input", "model"})  # names, for people: both may be renamed as long as their bytes stay
+_APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
+INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT = "absent"
-_LONG = 60  # characters of a value in a message
-_MOST_FILES = 4  # named in a message
+_LONG = 60  # most characters of a value in a message
+_MOST_FILES = 4  # most file names in a message
 
 Manifest = dict[str, Any]
 
@@ -28,26 +29,35 @@ Manifest = dict[str, Any]
 def make_manifest(
     sampling: SamplingParams, given: Mapping[str, Any], engine: Mapping[str, Any], lossy: Mapping[str, Any]
 ) -> Manifest:
-    """The manifest of a job: name -> JSON value.
+    """Return the manifest of a job: name -> JSON value.
 
-    sampling: the job's defaults. given: what identifies its input and output. engine: what identifies the model and
-    its arithmetic. lossy: switches that trade quality for speed, by name.
+    Args:
+        sampling: the job's default sampling parameters.
+        given: fields that identify its input and output.
+        engine: fields that identify the model and its arithmetic.
+        lossy: the lossy switches that are set, by name.
     """
     parts = ({"format": FORMAT}, given, engine, asdict(sampling), {LOSSY: dict(lossy)})
     manifest = {name: value for part in parts for name, value in part.items()}
-    plain: Manifest = json.loads(json.dumps(manifest))  # as it will be read back: a tuple becomes a list
+    plain: Manifest = json.loads(json.dumps(manifest))  # tuples become lists, as when the journal is read
     return plain
 
 
 def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One message per compared value that differs: values in the order of `now`, then switches, then files."""
+    """Return one message per compared value that differs: the input, values in the order of `now`, switches, files.
+
+    Args:
+        was: the stored manifest.
+        now: the resumed job's manifest.
+    """
     before, after = was.get(LOSSY) or {}, now.get(LOSSY) or {}
     switches = [name for name in dict.fromkeys((*after, *before)) if before.get(name) != after.get(name)]
-    told = {*INFORMATIVE, *_APART, *switches}  # a switch says more than the cache's format, which follows from it
+    # The value "cache" follows from the switch "cache", whose message is enough.
+    skipped = {*INFORMATIVE, *_APART, *switches}
     files = _changed_files(was, now)
     if not files and rewritten(was, now):
-        told.discard("model")  # of files written anew only samples were compared: they may be those of another model
-    names = [name for name in dict.fromkeys((*now, *was)) if name not in told]
+        skipped.discard("model")  # only samples of rewritten files were compared, which may be another model's
+    names = [name for name in dict.fromkeys((*now, *was)) if name not in skipped]
     return [
         *_changed_input(was, now),
         *(f"{name}: was {_shown(was, name)}, now {_shown(now, name)}" for name in names if not _equal(was, now, name)),
@@ -57,28 +67,33 @@ def differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def rewritten(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the model files whose time has changed and of whose contents only samples were compared."""
+    """Return the model files whose time has changed and whose contents were compared by samples only."""
     old, new = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {})
     return [name for name in new if new[name]["sha256"] is None and new[name]["mtime_ns"] != old[name]["mtime_ns"]]
 
 
 def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) -> None:
-    """Raises InvalidInput, listing what differs, if results of the two jobs may not stand in one output."""
+    """Raise InvalidInput, with the differences, if results of the two jobs must not be in one output.
+
+    Args:
+        journal: path of the journal, for messages.
+    """
     if was.get("format") != now.get("format"):
         raise InvalidInput(
             f"{journal} was begun by another version of flexengine (format {_shown(was, 'format')}, now"
-            f" {_shown(now, 'format')}), which describes a job and its model in another way, so that they cannot be"
-            " compared; finish it with that version, give --restart to start over, or name another --output"
+            f" {_shown(now, 'format')}), whose manifest cannot be compared with this version's; finish the job with"
+            " that version, give --restart to start over, or name another --output"
         )
     if changed := differences(was, now):
         raise InvalidInput(
             f"{journal} holds results of another job: {'; '.join(changed)}."
-            " Give what it was given to go on with it, --restart to start over, or name another --output"
+            " Give the same options, input and model to continue that job, --restart to start over, or name another"
+            " --output"
         )
 
 
 def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One message if the input's bytes are others; digests alone would tell a user little."""
+    """Return one message if the input's contents differ, with names and digests, else none."""
     if was.get(INPUT_DIGEST) == now.get(INPUT_DIGEST):
         return []
     old, new = (f"{m.get('input', _ABSENT)}, SHA-256 {str(m.get(INPUT_DIGEST, _ABSENT))[:12]}..." for m in (was, now))
@@ -86,7 +101,7 @@ def _changed_input(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _switch(lossy: Mapping[str, Any], name: str) -> str:
-    """A lossy switch for a message; a text to calibrate with is known by its digest."""
+    """Return a lossy switch as text for a message. The calibration text is named by its digest."""
     value = lossy.get(name)
     if value is None:
         return "not given"
@@ -94,18 +109,19 @@ def _switch(lossy: Mapping[str, Any], name: str) -> str:
 
 
 def _changed_files(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """One message per model file that is another, at most `_MOST_FILES`; their times do not count."""
+    """Return one message per model file whose size or contents differ, at most _MOST_FILES, and one with the number of
+    the others."""
     old, new = was.get(MODEL_FILES, {}), now.get(MODEL_FILES, {})
-    found = [(name, _change(old.get(name), new.get(name))) for name in sorted({*old, *new})]
-    said = [f"model file {name} {change}" for name, change in found if change]
-    more = [f"{len(said) - _MOST_FILES} more model files have changed"] if len(said) > _MOST_FILES else []
-    return said[:_MOST_FILES] + more
+    changes = [(name, _change(old.get(name), new.get(name))) for name in sorted({*old, *new})]
+    messages = [f"model file {name} {change}" for name, change in changes if change]
+    more = [f"{len(messages) - _MOST_FILES} more model files have changed"] if len(messages) > _MOST_FILES else []
+    return messages[:_MOST_FILES] + more
 
 
 def _change(old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> str:
-    """What has become of a file; empty if its size and contents are the same."""
+    """Return how a file has changed, as text; "" if its size and contents are the same."""
     if old is None or new is None:
-        return "was not there, and is now" if old is None else "is missing"
+        return "was added" if old is None else "is missing"
     if old["bytes"] != new["bytes"]:
         return f"had {old['bytes']:,} bytes, and has {new['bytes']:,} now"
     return "" if all(old[name] == new[name] for name in ("sample", "sha256")) else "has other contents of the same size"

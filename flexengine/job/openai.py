@@ -1,9 +1,9 @@
-"""OpenAI's batch format: lines with a request in, lines with a response out.
+"""OpenAI's batch format: input lines hold requests, output lines hold responses.
 
-In: {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}. Fields of
-the body that are absent or null take the job's defaults, also where OpenAI has another one (temperature). A field that
-is not known here is refused, never passed over. Out: {"id", "custom_id", "response", "error"}, a function of the line
-and its result alone, so that a job that was interrupted gives the same bytes.
+Input: {"custom_id": ..., "method": "POST", "url": "/v1/completions" or "/v1/chat/completions", "body": {...}}. Fields
+of the body that are absent or null take the job's defaults, even if OpenAI has another default (temperature). Unknown
+fields are refused, never ignored. Output: {"id", "custom_id", "response", "error"}. An output line depends only on the
+input line and its result, so that a resumed job writes the same bytes.
 """
 
 import hashlib
@@ -25,25 +25,34 @@ _SAME = (
     "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids",  # beyond OpenAI's, as vLLM takes them
 )  # fmt: skip
 _WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier")
-_CONFIRMED_AT_ONCE = 4096
-_VERY_UNLIKELY = -9999.0  # OpenAI's word for a log probability of minus infinity, which JSON cannot hold
+_CONFIRMED_AT_ONCE = 4096  # repeated hashes that are compared by custom_id in one pass over the rows
+_VERY_UNLIKELY = -9999.0  # OpenAI's value for a log probability of minus infinity, which JSON cannot hold
 
 
 def is_batch_line(fields: dict[str, Any], prompt_fields: Iterable[str | None]) -> bool:
-    """Whether a JSON line is meant as a batch line: it has all four keys, or two of them and no prompt of its own."""
+    """Return whether a JSON line is a batch line: it has all four keys, or at least two of them and no prompt field.
+
+    Args:
+        fields: fields of the line.
+        prompt_fields: names of prompt fields; None among them is ignored.
+    """
     known = sum(key in fields for key in LINE_KEYS)
     return known == len(LINE_KEYS) or (known >= 2 and all(fields.get(p) is None for p in prompt_fields if p))
 
 
 def custom_id_of(fields: dict[str, Any]) -> str:
-    """The line's custom_id, "" if it is not one."""
-    found = fields.get("custom_id")
-    return found if isinstance(found, str) and len(found) <= MAX_ID_CHARACTERS else ""
+    """Return the line's custom_id, or "" if it is absent or not allowed."""
+    value = fields.get("custom_id")
+    return value if isinstance(value, str) and len(value) <= MAX_ID_CHARACTERS else ""
 
 
 def request_of(fields: dict[str, Any]) -> dict[str, Any]:
-    """A batch line's request, named as in a plain row. Raises InvalidInput, which says what is wrong with the line;
-    values of sampling fields are left to SamplingParams."""
+    """Return a batch line's request, with the field names of a plain row. SamplingParams checks the values of sampling
+    fields later.
+
+    Raises:
+        InvalidInput: the line is no valid batch line; the message names the field.
+    """
     custom_id, url, body = fields.get("custom_id"), fields.get("url"), fields.get("body")
     if not isinstance(custom_id, str) or not custom_id:
         raise InvalidInput(f"custom_id is {shown(custom_id)}; it must be a string that is not empty")
@@ -56,71 +65,71 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise InvalidInput(f"body is {type(body).__name__}; it must be an object")
     if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
-        raise InvalidInput(f"has {misplaced} beside body; they belong into it")
-    given = {name: value for name, value in body.items() if value is not None}
-    request = _chat(given) if url == CHAT else _completion(given)
-    request |= _max_tokens(given)
-    request |= {name: given.pop(name) for name in _SAME if name in given}
-    if request.get("top_k") == -1:  # vLLM's word for all
+        raise InvalidInput(f"has {misplaced} beside body; move them into body")
+    remaining = {name: value for name, value in body.items() if value is not None}
+    request = _chat(remaining) if url == CHAT else _completion(remaining)
+    request |= _max_tokens(remaining)
+    request |= {name: remaining.pop(name) for name in _SAME if name in remaining}
+    if request.get("top_k") == -1:  # in vLLM -1 is all tokens
         request["top_k"] = 0
-    _drop_without_effect(given, request.get("n", 1))
-    if given:
-        raise InvalidInput(f"body has {sorted(given)}, which {url} does not support here; remove them")
+    _drop_without_effect(remaining, request.get("n", 1))
+    if remaining:
+        raise InvalidInput(f"body has {sorted(remaining)}, which {url} does not support here; remove them")
     return request
 
 
-def _drop_without_effect(given: dict[str, Any], n: Any) -> None:
-    """Removes what changes nothing: names and notes, and fields that have the only value there is."""
+def _drop_without_effect(body: dict[str, Any], n: Any) -> None:
+    """Remove fields without effect from a body: names and notes, and fields that have the only supported value."""
     for name in _WITHOUT_EFFECT:
-        given.pop(name, None)
+        body.pop(name, None)
     for name, only in (("stream", False), ("echo", False), ("best_of", n), ("logit_bias", {})):
-        if name in given and type(given[name]) is type(only) and given[name] == only:
-            del given[name]
+        if name in body and type(body[name]) is type(only) and body[name] == only:
+            del body[name]
 
 
-def _max_tokens(given: dict[str, Any]) -> dict[str, Any]:
-    names = [name for name in ("max_completion_tokens", "max_tokens") if name in given]
-    values = [given.pop(name) for name in names]
+def _max_tokens(body: dict[str, Any]) -> dict[str, Any]:
+    names = [name for name in ("max_completion_tokens", "max_tokens") if name in body]
+    values = [body.pop(name) for name in names]
     if len(values) == 2 and values[0] != values[1]:
         both = " and ".join(f"{name} {shown(value)}" for name, value in zip(names, values, strict=True))
         raise InvalidInput(f"body has {both}; give one of them")
     return {"max_tokens": values[0]} if values else {}
 
 
-def _completion(given: dict[str, Any]) -> dict[str, Any]:
-    prompt, logprobs = given.pop("prompt", None), given.pop("logprobs", None)
-    wanted = {} if logprobs is None else {"logprobs": logprobs}
+def _completion(body: dict[str, Any]) -> dict[str, Any]:
+    prompt, logprobs = body.pop("prompt", None), body.pop("logprobs", None)
+    options = {} if logprobs is None else {"logprobs": logprobs}
     if isinstance(prompt, str):
-        return {"prompt": prompt, **wanted}
+        return {"prompt": prompt, **options}
     if not isinstance(prompt, list) or not prompt:
         raise InvalidInput(f"prompt is {shown(prompt)}; it must be a string or a list of token ids")
     if any(isinstance(part, (str, list)) for part in prompt):
-        raise InvalidInput(f"prompt is a list of {len(prompt)} prompts; a line has one answer: give each its own line")
-    return {"prompt_token_ids": prompt, **wanted}
+        raise InvalidInput(f"prompt is a list of {len(prompt)} prompts; a line must have one: give each its own line")
+    return {"prompt_token_ids": prompt, **options}
 
 
-def _chat(given: dict[str, Any]) -> dict[str, Any]:
-    messages = given.pop("messages", None)
+def _chat(body: dict[str, Any]) -> dict[str, Any]:
+    messages = body.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages that is not empty")
-    wanted, top = given.pop("logprobs", False), given.pop("top_logprobs", None)
-    if not isinstance(wanted, bool):
-        raise InvalidInput(f"logprobs is {shown(wanted)}; it must be true or false")
-    if top is not None and not wanted:
+    logprobs, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
+    if not isinstance(logprobs, bool):
+        raise InvalidInput(f"logprobs is {shown(logprobs)}; it must be true or false")
+    if top is not None and not logprobs:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
-    return {"messages": [_message(m) for m in messages], **({"logprobs": top or 0} if wanted else {})}
+    return {"messages": [_message(m) for m in messages], **({"logprobs": top or 0} if logprobs else {})}
 
 
 def _message(message: Any) -> dict[str, Any]:
-    """role and content, the content as one string; name where there is one."""
+    """Return a message's role, content (as one string) and name (if it has one)."""
     if not isinstance(message, dict):
         raise InvalidInput(f"messages holds {shown(message)}; a message is an object with role and content")
-    said = {name: value for name, value in message.items() if value is not None}
-    if unknown := sorted(set(said) - {"role", "content", "name"}):
+    fields = {name: value for name, value in message.items() if value is not None}
+    if unknown := sorted(set(fields) - {"role", "content", "name"}):
         raise InvalidInput(f"a message has {unknown}; only role, content and name are supported")
-    if isinstance(said.get("content"), list):
-        said["content"] = "\n".join(map(_part, said["content"]))  # as vLLM and llama.cpp join them
-    return said
+    if isinstance(fields.get("content"), list):
+        fields["content"] = "\n".join(map(_part, fields["content"]))  # vLLM and llama.cpp also join with newlines
+    return fields
 
 
 def _part(part: Any) -> str:
@@ -131,10 +140,13 @@ def _part(part: Any) -> str:
 
 
 def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:
-    """Up to `most` repeated custom_ids of batch lines, each with the line it is first found on and one that repeats it.
+    """Return up to `most` repeated custom_ids of batch lines, each with its first line and a line that repeats it.
 
-    hashes: hash(custom_id) of every row that has one; they are put in order. Only where two are equal are the rows
-    gone through again, so that memory is that of `hashes`, 8 bytes a row, and one byte a row more.
+    The rows are iterated again only if two hashes are equal. Memory is 8 bytes a row for `hashes`, and one byte a row.
+
+    Args:
+        rows: iterated once per _CONFIRMED_AT_ONCE repeated hashes.
+        hashes: hash(custom_id) of every row that has one; sorted in place.
     """
     import numpy as np
 
@@ -142,30 +154,33 @@ def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> 
     ordered.sort()
     suspects = np.unique(ordered[1:][ordered[1:] == ordered[:-1]])
     for start in range(0, len(suspects), _CONFIRMED_AT_ONCE):
-        if found := _confirmed(rows, set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), most):
-            return found
+        if repeated := _confirmed(rows, set(suspects[start : start + _CONFIRMED_AT_ONCE].tolist()), most):
+            return repeated
     return []
 
 
 def _confirmed(rows: Iterable[Row], suspects: set[int], most: int) -> list[tuple[str, int, int]]:
     first: dict[str, int] = {}
-    found: list[tuple[str, int, int]] = []
+    repeated: list[tuple[str, int, int]] = []
     for row in rows:
         if row.custom_id and hash(row.custom_id) in suspects:
             if row.custom_id in first:
-                found.append((row.custom_id, first[row.custom_id], row.line))
-                if len(found) == most:
+                repeated.append((row.custom_id, first[row.custom_id], row.line))
+                if len(repeated) == most:
                     break
             first.setdefault(row.custom_id, row.line)
-    return found
+    return repeated
 
 
 def batch_line(row: Row, result: Result, model_name: str, created: int) -> dict[str, Any]:
-    """The answer to a batch line.
+    """Return the output line of a batch line.
 
-    A line that was refused (an error that names its place) is answered as OpenAI answers a bad request: status_code
-    400 and the reason in the response's body. A row that failed later has no response but an error. A custom_id that
-    cannot be one comes back as it was sent. created: Unix time of the job's start.
+    A refused line, whose error begins with its place in the file, gets the response that OpenAI gives to a bad request:
+    status_code 400, with the reason in the body. A row that failed later has an error and no response. A custom_id that
+    is not allowed is returned unchanged.
+
+    Args:
+        created: Unix time of the job's start.
     """
     name = f"{row.index} {row.custom_id}".encode("utf-8", "surrogatepass")
     digest = hashlib.blake2b(name, digest_size=16).hexdigest()
@@ -215,14 +230,15 @@ def _chat_choice(sample: Completion | Result) -> dict[str, Any]:
     return _choice(sample, {"message": message}, logprobs)
 
 
-def _choice(sample: Completion | Result, said: dict[str, Any], logprobs: Any) -> dict[str, Any]:
-    """token_ids are there only where no tokenizer could make a text of them."""
+def _choice(sample: Completion | Result, text: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+    """Return a choice. It has token_ids only if the checkpoint has no tokenizer and the sample therefore no text."""
     ids = {"token_ids": sample.token_ids} if sample.generated_text is None else {}
-    return {**said, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
+    return {**text, **ids, "finish_reason": sample.finish_reason, "logprobs": logprobs}
 
 
 def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
-    """text_offset: characters of the tokens before, the prompt not counted."""
+    """Return logprobs in the format of completions. text_offset counts the characters of the generated tokens before,
+    without the prompt."""
     names = [_token(t) for t in tokens]
     return {
         "tokens": names,
@@ -233,7 +249,8 @@ def _text_logprobs(tokens: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _by_name(tokens: list[dict[str, Any]]) -> dict[str, float]:
-    """Log probabilities by token; of several that read alike (parts of characters) the first, likeliest."""
+    """Return log probabilities by token text. Of several tokens with equal text (parts of characters) the first, and
+    likeliest, counts."""
     named: dict[str, float] = {}
     for token in tokens:
         named.setdefault(_token(token), _finite(token["logprob"]))
@@ -241,7 +258,8 @@ def _by_name(tokens: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _chat_token(token: dict[str, Any]) -> dict[str, Any]:
-    """bytes: null where the token is part of a character, so that its text does not tell."""
+    """Return a token in the format of chat logprobs. `bytes` is None if the token is part of a character, as its text
+    then does not have its bytes."""
     name = _token(token)
     known = token["token"] is not None and "\ufffd" not in name
     return {"token": name, "logprob": _finite(token["logprob"]), "bytes": list(name.encode()) if known else None}

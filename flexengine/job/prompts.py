@@ -1,4 +1,4 @@
-"""Rows into requests. A row that cannot be run becomes a row with an error; nothing is raised."""
+"""Conversion of rows to requests. A row that cannot be run becomes a row with an error; nothing is raised."""
 
 import math
 from collections.abc import Mapping
@@ -14,60 +14,67 @@ OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 
 @dataclass(frozen=True)
 class Request:
-    """A row ready to run: `prompt_ids` are token ids in [0, vocab), prompt + max_tokens fit the context.
+    """A row that can be run. Prompt and max_tokens together fit the model's context.
 
-    forced: tokens that are taken as they are, whatever the model would choose, to see what it thinks of them.
+    Attributes:
+        index: number of the row.
+        prompt_ids: token ids in [0, vocabulary size).
+        sampling: sampling parameters.
+        line: see Row.
+        forced: continuation to score (teacher forcing): these tokens replace the sampled ones. () samples.
     """
 
     index: int
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
-    line: int = field(default=0, compare=False)  # as in Row
+    line: int = field(default=0, compare=False)
     forced: tuple[int, ...] = ()
 
 
 def encode(
     row: Row, tokenizer: Any, context_length: int, defaults: SamplingParams, vocab_size: int | None = None
 ) -> Request | Row:
-    """The request of a row, or the row with its error.
+    """Return the request of a row, or the row with an error if it cannot be run.
 
-    tokenizer: a transformers tokenizer, or None if the checkpoint has none (then only prompt_token_ids rows work).
-    context_length: most tokens of prompt and continuation together.
-    vocab_size: prompt_token_ids must lie below it; the tokenizer's if not given.
+    Args:
+        tokenizer: None if the checkpoint has none; only prompt_token_ids are allowed then.
+        context_length: most tokens of prompt and continuation together.
+        defaults: sampling parameters of fields that the row does not have.
+        vocab_size: prompt_token_ids must be smaller; None takes the tokenizer's.
     """
     if row.error is not None:
         return row
-    asked = row.request
+    request = row.request
     try:
-        sampling = replace(defaults, **{k: asked[k] for k in OVERRIDES if asked.get(k) is not None})
-        ids = _prompt_ids(asked, tokenizer, len(tokenizer) if vocab_size is None and tokenizer else vocab_size)
+        sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
+        ids = _prompt_ids(request, tokenizer, len(tokenizer) if vocab_size is None and tokenizer else vocab_size)
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
         if total > context_length:
             raise InvalidInput(
                 f"prompt of {len(ids)} tokens + max_tokens {sampling.max_tokens} = {total} tokens,"
-                f" more than the model's context of {context_length}"
+                f" more than the model's context of {context_length}; shorten the prompt or lower max_tokens"
             )
     except InvalidInput as error:
         return row.refused(str(error))
     return Request(row.index, ids, sampling, row.line)
 
 
-def _prompt_ids(asked: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
-    present = [kind for kind in PROMPT_KINDS if asked.get(kind) is not None]
+def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
+    present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
         raise InvalidInput(f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed")
     kind = present[0]
     if kind == "prompt_token_ids":
-        return _given_ids(asked[kind], vocab_size)
-    _check_text(kind, asked[kind])
+        return _checked_ids(request[kind], vocab_size)
+    _check_text(kind, request[kind])
     if tokenizer is None:
         raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send prompt_token_ids")
     try:
-        ids = tokenizer(asked[kind], verbose=False) if kind == "prompt" else _chat_ids(tokenizer, asked[kind])
+        ids = tokenizer(request[kind], verbose=False) if kind == "prompt" else _chat_ids(tokenizer, request[kind])
         ids = tuple(int(i) for i in (ids["input_ids"] if isinstance(ids, Mapping) else ids))
-    except Exception as error:  # a chat template or a tokenizer may raise anything; it is this row's problem only
+    except Exception as error:  # a chat template or a tokenizer may raise any error; only this row fails
         raise InvalidInput(f"{kind} cannot be tokenised: {type(error).__name__}: {error}") from error
     if not ids:
         raise InvalidInput(f"{kind} is empty after tokenisation")
@@ -79,7 +86,7 @@ def _chat_ids(tokenizer: Any, messages: list[Any]) -> Any:
 
 
 def _check_text(kind: str, value: Any) -> None:
-    """Raises InvalidInput unless `value` is text, or messages of text, that can be written as UTF-8."""
+    """Raise InvalidInput if `value` is not text, or messages of text, that UTF-8 can encode."""
     if kind == "prompt":
         texts = [value]
         if not isinstance(value, str):
@@ -101,7 +108,7 @@ def _message_texts(message: Any) -> tuple[str, str]:
     return role, content
 
 
-def _given_ids(value: Any, vocab_size: int | None) -> tuple[int, ...]:
+def _checked_ids(value: Any, vocab_size: int | None) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidInput("prompt_token_ids must be a non-empty list of token ids")
     top = math.inf if vocab_size is None else vocab_size

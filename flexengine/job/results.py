@@ -1,4 +1,4 @@
-"""Results into output files: JSON lines in input order, whatever order they finish in."""
+"""Writing of results to output files: JSON lines in input order, in whatever order the rows finish."""
 
 import json
 import math
@@ -16,11 +16,16 @@ from flexengine.job.openai import batch_line
 from flexengine.job.rows import Row
 
 Encode = Callable[[Row, Result], bytes]
-_ONLY_IF_ASKED_FOR = ("logprobs", "samples")
+_OPTIONAL = ("logprobs", "samples")  # fields that are left out if they are None
 
 
 def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathLike[str] | None = None) -> None:
-    """Raises InvalidInput if results cannot be written to `path`; to be called before any work. None is stdout."""
+    """Raise InvalidInput if results cannot be written to `path`. Called before all work.
+
+    Args:
+        path: the output; None is stdout.
+        input_path: the input, which must be another file.
+    """
     if path is None:
         return
     try:
@@ -32,46 +37,47 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
     if input_path is not None and target == Path(input_path).resolve():
-        raise InvalidInput(f"output {path} is the input file; results would replace the prompts")
+        raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another --output")
     if not os.access(target if _is_special(target) else target.parent, os.W_OK):
-        raise InvalidInput(f"output {path}: {target.parent} is not writable")
+        raise InvalidInput(f"output {path}: {target.parent} is not writable; name another --output")
 
 
 def journal_path(output: str | os.PathLike[str] | None) -> Path | None:
-    """The journal of an output file, beside it. None for what keeps none: stdout, devices, pipes."""
+    """Return the path of an output file's journal, beside it. Return None for stdout, devices and pipes, which have no
+    journal."""
     target = None if output is None else Path(output).resolve()
     return None if target is None or _is_special(target) else target.with_name(target.name + ".journal")
 
 
 def part_path(output: str | os.PathLike[str]) -> Path:
-    """Where an output file is put together."""
+    """Return the temporary path at which an output file is written before it is renamed."""
     target = Path(output).resolve()
     return target.with_name(target.name + ".part")
 
 
 def output_row(row: Row, result: Result) -> dict[str, Any]:
-    """The fields of an output row: the caller's, then those of Result (`logprobs` and `samples` only if there are any).
-
-    Result's fields win over input fields of the same name (`index`, `error`, ...).
-    """
-    ours = {k: v for k, v in vars(result).items() if v is not None or k not in _ONLY_IF_ASKED_FOR}
-    return {**row.fields, **ours}
+    """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
+    `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...)."""
+    fields = {k: v for k, v in vars(result).items() if v is not None or k not in _OPTIONAL}
+    return {**row.fields, **fields}
 
 
 def encode_row(row: Row, result: Result) -> bytes:
-    """One output line, UTF-8, ending in a newline. What UTF-8 cannot hold (half a surrogate pair) is escaped."""
+    """Return an output line in UTF-8 with its newline. If the input fields cannot be written as JSON, leave them out
+    and say so in the result's error."""
     try:
         return encode_fields(output_row(row, result))
     except (RecursionError, TypeError, ValueError) as error:
         if not row.fields:
             raise
-        note = f"input fields left out, they cannot be written as JSON: {type(error).__name__}"
+        note = f"the input fields are left out, as they cannot be written as JSON: {type(error).__name__}"
         result.error = f"{result.error}; {note}" if result.error else note
         return encode_row(Row(row.index, row.line), result)
 
 
 def encode_fields(fields: dict[str, Any]) -> bytes:
-    """A JSON object as one line of UTF-8. A number that JSON has not (the logarithm of 0) becomes null."""
+    """Return a JSON object as a line of UTF-8. Infinity and NaN become null. If the text has half a surrogate pair, all
+    characters beyond ASCII are escaped."""
     try:
         text = json.dumps(fields, ensure_ascii=False, default=vars, allow_nan=False)
     except ValueError:
@@ -84,9 +90,12 @@ def encode_fields(fields: dict[str, Any]) -> bytes:
 
 
 def line_encoder(model: str, created: int) -> Encode:
-    """The line of any row: an OpenAI batch line where one came in, else encode_row's.
+    """Return a function that returns the output line of a row: an OpenAI batch line for a batch line, else as
+    `encode_row`.
 
-    model, created (seconds since 1970): what batch lines carry.
+    Args:
+        model: model name in batch lines.
+        created: time in batch lines, in seconds since 1970.
     """
 
     def encode(row: Row, result: Result) -> bytes:
@@ -106,13 +115,12 @@ def _finite(value: Any) -> Any:
 
 
 class ResultWriter:
-    """Writes results, given in any order, as lines in the order of `rows`, each as soon as it is its turn.
+    """Writes results, which come in any order, as lines in the order of the rows. A line is written as soon as all
+    earlier rows are written.
 
-    rows: with indices 0, 1, 2, ...; read again in step, so that only results which wait for an earlier one are held.
-    output: a device or pipe (/dev/null), written directly; None: `stream` (default: standard output).
-    encode: the line of a row.
-
-    Attributes: done, failed (results taken so far without and with an error).
+    Attributes:
+        done: results so far without an error.
+        failed: results so far with an error.
     """
 
     def __init__(
@@ -122,6 +130,15 @@ class ResultWriter:
         stream: BinaryIO | None = None,
         encode: Encode = encode_row,
     ) -> None:
+        """Write to a device, a pipe or a stream.
+
+        Args:
+            rows: the input rows, with indices 0, 1, 2, ... They are iterated while lines are written, so that memory
+                holds only results that wait for an earlier row.
+            output: a device or pipe such as /dev/null; None writes to `stream`.
+            stream: None is standard output.
+            encode: return the output line of a row.
+        """
         self.done = self.failed = 0
         self._rows = iter(rows)
         self._output, self._stream, self.encode = output, stream, encode
@@ -139,7 +156,7 @@ class ResultWriter:
         return self
 
     def write(self, result: Result) -> None:
-        """Takes one finished row; writes it and those that waited for it, if it is their turn."""
+        """Take the result of a row. Write it, and the results that waited for it, if all earlier rows are written."""
         if result.index < self._next or result.index in self._waiting:
             raise RuntimeError(f"row {result.index} was finished twice")
         self._waiting[result.index] = result
@@ -166,14 +183,18 @@ class ResultWriter:
 def write_output(
     output: str | os.PathLike[str], rows: Iterable[Row], results: Iterator[Result], encode: Encode = encode_row
 ) -> None:
-    """Puts the output file in place: all rows in order, each with the next of `results`.
+    """Write the output file: a line per row, in order.
 
-    The file appears complete or not at all: it is written beside its place, fsynced and renamed. What was begun is
-    removed after an exception.
+    The file is written under a temporary name, fsynced and renamed, so that it appears complete or not at all. The
+    temporary file is removed after an exception.
+
+    Args:
+        results: the results, in the order of `rows`.
+        encode: return the output line of a row.
     """
     part, target = part_path(output), Path(output).resolve()
     try:
-        part.unlink(missing_ok=True)  # a link there would lead elsewhere
+        part.unlink(missing_ok=True)  # if `part` is a link, the file must not be written to the link's target
         with part.open("xb") as file:
             for row, result in zip(rows, results, strict=True):
                 file.write(encode(row, result))
@@ -188,7 +209,7 @@ def write_output(
 
 
 def sync_directory(path: Path) -> None:
-    """Puts the names in a directory on the disk itself."""
+    """Sync the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

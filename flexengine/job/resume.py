@@ -1,4 +1,4 @@
-"""A job from its first row to its output: what is still to be run, where results go, when it is finished."""
+"""A job and its results: the rows that remain to be run, the journal, the output file, and resuming."""
 
 import errno
 import os
@@ -22,24 +22,32 @@ Describe = Callable[[Manifest], Manifest]
 
 
 class Pending:
-    """The rows still to be run, in order; may be read any number of times, as `rows` may.
+    """The rows that remain to be run, in order. They can be iterated as often as `rows`."""
 
-    settled: one byte per row, 0 for a row that is to be run; rows beyond its end are. It must not change any more.
-    """
+    def __init__(self, rows: Iterable[Row], finished: bytes) -> None:
+        """Select the rows that are not finished.
 
-    def __init__(self, rows: Iterable[Row], settled: bytes) -> None:
-        self._rows, self._settled = rows, settled
+        Args:
+            rows: all rows.
+            finished: one byte per row, 0 if the row must be run. Rows beyond its end must be run.
+        """
+        self._rows, self._finished = rows, finished
 
     def __iter__(self) -> Iterator[Row]:
-        return (row for row in self._rows if row.index >= len(self._settled) or not self._settled[row.index])
+        return (row for row in self._rows if row.index >= len(self._finished) or not self._finished[row.index])
 
 
 class Job(ABC):
-    """Where the results of a job of `total` rows go. Use as a context manager.
+    """A job whose results are stored or printed. Use as a context manager.
 
-    done, failed: rows that have a result, without and with an error. resumed: how many had one at the start.
-    finished: there is nothing to do, not even an output file to be put together.
-    note: what to tell people, at the start and after `begin`; empty if nothing.
+    Attributes:
+        rows: all rows of the input.
+        total: number of rows.
+        done: rows that have a result without an error.
+        failed: rows that have a result with an error.
+        resumed: rows that had a result when the job was resumed; set by `begin`.
+        finished: whether all rows have a result and the output file is written; set by `begin`.
+        note: message for the user after the job is opened and after `begin`; "" if there is none.
     """
 
     def __init__(self, rows: Rows, total: int) -> None:
@@ -67,38 +75,48 @@ class Job(ABC):
         """Return the rows to run.
 
         Args:
-            describe: gives the job's manifest from that of the run that began it, which is empty if there was none.
-            model: the name that OpenAI batch lines carry.
+            describe: return the job's manifest, given the manifest of the run that began the job, which is empty if
+                there was none.
+            model: model name in OpenAI batch lines.
 
         Raises:
-            InvalidInput: results of an earlier run belong to another manifest, or its output has been changed.
+            InvalidInput: the journal is of a job with another manifest, or the output file has been changed.
         """
 
     @abstractmethod
     def take(self, result: Result) -> None:
-        """Keeps the result of a row. Raises OSError if it cannot be written."""
+        """Store or print the result of a row. Raise OSError if it cannot be written."""
 
     @abstractmethod
     def standing(self) -> str:
-        """What to tell people when the job is interrupted."""
+        """Return the message for an interrupted job."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What `keep` was told first, in this run or an earlier one; empty if nothing."""
+        """Return the settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
         return {}
 
-    def keep(self, settings: dict[str, Any]) -> None:  # noqa: B027 - nothing to do where nothing is kept
-        """Choices of the engine that all results of the job are to share, told before the first of them."""
+    def save_settings(self, settings: dict[str, Any]) -> None:  # noqa: B027 - a job without a journal stores nothing
+        """Store choices of the engine that all results of the job must share, unless settings are stored already.
+        Called before the first result."""
 
     def save(self, at_once: bool = True) -> None:  # noqa: B027
-        """Puts all results so far on the disk; unless `at_once`, only if that has not been done for a while."""
+        """Sync all results so far to the disk.
+
+        Args:
+            at_once: False syncs only if the last sync was at least SYNC_SECONDS ago.
+        """
 
     def end(self) -> None:  # noqa: B027
-        """To be called when every row has a result: puts the output in place."""
+        """Write the output file. Called when every row has a result."""
 
 
 class PrintedJob(Job):
-    """Results go to stdout (output None), a device or a pipe, in input order. Nothing is kept to go on from."""
+    """A job whose results go to stdout, a device or a pipe, in input order. It has no journal and cannot be resumed.
+
+    Args:
+        output: a device or pipe; None is stdout.
+    """
 
     def __init__(self, rows: Rows, total: int, output: str | None = None) -> None:
         super().__init__(rows, total)
@@ -121,7 +139,7 @@ class PrintedJob(Job):
     ) -> None:
         self._writer.__exit__(kind, error, trace)
         if kind is None and self.done + self.failed != self.total:
-            raise RuntimeError(f"{self.total} rows came in, {self.done + self.failed} results out")
+            raise RuntimeError(f"{self.total} rows were read, but {self.done + self.failed} have a result")
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         self._writer.encode = line_encoder(model, int(time.time()))
@@ -131,21 +149,29 @@ class PrintedJob(Job):
         self._writer.write(result)
 
     def standing(self) -> str:
-        return f"interrupted: {self.done + self.failed} of {self.total} rows were done; --output would have kept them"
+        return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
+                " been stored")  # fmt: skip
 
 
-class KeptJob(Job):
-    """Results go to a journal beside the output file, which is put in place at the end.
+class JournalJob(Job):
+    """A job whose results go to a journal beside the output file. The output file is written at the end.
 
-    The journal stays: the same command does nothing then, a lost output is put together again without computing, a
-    larger limit goes on, and failed rows can be run again (retry_errors). restart: drop what earlier runs left.
-
-    Raises InvalidInput if another process writes this output, or the output is there but its journal is not.
+    The journal stays. If the same command is run again, it does nothing if the job is finished, writes a lost output
+    file again without computing, and runs further rows if the limit is larger.
     """
 
     def __init__(
         self, rows: Rows, total: int, output: str | os.PathLike[str], restart: bool = False, retry_errors: bool = False
     ) -> None:
+        """Open the job's journal.
+
+        Args:
+            restart: delete the results of earlier runs.
+            retry_errors: run failed rows again.
+
+        Raises:
+            InvalidInput: another process writes this output, or the output file exists but its journal does not.
+        """
         super().__init__(rows, total)
         path = journal_path(output)
         if path is None:
@@ -153,7 +179,7 @@ class KeptJob(Job):
         self._output, self._restart, self._retry, self._model = output, restart, retry_errors, ""
         if os.path.exists(output) and not path.exists() and not restart:
             raise InvalidInput(
-                f"output {output} exists and would be replaced; name another --output, or --restart to replace it"
+                f"output {output} exists and would be replaced; name another --output, or give --restart to replace it"
             )
         self.journal = Journal(path)
         if self.journal.dropped.damaged and not restart:
@@ -183,25 +209,25 @@ class KeptJob(Job):
         else:
             check_same(journal.manifest, manifest, journal.path)
             self._compare_times(journal.manifest, manifest)
-        self._model = (journal.manifest or {}).get("model", model)  # that of the first run, for one output has one
-        there = os.path.getsize(self._output) if os.path.exists(self._output) else None
-        if journal.output and there not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
-            raise InvalidInput(f"output {self._output} has {there:,} bytes, not the {journal.output[1]:,} that the job"
+        self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
+        size = os.path.getsize(self._output) if os.path.exists(self._output) else None
+        if journal.output and size not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
+            raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
                                " wrote; rename it, and the same command writes it again")  # fmt: skip
-        settled = journal.settled(self.total, self._retry)
-        self.resumed = settled.count(1)
+        finished = journal.finished(self.total, self._retry)
+        self.resumed = finished.count(1)
         whole = self.resumed == self.total
-        self.finished = whole and journal.output == (self.total, there)
-        return () if whole else Pending(self.rows, settled)
+        self.finished = whole and journal.output == (self.total, size)
+        return () if whole else Pending(self.rows, finished)
 
     def _is_cut_short(self, rows: int) -> bool:
-        """Return whether the output file is the beginning of the output of the first `rows` rows."""
+        """Return whether the output file is a beginning of the output of the first `rows` rows."""
         encode = self._encoder()
         with open(self._output, "rb") as file:
             for row, result in zip(islice(self.rows, rows), self.journal.results(range(rows)), strict=False):
                 line = encode(row, result)
-                if (found := file.read(len(line))) != line:
-                    return line.startswith(found)  # shorter, so the file ends there
+                if (part := file.read(len(line))) != line:
+                    return line.startswith(part)  # true only if the file ends within this line
             return not file.read(1)
 
     def _encoder(self) -> Encode:
@@ -211,7 +237,7 @@ class KeptJob(Job):
         if names := rewritten(was, now):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.note = (f"model file {names[0]}{more} was written since the job began; its size and samples of its"
-                         " contents are the same, so the job goes on; --verify compares all of them")  # fmt: skip
+                         " contents are the same, so the job continues; --verify compares all contents")  # fmt: skip
 
     def take(self, result: Result) -> None:
         with self._explained():
@@ -221,7 +247,7 @@ class KeptJob(Job):
     def settings(self) -> dict[str, Any]:
         return self.journal.settings
 
-    def keep(self, settings: dict[str, Any]) -> None:
+    def save_settings(self, settings: dict[str, Any]) -> None:
         if not self.journal.settings:
             with self._explained():
                 self.journal.set(settings)
@@ -236,23 +262,24 @@ class KeptJob(Job):
     def end(self) -> None:
         manifest = self.journal.manifest or {}
         if self.rows.sha256() != manifest.get(INPUT_DIGEST):
-            raise OSError(errno.ESTALE, f"the input has changed while the job ran; put it back; {self._kept()}")
+            raise OSError(errno.ESTALE, f"the input has changed while the job ran; restore it; {self._remedy()}")
         with self._explained():
             self.journal.forget_output()
             write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
             self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:
-        return f"interrupted: {self._kept()}"
+        return f"interrupted: {self._remedy()}"
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """An error of the disk comes with how to go on."""
+        """Add the command that continues the job to the message of an OSError."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; {self._kept()}", str(self._output)) from error
+            raise OSError(error.errno, f"{error.strerror}; {self._remedy()}", str(self._output)) from error
 
-    def _kept(self) -> str:
+    def _remedy(self) -> str:
+        """Return how many rows are done and which command continues the job."""
         command = "the same command without --restart" if self._restart else "the same command"
-        return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to go on"
+        return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"

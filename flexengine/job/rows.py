@@ -1,4 +1,4 @@
-"""A row of the input: what all readers of files make, and what an engine runs."""
+"""A row of the input. All file readers yield rows, and an engine runs them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -16,9 +16,9 @@ class Row:
         line: line of the file on which the row starts, from 1 (in a Parquet or Arrow file: the row's number); 0 if the
             row is not from a file.
         fields: all fields of the row, kept for the output; empty if the line could not be read.
-        error: why this row cannot be run, beginning with its line; None if it can, as far as is known.
-        request: what to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling fields.
-            Default: `fields`.
+        error: why this row cannot be run, beginning with its line; None if no error is known.
+        request: fields to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling
+            fields. Default: `fields`.
         custom_id: id of an OpenAI batch line, "" if the line has no usable one; None for other rows.
     """
 
@@ -40,7 +40,7 @@ class Row:
 
     @property
     def place(self) -> str:
-        """The row's line, or its number: every error of a row begins with it."""
+        """Return the row's line, or its number if it has no line. Every error of the row begins with this text."""
         return f"line {self.line}" if self.line else f"prompt {self.index}"
 
     def refused(self, reason: str) -> "Row":

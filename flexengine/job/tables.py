@@ -1,4 +1,4 @@
-"""Tables into records: CSV and TSV by the csv module, Parquet and Arrow files by pyarrow, which is optional."""
+"""Reading of tables as records: CSV and TSV with the csv module, Parquet and Arrow with pyarrow, which is optional."""
 
 import base64
 import csv
@@ -16,11 +16,11 @@ from flexengine.errors import InvalidInput
 from flexengine.job.lines import read_lines, too_long, utf8_fault
 
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
-_BATCH_ROWS = 256  # converted to Python at a time
+_BATCH_ROWS = 256  # rows converted to Python at a time
 
 
 def _kinds(hint: Any) -> frozenset[Any]:
-    """The types a hint is made of: of tuple[str, ...] tuple and str, of int | None int and NoneType."""
+    """Return the types in a type hint: tuple and str for tuple[str, ...], int and NoneType for int | None."""
     return frozenset({get_origin(hint) or hint}).union(*map(_kinds, get_args(hint)))
 
 
@@ -28,8 +28,13 @@ _SAMPLING = {name: _kinds(hint) for name, hint in get_type_hints(SamplingParams)
 
 
 class Record(NamedTuple):
-    """One row of a table. line: where it starts, from 1. fields: its cells as JSON can hold them. fault: why it
-    cannot be used, or None."""
+    """One row of a table.
+
+    Attributes:
+        line: line on which the row starts, from 1.
+        fields: cells by column, converted to values that JSON can hold.
+        fault: why the row cannot be used; None if it can.
+    """
 
     line: int
     fields: dict[str, Any]
@@ -37,23 +42,30 @@ class Record(NamedTuple):
 
 
 class Cells(NamedTuple):
-    """One record of a CSV file, header or not. line: where it starts, from 1. fault: why it cannot be read, or None."""
+    """One record of a CSV file, possibly the header.
+
+    Attributes:
+        line: line on which the record starts, from 1.
+        cells: cells in order.
+        fault: why the record cannot be read; None if it can.
+    """
 
     line: int
     cells: list[str]
     fault: str | None
 
 
-# CSV and TSV, quoted as RFC 4180 says: a quoted cell may hold line ends, so a record is one line or several.
+# CSV and TSV with the quotes of RFC 4180: a quoted cell may hold line ends, so a record is one line or several.
 
 
-_MOST_LINES = 1000  # of a record: else each stray quote would cost reading the rest of the file
+_MOST_LINES = 1000  # most lines of a record: without a limit every stray quote would read the rest of the file
 
 
 class _Feed(Iterator[str]):
-    """Hands lines to the csv module; those of a record that came to nothing can be handed out again.
+    """Iterator of lines for the csv module. After a broken record `give_back` yields its lines again.
 
-    taken: lines (number, bytes) of the record that is being read.
+    Attributes:
+        taken: lines (number, bytes) of the present record.
     """
 
     def __init__(self, lines: Iterator[bytes | None], most: int) -> None:
@@ -66,7 +78,7 @@ class _Feed(Iterator[str]):
         number, raw = self._again.popleft() if self._again else next(self._lines)
         self.taken.append((number, raw))
         self._size += len(raw or b"")
-        if raw is None or self._size > self._most + 2:  # the record's end does not count
+        if raw is None or self._size > self._most + 2:  # 2 bytes for the record's line end
             raise csv.Error(too_long(self._most))
         if len(self.taken) > _MOST_LINES:
             raise csv.Error(f"a quoted cell does not end within {_MOST_LINES} lines")
@@ -77,18 +89,21 @@ class _Feed(Iterator[str]):
         self._size = 0
 
     def give_back(self) -> None:
-        """Hands out again all lines of this record but the first."""
+        """Yield all lines of this record but the first again."""
         self._again.extendleft(reversed(self.taken[1:]))
         del self.taken[1:]
 
 
 def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:
-    """The records of a CSV file, header first. Blank lines are no records.
+    """Yield the records of a CSV file, header first, without blank lines.
 
-    A record that breaks the rules of quoting costs its first line only: reading goes on with the next line, so that
-    a quote too many does not swallow the rest of the file. most: bytes of a record.
+    If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
+    A stray quote therefore does not consume the rest of the file.
+
+    Args:
+        most: most bytes of a record.
     """
-    csv.field_size_limit(max(csv.field_size_limit(), most))  # the module's one limit, for the whole process
+    csv.field_size_limit(max(csv.field_size_limit(), most))  # the csv module has one limit for the whole process
     feed = _Feed(read_lines(file, most), most)
     while True:
         feed.begin()
@@ -107,7 +122,7 @@ def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:
 
 
 def named(record: Cells, columns: list[str]) -> Record:
-    """The record with the header's names."""
+    """Return a record with the header's column names."""
     fault = record.fault
     if fault is None and len(record.cells) != len(columns):
         fault = f"has {len(record.cells)} cells, but the header has {len(columns)}"
@@ -115,16 +130,22 @@ def named(record: Cells, columns: list[str]) -> Record:
 
 
 def _csv_fault(message: str) -> str:
-    """The csv module's words, without its advice to programmers."""
+    """Return the csv module's message without its advice for programmers."""
     return message if message.startswith("is longer") else f"invalid CSV: {message.split(' - ')[0]}"
 
 
 def parsed_cell(name: str, cell: str) -> Any:
-    """The value of a CSV cell: in a column named like a sampling field the number, truth value or list that the text
-    stands for, None if it is empty (the default holds); in any other column the text itself.
+    """Return the value of a CSV cell.
 
-    Whole numbers may end in .0 (as pandas writes them), truth values are true and false, lists are JSON, and a list
-    of one may be its element alone. Raises InvalidInput for a text that is none of these.
+    In a column named like a sampling field this is the number, boolean or list in the text, or None, for the default,
+    if the cell is empty. In other columns it is the text itself. Whole numbers may end in .0 (pandas writes them so),
+    booleans are true and false, lists are JSON, and a list of one may be its element alone.
+
+    Args:
+        name: name of the column.
+
+    Raises:
+        InvalidInput: the text is no value of this sampling field.
     """
     kinds = _SAMPLING.get(name)
     if kinds is None:
@@ -136,7 +157,7 @@ def parsed_cell(name: str, cell: str) -> Any:
     except (ValueError, KeyError, RecursionError) as error:
         raise InvalidInput(
             f"column {name} is {cell[:50]!r}; as a sampling field it must be {_wanted(kinds)}"
-            " (data needs a column of another name)"
+            " (rename the column if it holds data)"
         ) from error
 
 
@@ -166,23 +187,34 @@ def _wanted(kinds: frozenset[Any]) -> str:
 
 
 def arrow_columns(path: Path, name: Path) -> list[str]:
-    """Names of the columns. Raises InvalidInput, which calls the file `name`, if it cannot be opened."""
+    """Return the names of the columns.
+
+    Args:
+        name: name of the file in messages.
+
+    Raises:
+        InvalidInput: the file cannot be opened.
+    """
     try:
         schema, _ = _open(path)
     except ImportError as error:
         raise InvalidInput(
-            f'input {name}: {path.suffix} files are read by pyarrow; pip install "flexengine[parquet]"'
+            f'input {name}: reading {path.suffix} files needs pyarrow; pip install "flexengine[parquet]"'
         ) from error
-    except Exception as error:  # pyarrow has errors of its own and lets others pass
+    except Exception as error:  # pyarrow raises errors of its own, and others unchanged
         raise InvalidInput(f"input {name} cannot be read as {path.suffix}: {_first_line(error)}") from error
     return list(schema.names)
 
 
 def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
-    """The rows, converted some at a time, with what JSON cannot hold made into text (`_plain`).
+    """Yield the rows, converted _BATCH_ROWS at a time, with values that JSON can hold (see `_plain`).
 
-    text_column: bytes in it are UTF-8 text; a row where they are not is faulty. Raises InvalidInput, which calls the
-    file `name`, where the file turns out to be damaged.
+    Args:
+        name: name of the file in messages.
+        text_column: bytes in this column are UTF-8 text. A row with other bytes has a fault.
+
+    Raises:
+        InvalidInput: the file is damaged.
     """
     import pyarrow as pa
 
@@ -198,7 +230,7 @@ def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
 
 
 def _open(path: Path) -> tuple[Any, Iterator[Any]]:
-    """Schema and record batches."""
+    """Return the schema and the record batches of a file."""
     import pyarrow as pa
 
     if path.suffix.lower() == ".parquet":
@@ -209,7 +241,7 @@ def _open(path: Path) -> tuple[Any, Iterator[Any]]:
     source = pa.memory_map(str(path))
     try:
         file = pa.ipc.open_file(source)
-    except pa.ArrowInvalid:  # what the datasets library saves is the stream that such a file wraps
+    except pa.ArrowInvalid:  # the datasets library writes .arrow files in the IPC stream format
         source.seek(0)
         stream = pa.ipc.open_stream(source)
         return stream.schema, iter(stream)
@@ -217,10 +249,10 @@ def _open(path: Path) -> tuple[Any, Iterator[Any]]:
 
 
 def rows_of(batch: Any) -> Iterator[dict[str, Any]]:
-    """Rows as Python values; a cell that cannot be converted is its exception."""
+    """Yield rows as Python values. A cell that cannot be converted is the exception instead."""
     try:
         yield from batch.to_pylist()
-    except (ValueError, ArithmeticError):  # text that is not UTF-8, a time that Python cannot tell
+    except (ValueError, ArithmeticError):  # text that is not UTF-8, or a time beyond Python's range
         columns = batch.schema.names
         for i in range(batch.num_rows):
             yield {name: _cell(column[i]) for name, column in zip(columns, batch.columns, strict=True)}
@@ -231,12 +263,13 @@ def _cell(scalar: Any) -> Any:
         return scalar.as_py()
     except (ValueError, ArithmeticError) as error:
         try:
-            return str(scalar.cast("string").as_py())  # times finer than Python's
+            return str(scalar.cast("string").as_py())  # nanosecond times, which Python cannot represent
         except (ValueError, ArithmeticError, NotImplementedError):
             return error
 
 
 def record_of(line: int, cells: dict[str, Any], text_column: str) -> Record:
+    """Return the record of a row's cells. It has a fault if a cell is an exception, or the text is not UTF-8."""
     fault = next((f"column {n}: {_first_line(v)}" for n, v in cells.items() if isinstance(v, Exception)), None)
     text = cells.get(text_column)
     if isinstance(text, bytes):
@@ -246,8 +279,8 @@ def record_of(line: int, cells: dict[str, Any], text_column: str) -> Record:
 
 
 def _plain(value: Any) -> Any:
-    """The value as JSON can hold it: numbers that are not finite are null, times ISO 8601 text, bytes base64, and
-    whatever else (decimals, durations, UUIDs) text."""
+    """Return a value that JSON can hold. Infinity and NaN become None, dates and times ISO 8601 text, bytes base64, and
+    other types (decimals, durations, UUIDs) text."""
     if value is None or isinstance(value, (str, bool, int)):
         return value
     if isinstance(value, float):
@@ -264,7 +297,8 @@ def _plain(value: Any) -> Any:
 
 
 def whole_number(name: str, value: Any) -> Any:
-    """A sampling field's value; 9.0 is 9 in one that takes whole numbers, as a column with gaps may hold them."""
+    """Return a cell's value. In a column named like a sampling field of whole numbers 9.0 becomes 9, as columns with
+    gaps hold floats."""
     whole = int in _SAMPLING.get(name, ()) and isinstance(value, float) and value.is_integer()
     return int(value) if whole else value
 

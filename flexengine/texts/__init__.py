@@ -1,4 +1,4 @@
-"""English prose in the public domain, to measure quality on and to calibrate with; README.md says what each text is."""
+"""English prose in the public domain, for measuring quality and for calibration. README.md in this folder lists it."""
 
 from collections.abc import Iterable
 from importlib.resources import files
@@ -6,28 +6,28 @@ from importlib.resources import files
 from flexengine.errors import InvalidInput
 
 SAMPLE = ("moby_dick", "roosevelt_1902")
-CALIBRATION = ("alice", "lincoln_1862")  # none of SAMPLE: what was calibrated on a text looks too good on it
+CALIBRATION = ("alice", "lincoln_1862")  # no text of SAMPLE: quality on the calibration text looks better than it is
 
 
 def names() -> tuple[str, ...]:
-    """Of all texts."""
+    """Return the names of all texts."""
     return tuple(sorted(SAMPLE + CALIBRATION))
 
 
 def text(name: str) -> str:
-    """One of them. Raises InvalidInput for another name."""
+    """Return a text. Raise InvalidInput if no text has this name."""
     if name not in names():
         raise InvalidInput(f"there is no text {name!r}; there are {', '.join(names())}")
     return files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
 
 
 def sample() -> str:
-    """The prose that lossy choices are judged on, about 165 kB."""
+    """Return the text on which lossy choices are measured, about 165 kB."""
     return _joined(SAMPLE)
 
 
 def calibration() -> str:
-    """Prose of other works, about 150 kB, for what is fitted to a text."""
+    """Return the text for calibration, about 150 kB, from other works."""
     return _joined(CALIBRATION)
 
 

@@ -22,7 +22,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Pretended:
-    """Answers as sides would: rates by module and batch size."""
+    """Stand-in for side processes that returns rates by module and batch size."""
 
     def __init__(self, rates: dict[str, Any]) -> None:
         self.rates = rates
@@ -118,7 +118,7 @@ def test_an_interpreter_says_what_it_has() -> None:
 def test_what_is_recorded_is_what_a_peer_computes_in(
     case: str, name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not what was asked for, where it leaves no choice or its file is of another type."""
+    """The record has the dtype of a peer that cannot choose, or of its file, not the requested dtype."""
     for make_gguf in ("demo", "widened", "of_llama"):
         monkeypatch.setattr(compare.gguf_files, make_gguf, lambda *place: Path("model.gguf"))
     args = compare.parse([case, "--peer-dtype", "bfloat16"])
@@ -153,7 +153,7 @@ def test_what_cannot_be_run_is_refused_at_once(words: str, told: str, capsys: py
 
 @pytest.mark.parametrize("name", [name for name in PEERS if name not in ("transformers", "accelerate-disk")])
 def test_peers_that_cannot_run_this_job_say_why(tiny: Path, name: str) -> None:
-    """On a model of another kind, without a GPU or without the package: a reason, never a traceback."""
+    """Peers without support for the model, without a GPU or without their package report a reason, not a traceback."""
     peer = PEERS[name]
     job = Job(str(tiny), tuple(SMOKE.requests(512)), batch=4, scratch=str(tiny), options=peer.options)
     ran = harness.run_side(peer.module, job, Limits(seconds=60))

@@ -1,4 +1,4 @@
-"""The layer that makes files fail: it counts, strikes once, and leaves other folders and everything after it alone."""
+"""bench.faults.failing counts calls, fails one, and changes no call on other folders or after the block."""
 
 import errno
 import os

@@ -45,7 +45,7 @@ def test_a_llama_checkpoint_as_gguf_and_widened(checkpoint: Path) -> None:
 
 
 def test_a_changed_checkpoint_is_converted_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the same name is another one if it was made anew; the file before it is not reused."""
+    """A checkpoint that was made again under the same name is another one; its earlier GGUF file is not reused."""
     runs: list[list[str]] = []
 
     def convert(command: list[str], check: bool) -> None:

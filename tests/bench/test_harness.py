@@ -214,7 +214,7 @@ def test_gpu_cases_fit_their_device_memory() -> None:
 
 
 def test_gpu_kernels_are_timed(tmp_path: Path) -> None:
-    """On toy sizes; what computes is plain torch here."""
+    """Toy sizes, computed by plain torch."""
     out = tmp_path / "kernels.jsonl"
     gpu_kernels.run(gpu_kernels.SMOKE, "cpu", str(out))
     lines = [json.loads(line) for line in out.read_text().splitlines()]

@@ -37,7 +37,7 @@ def job(peak: int, **fields: Any) -> dict[str, Any]:
         ([job(109 * MB)], ""),
         ([job(111 * MB)], "1.11 of the budget"),
         ([job(50 * MB), job(50 * MB, failed=1)], "rows failed"),
-        ([job(50 * MB, replanned=1)], "planned anew"),
+        ([job(50 * MB, replanned=1)], "replanned without"),
     ],
 )
 def test_what_is_wrong_is_said(monkeypatch: Any, jobs: list[dict[str, Any]], wrong: str) -> None:

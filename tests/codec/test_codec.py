@@ -19,7 +19,7 @@ ALL: list[Codec] = [*PLAIN, *FITTED]
 
 
 def random_matrix(rows: int, columns: int, seed: int = 0) -> Tensor:
-    """Of rows and columns of unlike size, some of them far from 0."""
+    """Return a matrix whose rows and columns have different magnitudes, some far from 0."""
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=rng) * torch.rand(rows, 1, generator=rng).exp()
     return x + 3 * (torch.rand(1, columns, generator=rng) > 0.8)
@@ -39,7 +39,7 @@ def test_packing(bits: int) -> None:
 
 @pytest.mark.parametrize("codec", ALL, ids=lambda c: f"{c.name}{' across' * getattr(c, 'across', False)}")
 class TestCodec:
-    """What holds for all."""
+    """Tests that every codec must pass."""
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_sizes_are_those_said(self, codec: Codec, shape: tuple[int, int]) -> None:

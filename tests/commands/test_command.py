@@ -1,8 +1,8 @@
-"""What a command says of an error, and its exit code."""
+"""A command's message and exit code for an error."""
 
 import pytest
 
-from flexengine.commands.exit_codes import FAILED, ended
+from flexengine.commands.exit_codes import FAILED, exit_code
 
 
 @pytest.mark.parametrize("error", [
@@ -14,7 +14,7 @@ def test_no_memory_is_told_in_words(error: Exception, capsys: pytest.CaptureFixt
         error.add_note("in task: compute, lane device")
         raise error
 
-    assert ended(fails) == FAILED
+    assert exit_code(fails) == FAILED
     said = capsys.readouterr().err
     assert "no more memory (in task: compute, lane device)" in said
     assert "--device-mem" in said
@@ -25,5 +25,5 @@ def test_a_fault_of_ours_shows_where(capsys: pytest.CaptureFixture[str]) -> None
     def fails() -> int:
         raise RuntimeError("odd")
 
-    assert ended(fails) == FAILED
+    assert exit_code(fails) == FAILED
     assert "Traceback" in capsys.readouterr().err

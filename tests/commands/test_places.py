@@ -1,4 +1,4 @@
-"""Directories are needed by what uses them: a job that writes nothing to a place does not fail for it."""
+"""A job does not fail because of a directory that it does not use."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def no_space(directory: Any) -> Any:
 def test_an_offload_directory_that_nothing_uses(
     job: Job, where: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan that leaves it alone goes on; a policy that uses it is refused before weights are read."""
+    """A plan without offloading to disk runs; a policy with offloading is refused before weights are read."""
     if where == "full":
         monkeypatch.setattr("flexengine.tier.limits.shutil.disk_usage", lambda path: type("Usage", (), {"free": 0}))
     place = str(job.folder / where)
@@ -63,7 +63,7 @@ def test_an_offload_directory_that_nothing_uses(
 
 @pytest.mark.parametrize("where", ["file", "file/below"])
 def test_a_cache_that_cannot_be_written(job: Job, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that lies ready needs none; one that must be converted or encoded is refused, with what to set."""
+    """A model that needs no conversion runs; a model that must be converted or encoded is refused with the remedy."""
     monkeypatch.setenv("FLEXENGINE_CACHE", place := str(job.folder / where))
     assert job() == 0, job.err
     assert [row["token_ids"] for row in job.rows] == job.family.expected
@@ -123,7 +123,7 @@ def test_built_kernels_are_found_in_a_cache_that_cannot_be_written(
 def test_a_machine_is_measured_without_an_offload_directory(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rates of the disk are assumed then, and kept apart from those of a machine that has one."""
+    """The disk's rates are then assumed, and stored apart from those of a machine with an offload directory."""
     (tmp_path / "file").touch()
     options = (MachineOptions(device="cpu", device_mem="50M", offload_dir=tmp_path / name) for name in ("off", "file"))
     good, bad = (each.machine() for each in options)
@@ -143,7 +143,7 @@ def test_a_machine_is_measured_without_an_offload_directory(
 
 
 def test_the_device_of_a_directory_that_may_not_be_looked_at(tmp_path: Path, monkeypatch: Any) -> None:
-    """It is that of the nearest directory above that may."""
+    """The device is that of the nearest parent directory that may be read."""
     hidden, expected = tmp_path / "hidden", tmp_path.stat().st_dev
     hidden.mkdir()
 

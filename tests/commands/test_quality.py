@@ -1,4 +1,4 @@
-"""What lossy choices cost: statistics by hand, the report, the bundled texts, and a small model whose likelihoods
+"""Costs of lossy choices: statistics by hand, the report, the bundled texts, and a small model whose likelihoods
 transformers computes in one pass over each stretch."""
 
 import contextlib
@@ -16,7 +16,8 @@ import transformers
 
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality
-from flexengine.commands.quality import Cost, Scored, Text, agreement, asked, cost, increase, mean_nll, stretches
+from flexengine.commands.quality import Text, asked, stretches
+from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
@@ -67,7 +68,7 @@ def test_cost() -> None:
 def test_every_choice_alone_is_the_default() -> None:
     everything = asked({})
     assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.TOPK)
-    assert all(len(lossy.given) == 1 for lossy in everything)
+    assert all(len(lossy.enabled) == 1 for lossy in everything)
 
 
 def test_choices_alone_and_together() -> None:
@@ -231,7 +232,7 @@ def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
 
 
 class Stand:
-    """Makes stand-ins; refuses what it is told to, and engines beside others."""
+    """Makes stand-in engines, one at a time. Refuses the lossy choice `refuse`."""
 
     def __init__(self, refuse: Lossy | None = None, **options: Any) -> None:
         self.refuse, self.options, self.open, self.made = refuse, options, 0, list[Lossy]()
@@ -303,7 +304,8 @@ def test_what_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A random Llama of bytes, its directory, and text that it says itself: about that no model knows more than it."""
+    """A random Llama of bytes, its directory, and text that it generated: no other model gives this text more
+    likelihood."""
     directory = tmp_path_factory.mktemp("speaker")
     tokenizer = byte_tokenizer(directory)
     torch.manual_seed(0)
@@ -342,7 +344,7 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
 
 @pytest.mark.slow
 def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which is so slow here that it would show; a job of the engine's own has it in its first sweep."""
+    """Reading weights is slowed so much that it would show; in an ordinary job it is part of the first sweep."""
     settle, slow = Weights.settle, 0.4
 
     def slowly(weights: Weights, unit: int) -> None:

@@ -45,7 +45,7 @@ def test_weights_from_host_cross_the_link_once_per_sweep(families: Any, tmp_path
 
 
 def test_weights_from_disk_cross_both_links(families: Any, tmp_path: Path) -> None:
-    """The embedding rows are gathered from disk straight away, so they do not pass through staging."""
+    """The embedding rows are gathered from disk directly, without staging."""
     _, summary = run(families("llama"), Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 0, 1)), tmp_path)
     rows = sum(len(set(ids)) for ids in _sweep_ids(families("llama")))
     layers = FP32 * NEW * (LAYERS * LAYER + HEAD)
@@ -131,7 +131,7 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
 
 
 def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, tmp_path: Path) -> None:
-    """The KV pool shrinks to what is left; admission by forecast keeps within it and nothing is lost."""
+    """The KV pool gets the remaining memory; admission by forecast stays within it and no row is lost."""
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
@@ -230,7 +230,7 @@ def test_resident_memory_stays_in_the_budget(tmp_path: Path) -> None:
 
 
 def test_nothing_stays_booked_when_a_job_cannot_begin(families: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    """Whatever fails while a job is prepared, the ledgers forget it and the engine can be used again."""
+    """After any failure while a job is prepared, the ledgers hold nothing of it and the engine can be used again."""
     known = families("llama")
     away = dict(gpu_batch_size=4, num_gpu_batches=2, weights=(0.5, 0.5, 0), cache=(0.5, 0.5, 0), activations=(0, 1, 0))
     with Engine(known.directory, policy=Policy(**away), device="sim", offload_dir=tmp_path) as engine:
@@ -276,7 +276,7 @@ def test_an_unusable_offload_directory_is_known_before_weights_are_loaded(famili
 def test_an_offload_directory_without_room_is_known_before_weights_are_loaded(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error says how many bytes are needed and how many are free, and nothing is read or left there."""
+    """The error gives the needed and the free bytes; no weights are read and no file is left over."""
     monkeypatch.setattr("flexengine.tier.machine.usable_disk", lambda directory: 65536)
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, cache=(0, 0, 1))
     with Engine(families("llama").directory, policy=policy, device="sim", offload_dir=tmp_path / "off") as engine:
@@ -309,7 +309,7 @@ def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
 
 
 def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
-    """close() between two results: lanes end first, then files and memory go; the stream says so."""
+    """close() between two results: lanes end first, then files and memory are freed; the stream raises an error."""
     from flexengine.errors import InvalidInput
 
     known = families("llama")
@@ -330,7 +330,7 @@ def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
 def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_rest(
     families: Any, tmp_path: Path, monkeypatch: Any, kind: str
 ) -> None:
-    """Ctrl-C while a slow disk brings home weights that stay: every byte of them is read once all the same."""
+    """Ctrl-C while a slow disk reads weights that stay in memory: every byte of them is still read only once."""
     from flexengine.worker import weights
 
     known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
@@ -359,7 +359,7 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
 
 
 def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path) -> None:
-    """An error row is no way around it, and the first stream is none the worse."""
+    """A second stream is refused even if its first row is an error, and the first stream is not affected."""
     from flexengine.errors import InvalidInput
 
     known = families("llama")

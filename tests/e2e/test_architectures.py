@@ -25,7 +25,7 @@ _INTERNAL = re.compile(r"has no attribute|NoneType|\w+Error\b|meta tensor|regist
 
 @pytest.fixture(scope="session")
 def findings(tmp_path_factory: pytest.TempPathFactory) -> list[Finding]:
-    """The whole walk, in a process that has not computed yet: it forks. Its kernels are those of the other tests."""
+    """Run all architectures in a process that has not computed yet, as it forks. It uses the other tests' kernels."""
     scratch = tmp_path_factory.mktemp("architectures")
     command = [sys.executable, "-m", architectures.__name__, "--json", str(scratch / "findings.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ BITS = {"model": 25, "encoded weights": 25, "found by the command": 2, "converte
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS, ids=" ".join)
 def test_survived(families: Any, parts: list[str], tmp_path: Path) -> None:
-    """Nothing lost, nothing done twice, every error told in words, and the next run right."""
+    """No row is lost or computed twice, every error has a message, and the next run's output is right."""
     kernels.load()  # a run that has to compile them first may count as hanging
     room = {"TMPDIR": str(MEMORY)} if "protocol" in parts and os.access(MEMORY, os.W_OK) else {}
     model = str(families("llama").directory)

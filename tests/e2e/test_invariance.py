@@ -1,4 +1,4 @@
-"""A row's results are bit for bit the same in any company: with other rows, batches, schedules and placements."""
+"""A row's results are bit for bit the same with any other rows, batches, schedules and placements."""
 
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_many_rows_at_once_change_nothing(families: Any, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("name", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "mish", "relu2",
                                   "sigmoid", "laplace", "tanh", "elu", "softplus"])  # fmt: skip
 def test_activations(name: str) -> None:
-    """Alone or among others, at widths that fill no vector."""
+    """Activations alone and among others, at widths that are no multiple of a vector."""
     import transformers.activations
 
     from flexengine.model.linear import Product

@@ -52,7 +52,7 @@ def test_policy_table_is_complete() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", blocks("sh")[0].strip().splitlines())
 def test_plan_commands(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """They end well and tell what they are there for."""
+    """The README's plan commands succeed and print what the README describes."""
     words = shlex.split(command)
     assert words[:3] == ["python", "-m", "flexengine.plan"]
     monkeypatch.chdir(ROOT)

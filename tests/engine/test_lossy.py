@@ -1,4 +1,5 @@
-"""Switches that trade exactness: what they compute is what they say, whatever the placement, and nothing is lost."""
+"""Lossy switches compute what their documentation says, for every placement, and encoded weights survive
+interruptions."""
 
 import contextlib
 from dataclasses import replace
@@ -97,7 +98,7 @@ def test_rounded_products(families: Any, family: str, lossy: Lossy) -> None:
 
 
 def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path) -> None:
-    """Half of what fp32 takes, but for vectors; and it is not for what computes in another dtype."""
+    """Weights take half the bytes of fp32, except vectors; the switch is refused if another dtype computes."""
     known = families("llama-tied")
     sizes = []
     for lossy in (Lossy(), Lossy(compute="bf16")):
@@ -139,7 +140,7 @@ CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), CACHED)
 def test_encoded_cache(families: Any, family: str, lossy: Lossy) -> None:
-    """Home, pages and batches of the cache change nothing; 8 bits and bf16 come near the exact model."""
+    """Tier, pages and batches of the cache do not change results; 8 bits and bf16 are close to the exact model."""
     known = families(family)
     found = answers(known.directory, known.rows, lossy)
     for policy in (SPREAD, Policy(gpu_batch_size=3, num_gpu_batches=3, cache=(0, 0.5, 0.5), prefill_tokens=64)):
@@ -180,7 +181,7 @@ def test_scores_are_those_of_transformers(families: Any) -> None:
 
 
 class TestEncoding:
-    """Weights are encoded once, and survive what may happen meanwhile."""
+    """Weights are encoded once, and survive interruptions."""
 
     def test_sizes(self, families: Any) -> None:
         """A quarter and a bit: 4 bits, and two numbers of 16 bits for 64 of them."""
@@ -230,7 +231,7 @@ class TestEncoding:
 
 
 class TestPlanner:
-    """What it is allowed to choose, it chooses where that pays, and keeps to it."""
+    """The planner chooses allowed switches if they save time, and a resumed job keeps its choice."""
 
     def machine(self) -> Any:
         """A device whose links are a thousand times slower than its products."""
@@ -248,7 +249,7 @@ class TestPlanner:
         assert found[0] == Lossy()
         assert set(found) == {Lossy(weights=w, cache=c) for w in (None, "int8", "int4") for c in (None, "int8")}
         assert set(choices(QUALITY["near"])) < set(choices(QUALITY["small"]))
-        with pytest.raises(InvalidInput, match="'int5-weights' cannot be allowed; what can is int8-weights,"):
+        with pytest.raises(InvalidInput, match="'int5-weights' cannot be allowed; choose from int8-weights,"):
             choices(["int5-weights"])
 
     def test_it_chooses_what_has_to_cross_slow_links_in_few_bytes(self, families: Any) -> None:
@@ -331,7 +332,8 @@ class TestSwitches:
         from flexengine.engine.planner import Planner
 
         def least(planner: Planner, *_: Any) -> Lossy:
-            return Lossy(cache="int4")
+            planner.use(lossy := Lossy(cache="int4"))
+            return lossy
 
         monkeypatch.setattr(Planner, "least_lossy", least)
         base = job_of_two(families("opt"), tmp_path, "--allow", "int8-cache,int4-cache,int2-cache")
@@ -342,7 +344,7 @@ class TestSwitches:
             capsys.readouterr()
             assert main(base) == REFUSED
             said = capsys.readouterr().err
-            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; --restart" in said
+            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; add --restart" in said
         monkeypatch.setattr(cache, "WIDEST", widest | {8: 8, 2: 8})
         assert main(base) == DONE
         assert "1 of 2 rows were done before" in capsys.readouterr().err

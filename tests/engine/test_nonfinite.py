@@ -1,4 +1,4 @@
-"""Logits that are not finite cost the row they belong to, and no other row of its batch."""
+"""If logits are not finite, only their own row fails, no other row of the batch."""
 
 import json
 import shutil
@@ -54,7 +54,7 @@ def test_one_row(families: Any, tmp_path: Path, fields: dict[str, Any], value: f
 
 
 def test_score(families: Any, tmp_path: Path) -> None:
-    """A row that is scored fails where it comes upon the poisoned token; what it had before counts."""
+    """A row that is scored fails at the poisoned token; the tokens before it are counted."""
     family = families("llama")
     model = poisoned(family, tmp_path / "model", EMBEDDING, POISON, float("nan"))
     rows = [([7, 8], [9, 10, 11, 12]), ([7, 8], [9, POISON, 11, 12]), ([7, 8], [9, 10, 11, 12])]

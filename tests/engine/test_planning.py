@@ -69,7 +69,7 @@ def test_jobs_that_overlap_nothing_are_planned_so(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, kind: str) -> None:
-    """From all that would be needed down to where nothing fits; the tokens are those of transformers throughout."""
+    """Capacities from the whole need down to where nothing fits: the tokens always equal those of transformers."""
     known, rng = families("llama"), random.Random(6)
     refused, streamed = list[float](), 0
     work = Workload.of((len(p), NEW) for p in known.prompts)
@@ -126,7 +126,7 @@ def test_a_machine_is_measured_before_long_jobs_only(
 
 
 def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measuring binds the modules to other weights; what is loaded would be lost to the next job."""
+    """Measuring binds the modules to other weights, so loaded weights would be lost to the next job."""
     known = families("llama")
     recorder = Recorder(None, assumed("cpu", Capacity(1 << 30, None, 1 << 30, shared=True, staged=False)))
     monkeypatch.setattr("flexengine.measure.store.obtain", recorder)
@@ -138,7 +138,8 @@ def test_nothing_is_measured_while_weights_are_loaded(families: Any, monkeypatch
 
 
 def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By `check` as by `fitting`, which searches: with the same words, and both let pass what a shorter row allows."""
+    """`check` refuses the same jobs as `fitting`, which searches, with the same message; both accept jobs with
+    shorter rows."""
     monkeypatch.setattr("flexengine.measure.store.obtain", Recorder(None, machine_of(random.Random(8), "cpu")))
     directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
     with Engine(directory, device="cpu") as engine:

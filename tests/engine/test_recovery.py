@@ -1,4 +1,4 @@
-"""Memory that runs out on the way: a smaller block, the same results, and an error that names the remedy at last."""
+"""Memory that runs out while a job runs: a smaller block, the same results, and at last an error with the remedy."""
 
 import contextlib
 import errno
@@ -36,7 +36,7 @@ ERRORS = {
 
 
 class Faults:
-    """Tasks of all engines, counted; `when(worker, task)` says which of them fail."""
+    """Counts the tasks of all engines. Tasks fail for which `when(worker, task)` is true."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = self.raised = 0
@@ -71,7 +71,8 @@ def engine(family: Any, **options: Any) -> Engine:
 @pytest.mark.parametrize("kind", ERRORS)
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 def test_a_smaller_block_and_the_same_tokens(families: Any, faults: Faults, kind: str, device: str) -> None:
-    """In the fourth sweep memory runs out, whoever says it; the tokens are those of transformers all the same."""
+    """Memory runs out in the fourth sweep, reported by ledger, torch or system; the tokens equal those of
+    transformers."""
     family, told = families("llama"), list[str]()
     given = {} if device == "sim" else {"device": "cpu", "host_mem": None, "device_mem": "1G"}
     faults.kind = kind
@@ -89,7 +90,7 @@ def test_a_smaller_block_and_the_same_tokens(families: Any, faults: Faults, kind
     (said,) = told
     assert said.startswith("device memory ran out: there was no room for " + what)
     assert "instead of a block of 8" in said
-    assert "going on with a block of 4" in said
+    assert "continuing with a block of 4" in said
     assert "8 unfinished rows are computed again (replanned 1 of at most 3 times)" in said
 
 
@@ -118,7 +119,7 @@ def test_any_task(families: Any, faults: Faults) -> None:
 
 
 def test_memory_that_is_not_there(families: Any, faults: Faults) -> None:
-    """A device that has less than it says: planned anew until what is booked fits in what there is, and never again."""
+    """A device with less memory than reported: the job is replanned until its bookings fit, and later jobs are not."""
     family = families("llama")
     with engine(family) as made:
         made.generate(family.rows, GREEDY)
@@ -141,12 +142,13 @@ def test_memory_that_is_not_there(families: Any, faults: Faults) -> None:
 
 
 def test_rows_that_are_finished_stay(families: Any, faults: Faults) -> None:
-    """Three times it helps, the fourth is the caller's, with the rows that were done; each was handed out once."""
+    """Three shortages are replanned, the fourth raises an error with the finished rows, each of which was yielded
+    once."""
     family = families("llama")
     rows = [row | {"max_tokens": 2 + i} for i, row in enumerate(family.rows)]
     faults.when = lambda worker, task: task.cell.sweep == 3 and task.op is Op.COMPUTE
     with engine(family) as made:
-        with pytest.raises(RanOut, match=r"a block of 1 .* after it was made smaller 3 times; free memory") as caught:
+        with pytest.raises(RanOut, match=r"a block of 1 .* smaller 3 times; end other programs that use") as caught:
             made.generate(rows, GREEDY)
         assert len(made.summary["replanned"]) == REPLANS == faults.raised - 1
         done = caught.value.results
@@ -165,7 +167,7 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
         assert made.summary["replanned"] == []
     assert faults.raised  # other gpu_batches may have failed before anybody looked
     said = str(caught.value)
-    assert "no room for activations (4,096 bytes); the policy asks for a block of 8 (4 gpu_batches of 2)" in said
+    assert "no room for activations (4,096 bytes); the policy has a block of 8 (4 gpu_batches of 2)" in said
     assert "; set gpu_batch_size 2 and num_gpu_batches 2, with which " in said
     single = engine(family, policy=Policy(gpu_batch_size=1, num_gpu_batches=1))
     with single, pytest.raises(RanOut, match="set a smaller prefill_tokens, or move a share"):
@@ -174,7 +176,7 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """No garbage is collected meanwhile."""
+    """Run without garbage collection."""
     gc.disable()
     yield
     gc.enable()
@@ -274,7 +276,7 @@ def test_the_tier_that_is_short_is_blamed_beside_a_gpu(error: Exception, tier: s
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_only_the_tier_that_is_short_shrinks(families: Any, tier: str, tmp_path: Path) -> None:
-    """The error's tier decides what is planned smaller; the other keeps its capacity."""
+    """The tier in the error gets a smaller budget; the other tier keeps its capacity."""
     with engine(families("llama"), device_mem="1500K", host_mem="7M", offload_dir=tmp_path) as made:
         work = Workload.of([(20, 8)] * 40)
         layout, before = made.plan(work), made.core.machine.capacity

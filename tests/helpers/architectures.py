@@ -52,7 +52,7 @@ VERDICTS = {
 
 @dataclass(frozen=True)
 class Finding:
-    """What one architecture came to. reason: one line without the model's name, empty where it is exact."""
+    """Result of one architecture. reason: one line without the model's name; empty if the engine is exact."""
 
     model_type: str
     architecture: str
@@ -149,7 +149,7 @@ def engine_answers(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def check_reference(directory: Path, prompt: list[int], expected: list[int], answer: list[int]) -> None:
-    """Raises NoReferenceError if transformers itself answers otherwise when it computes without a KV cache."""
+    """Raise NoReferenceError if transformers gives other tokens when it computes without a KV cache."""
     plain, _ = continuation(reload(directory), prompt, use_cache=False)
     if plain != expected:
         which = "those without" if answer == plain else "neither"
@@ -161,7 +161,7 @@ def opened(directory: Path, **options: Any) -> Engine:
 
 
 def refusal(directory: Path, error: FlexError) -> str:
-    """Why the engine refuses the model in `directory`."""
+    """Return why the engine refuses the model in `directory`."""
     named = rf"^\w*(For|LMHead|Model|Decoder)\w*( \({re.escape(directory.name)}\))?:? "
     return one_line(re.sub(named, "", str(error).replace(f"{directory}/", "")))
 
@@ -213,7 +213,7 @@ def examine(kind: Any, directory: Path) -> tuple[str, str]:
 
 
 def _child(kind: Any, directory: Path) -> None:
-    """Runs in a process of its own, which may hang or die."""
+    """Examine one config class in a process of its own, as it may hang or crash."""
     log = os.open(directory.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -246,7 +246,7 @@ def _finished(running: _Running, directory: Path) -> Finding | None:
 
 
 def _warm(fork: Any) -> None:
-    """Does once, before any fork, what every process would do."""
+    """Do the work common to all processes once, before the first fork."""
     conversion_mapping.get_checkpoint_conversion_mapping("llama")
     assert transformers.LlamaForCausalLM.__init__
     compiling = fork.Process(target=kernels.load)
@@ -257,7 +257,8 @@ def _warm(fork: Any) -> None:
 
 
 def walk(kinds: dict[str, Any], scratch: Path) -> Iterator[Finding]:
-    """Findings as they come, `PROCESSES` architectures at a time. The parent computes nothing, so it can be forked."""
+    """Yield findings as they are made, `PROCESSES` architectures at a time. The parent computes nothing, so it can
+    fork."""
     fork = multiprocessing.get_context("fork")
     _warm(fork)
     waiting, running = list(kinds), list[_Running]()

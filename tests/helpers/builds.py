@@ -17,7 +17,7 @@ ONE_BUILD = pytest.mark.parametrize("kernel", ["reference", "cuda", "native"], i
 
 
 def kernels_named(name: str) -> Kernels:
-    """The set of that name; the test is skipped where it cannot be had."""
+    """Return the set of kernels of that name; skip the test if it is not available on this machine."""
     if name == "reference":
         return ReferenceKernels()
     if name == "cuda":  # plain torch so far, so its arithmetic can be checked anywhere

@@ -1,4 +1,4 @@
-"""What the pages of a KV cache hold."""
+"""Reading of the KV in pages of a cache."""
 
 from torch import Tensor
 

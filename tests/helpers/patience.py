@@ -8,7 +8,7 @@ PATIENCE = 20.0  # seconds after which something hangs
 
 
 def in_time(work: Callable[[], Any]) -> Any:
-    """work(), or a failure if it does not end."""
+    """Return work(), or fail if it does not end in time."""
     found: list[Any] = []
 
     def body() -> None:

@@ -17,7 +17,7 @@ SAMPLED = ("--temperature", "1.2", "--n", "2", "--top-k", "50")
 
 
 class Watch:
-    """Engine.stream with a hand on it: what it was asked, and an error instead of result number `fail_at`."""
+    """Wraps Engine.stream: records its rows, and raises an error instead of result number `fail_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[int] | None = None

@@ -57,7 +57,7 @@ def place_of(bit: int, files: list[Path], sizes: list[int]) -> tuple[Path, int]:
 
 
 def all_found(directory: Path, check: Callable[[Path], None], times: int) -> None:
-    """Bits are flipped one at a time, half of them anywhere, half in a file that each is as likely as the others."""
+    """Flip bits one at a time, half of them anywhere, half in files drawn with equal probability."""
     files = sorted(f for f in directory.iterdir() if f.name != SUMS and f.stat().st_size)
     sizes = [f.stat().st_size for f in files]
     check(directory)

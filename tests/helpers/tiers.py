@@ -23,7 +23,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.uint8]
 
 
 class OneWay(FasterWay):
-    """Always the way it is told."""
+    """FasterWay stub that keeps one mode, direct or cached."""
 
     def __init__(self, direct: bool) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def refuse_direct(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TierTests:
-    """What every tier must do; a subclass says which tier in `make`."""
+    """Tests that every tier must pass; a subclass makes the tier in `make`."""
 
     def make(self, folder: Path, ledger: Ledger) -> Tier:
         raise NotImplementedError

@@ -49,7 +49,7 @@ def test_survey_counts_rows_and_refuses_repeated_ids(tmp_path):
 
 # Mutations
 def judge(line: bytes) -> bool:
-    """Whether a line is a JSON object by RFC 8259, by the standard library's default reading plus its NaN rule."""
+    """Return whether a line is a JSON object by RFC 8259: the standard library's default reading, without NaN."""
     try:
         value = json.loads(line.strip(b"\r\n").decode("utf-8"))
         return isinstance(value, dict) and not ({"NaN", "Infinity", "-Infinity"} & set(str(value).split()))

@@ -168,7 +168,8 @@ def test_json_columns(names: list[str], params: SamplingParams, expected: list[s
 
 
 def test_a_numpy_batch(engine: Engine, llama: Any) -> None:
-    """Tokens are those of transformers; a bad row costs no other; what came in comes back, with lists for arrays."""
+    """Tokens equal those of transformers; a bad row affects no other; input columns are returned, with lists for
+    arrays."""
     batch = {
         "prompt_token_ids": ids_column([*llama.prompts, [10**6], None]),
         "max_tokens": np.array([NEW] * 7 + [2.0, np.nan, 1]),
@@ -250,7 +251,7 @@ def test_logprobs_and_samples(engine: Engine, llama: Any) -> None:
 
 
 def test_a_batch_of_rows_too_long_for_the_memory(llama: Any, tmp_path: Any) -> None:
-    """They are answered with errors: the next batch may hold shorter ones."""
+    """All rows get an error, and nothing is raised, as the next batch may hold shorter rows."""
     small = dict(device="sim", device_mem="1100K", host_mem="5M", offload_dir=tmp_path)
     with Engine(llama.directory, **small) as engine:
         long, bad = [5] * 200, [-1]

@@ -54,7 +54,7 @@ def written(path: Path) -> list[Result]:
 
 
 def parse(data: bytes) -> list[Any]:
-    """Records up to the first bad one; written from the description of the format, not from its code."""
+    """Return the records up to the first bad one. Written from the description of the format, not from its code."""
     found = []
     for line in re.findall(rb"[^\n]*\n", data):
         match = re.fullmatch(rb"([0-9a-f]{8}) ([^\n]*)\n", line)
@@ -65,13 +65,13 @@ def parse(data: bytes) -> list[Any]:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """A new file: a file system may put one that was cut to nothing and written again on the disk at once."""
+    """Write a new file. A file system may sync a file at once that was truncated and written again, which is slow."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def held(journal: Journal) -> dict[int, Result]:
-    """What a journal holds, row by row."""
+    """Return the results in a journal, row by row."""
     there = [index for index in range(ROWS) if journal.state(index) != TODO]
     return {r.index: r for r in journal.results(there)}
 
@@ -93,8 +93,8 @@ def test_read_again(path: Path, written: list[Result]) -> None:
         assert [journal.state(i) for i in range(ROWS + 1)] == [
             *(FAILED if i % 7 == 3 else DONE for i in range(ROWS)), TODO]  # fmt: skip
         assert (journal.count(DONE, ROWS), journal.count(FAILED, ROWS), journal.count(FAILED, 4)) == (42, 7, 1)
-        assert journal.settled(5) == bytes([1, 1, 1, 1, 1])
-        assert journal.settled(5, retry_failed=True) == bytes([1, 1, 1, 0, 1])
+        assert journal.finished(5) == bytes([1, 1, 1, 1, 1])
+        assert journal.finished(5, retry_failed=True) == bytes([1, 1, 1, 0, 1])
     assert path.read_bytes() == before
 
 
@@ -274,7 +274,7 @@ def test_an_unused_journal_leaves_no_file(path: Path) -> None:
 
 
 def test_a_journal_removed_while_waiting_is_made_anew(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between opening and locking, whoever had the file removes it: the lock would be on a file without a name."""
+    """Between opening and locking, the other process removes the file: the lock would be on a file without a name."""
     import fcntl
 
     real, calls = fcntl.flock, []
@@ -301,7 +301,7 @@ def test_what_cannot_be_a_journal(path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 8, 30])
 def test_a_full_disk_leaves_a_valid_journal(path: Path, monkeypatch: pytest.MonkeyPatch, room: int) -> None:
-    """A write of `room` bytes and then none: what was there before stays whole, and the job can go on."""
+    """One write of `room` bytes succeeds, then none: earlier records stay whole, and the job can continue."""
     write(path, [0, 1])
     before, real = path.read_bytes(), os.pwrite
 

@@ -1,4 +1,4 @@
-"""Manifests: every part of a job that its results depend on is noticed by name, nothing else is."""
+"""Manifests: a change of anything that affects results is reported by name; other changes are ignored."""
 
 import dataclasses
 import json

@@ -132,7 +132,7 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
 @pytest.mark.parametrize(
     ("url", "body", "words"),
     [
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "a list of 2 prompts; a line has one answer"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "a list of 2 prompts; a line must have one"),
         (COMPLETIONS, {"prompt": ["a"]}, "a list of 1 prompts"),
         (COMPLETIONS, {"prompt": [[1], [2]]}, "a list of 2 prompts"),
         (COMPLETIONS, {"prompt": []}, "prompt is []"),

@@ -23,7 +23,7 @@ def pair(index: int, text: str | None = "ok", /, error: str | None = None, **fie
 
 
 def lines_of(pairs):
-    """What a ResultWriter makes of (row, result) pairs, finished in this order."""
+    """Return the lines that a ResultWriter writes for (row, result) pairs that finish in this order."""
     stream = io.BytesIO()
     with ResultWriter(sorted((row for row, _ in pairs), key=lambda r: r.index), stream=stream) as writer:
         for _, result in pairs:

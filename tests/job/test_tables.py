@@ -130,7 +130,7 @@ def test_without_pyarrow(tmp_path, monkeypatch):
 
 
 def test_parquet_files_with_flipped_bits(tmp_path):
-    """Rows or InvalidInput, whatever the bits."""
+    """Any flipped bits give rows or InvalidInput."""
     pa = pytest.importorskip("pyarrow")
     whole = arrow_file(tmp_path / "t.parquet", pa.table({"prompt": ["hello"] * 50, "n": [1] * 50})).read_bytes()
 

@@ -40,7 +40,7 @@ def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_nothing_is_built_for_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A compiler takes half a minute, after which a user should not learn of a wrong name."""
+    """Compiling takes half a minute, so a wrong model name must be reported before it."""
     monkeypatch.setattr(kernels, "load_native", lambda: pytest.fail("kernels were built"))
     monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
     with pytest.raises(ModelNotFound, match="no model at"):
@@ -90,7 +90,7 @@ def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_a_compiler_that_does_not_know_this_processor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It is told of, also when the library has to be built once more because a crash damaged it."""
+    """A message says so, also when the library is built again because a crash damaged it."""
     compiler, source = tmp_path / "cc", tmp_path / "some.cpp"
     real = shutil.which("c++") or pytest.skip("no C++ compiler")
     compiler.write_text(f'#!/bin/sh\ncase "$*" in *-march=native*) echo "error: unknown -march" >&2; exit 1;; esac\n'
@@ -125,7 +125,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("locks", [True, False], ids=["one waits", "both build"])
 def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, locks: bool) -> None:
-    """Who compiles goes on when the other one waits for the lock, or compiles too: so they do meet."""
+    """The compiling process continues when the other one waits for the lock or compiles, too, so that both overlap."""
     real = shutil.which("c++") or pytest.skip("no C++ compiler here")
     source, compiler = tmp_path / "small.cpp", tmp_path / "cc"
     source.write_text(SMALL)

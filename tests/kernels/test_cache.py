@@ -99,7 +99,7 @@ def given(options: dict[str, Any], heads: int) -> dict[str, Any]:
 
 
 class TestEncodedCache:
-    """What every implementation must do with a pool of codes."""
+    """Tests of pools of codes that every implementation must pass."""
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
@@ -210,13 +210,13 @@ class TestEncodedCache:
 
 @pytest.mark.parametrize("bits", [None, *BITS], ids=lambda bits: f"{bits or 'fp32'}")
 class TestDecode:
-    """What holds for numbers and for codes."""
+    """Tests for pools of numbers and of codes."""
 
     @pytest.mark.parametrize("topk", [None, 0.2])
     def test_a_sequence_does_not_depend_on_the_rest(
         self, kernel: Kernels, bits: int | None, topk: float | None
     ) -> None:
-        """Nor on threads, nor on where its pages lie."""
+        """Results do not depend on other sequences, threads, or the order of pages."""
         for dim, kv_heads in ((64, 3), (80, 2)):
             cache = cached(bits, dim, kv_heads, 16, (1500, 70, 33))
             q = torch.randn(3, 4 * kv_heads, dim)
@@ -238,7 +238,7 @@ class TestDecode:
     @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 1200, "softcap": 3.0, "sinks": True}], ids=str)
     @pytest.mark.parametrize("topk", [0.0, 0.1, 0.73])
     def test_topk(self, kernel: Kernels, bits: int | None, topk: float, options: dict[str, Any]) -> None:
-        """The largest weights by a full sort; V that nobody wants is NaN."""
+        """The largest weights by a full sort; V that is not chosen is NaN."""
         for dim, group in ((64, 4), (16, 1)):
             cache, heads = cached(bits, dim), 2 * group
             q, options = torch.randn(len(LENGTHS), heads, dim), given(options, heads)
@@ -265,7 +265,7 @@ class TestDecode:
     @pytest.mark.parametrize("options", [{}, {"window": 500}, {"window": 40, "softcap": 3.0}], ids=str)
     @pytest.mark.parametrize("topk", [0.0, 0.1, 1.0])
     def test_choose(self, kernel: Kernels, bits: int | None, topk: float, options: dict[str, Any]) -> None:
-        """Those that a query head of the kv head weighs, by a full sort; no V is there."""
+        """The positions that any query head of the kv head chooses, by a full sort; V is not loaded."""
         for dim, group in ((64, 3), (16, 1)):
             cache, heads = cached(bits, dim), 2 * group
             q, pool = torch.randn(len(LENGTHS), heads, dim), cache.pool.clone()

@@ -127,7 +127,7 @@ class TestPacked:
 
 
 class TestProduct:
-    """What every implementation must do."""
+    """Tests that every implementation must pass."""
 
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize("group", GROUPS)
@@ -291,7 +291,7 @@ class TestProduct:
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("bits", BITS)
     def test_16_bits(self, kernel: Kernels, bits: int, dtype: torch.dtype) -> None:
-        """Of x, of decoded weights, and of the result."""
+        """16-bit dtypes of x, of dequantized weights, and of the result."""
         form, data = encoded(bits, 32, 37, 70)
         x, bias = torch.randn(90, 70).to(dtype), torch.randn(37)
         if not kernel.narrow:

@@ -74,7 +74,7 @@ def close(found: Tensor, expected: Tensor, dtype=torch.float32) -> None:
 
 
 class TestKernels:
-    """What every implementation must do."""
+    """Tests that every implementation must pass."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("dtype", DTYPES)

@@ -78,7 +78,7 @@ def agree(kernel: Kernels, kind: Any, heads: tuple[int, int, int], past: int, co
 
 
 class TestPieces:
-    """What every set of kernels must do."""
+    """Tests that every set of kernels must pass."""
 
     @pytest.mark.parametrize("kind", KINDS, ids=str)
     @pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128), (6, 1, 24), (2, 2, 256)], ids=str)

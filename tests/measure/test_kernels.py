@@ -18,7 +18,7 @@ from tests.helpers.measuring import MB, books
 
 
 class Counting(ReferenceKernels):
-    """Counts what the reference kernels are asked for, pair by pair and page by page."""
+    """Counts the calls of the reference kernels, by pairs and pages."""
 
     def __init__(self) -> None:
         self.pairs: list[int] = []

@@ -81,7 +81,7 @@ def test_medians_by_signature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_sizes_are_left_out_when_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But never those without which the others would be guesses; and rates are in the order of their tokens."""
+    """Sizes that others are derived from are always measured; rates are in the order of their tokens."""
     clock, asked = [0.0], list[int]()
 
     def walk(trial: model.Trial, _: int) -> Iterator[tuple[int, float]]:
@@ -113,7 +113,7 @@ def test_a_single_cold_pass_is_better_than_none(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_room_for_a_layer(families: Any, tmp_path: Path) -> None:
-    """Then nothing is known of the layers, and a part stands for the whole head."""
+    """Without room for a layer, no rates of layers are measured, and the head is measured by a part."""
     known = families("llama")
     with Engine(known.directory, policy=Policy(), device="sim", device_mem=100_000, offload_dir=tmp_path) as engine:
         facts, held = engine.facts, engine.core.opened.held
@@ -138,7 +138,7 @@ def test_attention_with_a_soft_cap_is_measured_apart(families: Any) -> None:
     (None, {"call", "decode", "prompt", "host"}), (400_000, {"call", "prompt"}), (2048, set()),
 ])  # fmt: skip
 def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: int | None, tables: set[str]) -> None:
-    """What has no room is left out, and nothing is measured again for it; the ledgers stay as they were."""
+    """Sizes without room are left out, and not measured again; the ledgers are unchanged."""
     known = families("llama")
     with Engine(known.directory, policy=Policy(), device="sim", device_mem=device_mem, offload_dir=tmp_path) as engine:
         before = books(engine.core.machine)

@@ -144,7 +144,7 @@ def test_seconds_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only if what they take is not to spare."""
+    """Other programs are reported only if they use cores that measuring needs."""
     said, clock, used = list[str](), [0.0], [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(timing, "_others_seconds", lambda: used[0])

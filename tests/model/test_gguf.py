@@ -253,7 +253,7 @@ def test_overlapping_and_repeated_tensors_are_refused(tmp_path):
     ("split.count", "x"),
 ])  # fmt: skip
 def test_hostile_gguf_values(tmp_path, cache, key, value):
-    """They pass the header and would break, or keep busy, whoever believed them."""
+    """The header is valid, but its values would crash a reader or keep it busy."""
     path = tiny_gguf(tmp_path / "m.gguf")
 
     def extra(writer):

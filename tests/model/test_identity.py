@@ -1,4 +1,4 @@
-"""A job goes on where its model is the same, wherever files were copied, touched or made again, and nowhere else."""
+"""A job continues if its model is the same, also if files were copied, touched or made again, and not otherwise."""
 
 import json
 import os
@@ -149,7 +149,8 @@ def test_every_byte_of_a_small_model_counts(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_samples_of_a_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They see the ends of the file, evenly spread places and the first bytes of tensors, whatever the times say."""
+    """Samples cover the ends of the file, evenly spread positions and the first bytes of tensors, for any file
+    times."""
     file = write(tmp_path / "m.safetensors", 400)
     size, start = file.stat().st_size, file.stat().st_size - 400 * SAMPLE - 100
     monkeypatch.setattr(identity, "WHOLE", size - 1)
@@ -181,7 +182,7 @@ def test_messages() -> None:
     was = {"a": same, "b": same, "c": same}
     assert differ(was, {"a": {**same, "mtime_ns": 2}, "b": {**same, "bytes": 2000, "sha256": "z"}, "d": same}) == [
         "model file b had 1,000 bytes, and has 2,000 now", "model file c is missing",
-        "model file d was not there, and is now",
+        "model file d was added",
     ]  # fmt: skip
     many = differ({str(i): same for i in range(9)}, {})
     assert len(many) == 5

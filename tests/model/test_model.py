@@ -154,7 +154,7 @@ def test_index_may_only_name_files_beside_it(tmp_path: Path, shard: Any) -> None
     ],
 )
 def test_unsupported_models_are_named_with_the_reason(tmp_path: Path, kind: str, values: Any, reason: str) -> None:
-    """There are no weights at all here: the refusal comes first."""
+    """The directory has no weights, so the refusal must come before they are read."""
     import transformers
 
     config = getattr(transformers, f"{kind}Config")(**values)

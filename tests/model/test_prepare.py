@@ -113,7 +113,7 @@ def parted(directory: Path) -> None:
 
 
 def test_unfinished_weights_that_nobody_goes_on_with_are_removed(tmp_path, cache):
-    """Neither those of the last days, nor those that somebody writes now, nor those that are gone on with."""
+    """Directories of the last days, directories that a process writes now, and directories that are resumed stay."""
     files = {name: tmp_path / name for name in ("old", "recent", "written", "own", "other")}
     parts = {}
     for name, file in files.items():

@@ -257,7 +257,7 @@ def test_rows_that_are_not_finite_are_reported_and_the_others_are_not(fields: di
 
 @pytest.mark.parametrize("k", [0, 1, 5, 20])
 def test_logprobs_are_the_models_own(k: int) -> None:
-    """Before penalties, temperature and cuts."""
+    """Log probabilities are those before penalties, temperature and cuts."""
     logits = random_logits(3, V)
     wanted = logits.log_softmax(-1)
     changed = dict(temperature=2, top_k=50, min_p=0.01, repetition_penalty=3, presence_penalty=2)

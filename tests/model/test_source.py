@@ -1,4 +1,4 @@
-"""Finding models; files of a model directory: which places are opened, and which are refused unopened."""
+"""Finding models, and files of a model directory: paths that are opened, and paths that are refused unopened."""
 
 import json
 import os
@@ -289,7 +289,7 @@ def test_hub_ids(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_hub_that_accepts_and_never_answers_is_given_up(tmp_path, monkeypatch):
-    """In a process of its own: the hub's address is read when its package is imported."""
+    """In a process of its own, as the hub's address is read when its package is imported."""
     code = """
 import flexengine.model.source as source
 from flexengine.errors import ModelNotFound

@@ -95,7 +95,8 @@ def brute_force(tokenizer: Any, generated: list[int], stop: list[str]) -> tuple[
 
 
 def watched(tokenizer: Any, generated: list[int], **fields: Any) -> tuple[int, str | None, str | None]:
-    """What the engine does: asks after every token; tokens kept, their text, the reason."""
+    """Check for stop strings after every token, as the engine does. Return the kept tokens, their text and the
+    reason."""
     stops = Stops(tokenizer, SamplingParams(**fields), eos={2})
     for count in range(1, len(generated) + 1):
         if (reason := stops.reason(generated[:count])) is not None:

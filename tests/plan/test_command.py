@@ -26,7 +26,7 @@ ANSWERS: dict[str, Search] = {}  # by question: most commands here ask the same 
 
 
 def answered(*question: Any) -> Search:
-    """What is searched, once for all tests."""
+    """Return a search, which is made once for all tests."""
     if (key := repr(question)) not in ANSWERS:
         ANSWERS[key] = search(*question)
     return ANSWERS[key]
@@ -161,7 +161,7 @@ def test_what_run_may_choose_plan_chooses(line: Line) -> None:
 
 
 def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
-    """What run has besides is about reading, sampling, writing and running."""
+    """The other options of run affect reading, sampling, writing and running."""
     def names(parser: Any) -> set[str]:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 

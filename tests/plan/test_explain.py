@@ -1,4 +1,4 @@
-"""What the planner says: numbers in its text against the records and against arithmetic done anew here."""
+"""The planner's text: its numbers are compared with the records and with arithmetic written here."""
 
 import itertools
 import re

@@ -115,7 +115,7 @@ def test_ram_that_weights_have_been_written_to_is_not_new() -> None:
 
 
 def test_a_job_tells_loading_apart(tmp_path: Path) -> None:
-    """Of its first job an engine brings the weights home; of the second nothing is left to bring."""
+    """An engine reads the weights that stay in its first job; the second reads none."""
     from tests.helpers.families import make_checkpoint
 
     make_checkpoint("llama", tmp_path / "m")

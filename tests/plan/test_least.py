@@ -33,7 +33,7 @@ def refused(model: Any, work: Workload, capacity: Capacity) -> TooLittle:
 
 
 def runs(directory: Path, rows: list[Any], **options: Any) -> list[tuple[int, ...]]:
-    """Token ids of all rows; raises where the job is refused."""
+    """Return the token ids of all rows; raise if the job is refused."""
     with Engine(directory, **options) as engine:
         results = engine.generate(rows, GREEDY)
         assert not any(r.error for r in results)
@@ -44,7 +44,7 @@ def runs(directory: Path, rows: list[Any], **options: Any) -> list[tuple[int, ..
 
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 def test_a_job_runs_with_exactly_what_the_refusal_names(families: Any, tmp_path: Path, kind: str) -> None:
-    """Found from the message alone, as a user would; one byte less is refused with the same number."""
+    """The sizes are read from the message, as by a user; one byte less is refused with the same number."""
     known = families("llama")
     rows = [known.rows[0]] * 3
     with Engine(known.directory, device="cpu", dtype="float32") as engine:

@@ -143,7 +143,7 @@ def test_the_same_problem_has_the_same_answer() -> None:
 
 @pytest.mark.parametrize("seed", range(40, 52))
 def test_which_of_equal_optima_is_found_depends_on_no_order(seed: int) -> None:
-    """Names change places, too, as columns are in the order of the names."""
+    """The names are exchanged, too, as columns are in the order of the names."""
     made, rng = program(problem_of(seed)), random.Random(seed)
     names = [variable.name for variable in made.variables()]
     other = dict(zip(names, rng.sample(names, len(names)), strict=True))

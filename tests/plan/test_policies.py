@@ -1,4 +1,4 @@
-"""What policies/README.md says of FlexGen's machine: its commands are run, its tables compared with their answers."""
+"""policies/README.md on FlexGen's machine: its commands are run, and its tables compared with their output."""
 
 import json
 import re

@@ -144,7 +144,7 @@ def test_every_row_counts_in_full(schedule: str, rng: random.Random) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("limited", "median", "worst"), [(False, 0.03, 0.1), (True, 0.05, 0.25)])
 def test_sweeps_of_ragged_rows(schedule: str, limited: bool, median: float, worst: float) -> None:
-    """How long a block takes is up to its longest row, which is a matter of chance where blocks are few."""
+    """A block takes as long as its longest row, which varies much if there are few blocks."""
     rng = random.Random(4)
     errors = []
     while len(errors) < 12:
@@ -171,7 +171,7 @@ def test_peak_of_large_ragged_blocks() -> None:
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_long_outputs_in_longer_steps(schedule: str) -> None:
-    """More ages than are told apart."""
+    """More ages of sequences than the profile distinguishes."""
     rng = random.Random(6)
     for uniform in (True, False):
         rows = [(50, 700) if uniform else (rng.randint(1, 100), rng.randint(1, 900)) for _ in range(60)]
@@ -216,7 +216,8 @@ def test_the_first_sweep_is_never_averaged_with_others(schedule: str, uniform: b
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("uniform", [True, False])
 def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
-    """What is repeated instead of walked: 100,000 rows take as many sweeps a row as 1,920 that are really walked."""
+    """Sweeps that are repeated instead of simulated: 100,000 rows take as many sweeps per row as 1,920 simulated
+    rows."""
     rng = random.Random(7)
     sizes = [(rng.randint(1, 200), rng.randint(1, 40)) for _ in range(40)]
     rows = [(100, 20)] * 1920 if uniform else [rng.choice(sizes) for _ in range(1920)]
@@ -234,7 +235,8 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
 @given(rng=RANDOMS)
 @settings(max_examples=100)
 def test_pools_too_small_end_all_the_same(rng: random.Random) -> None:
-    """Less than one sequence fits, or hardly one: such a plan is refused elsewhere, but nothing may hang here."""
+    """Pools for less than one sequence, or hardly one: such a plan is refused elsewhere, but the profile must not
+    hang."""
     rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
     each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(PAGES, rng.random()))
     room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()

@@ -295,7 +295,7 @@ def test_no_memory_is_left_that_a_tensor_would_fit_in(share: float) -> None:
 
 
 def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search goes on without it, and says so."""
+    """The search continues without it, and reports this."""
     hardware, calls = squeezed(machine_of(random.Random(1), "sim"), 0.6, 1.0), 0
     solve = placement.solve
 
@@ -314,7 +314,7 @@ def test_a_program_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_largest_block_is_tried_as_one_gpu_batch_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even where half of all rows at a time are thought quicker than all of them in two gpu_batches."""
+    """Also if half of all rows at a time are predicted to be faster than all of them in two gpu_batches."""
     thought, predict = {(48, 2): 3.0, (48, 1): 2.0, (96, 1): 1.0}, Cost.predict
 
     def told(cost: Cost, layout: Layout, missing: float = 1.0) -> Prediction:

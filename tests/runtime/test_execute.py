@@ -208,7 +208,7 @@ def test_run_returns_when_all_but_loads_ahead_have_ended() -> None:
 
 @pytest.mark.parametrize("error", [LookupError("broken"), KeyboardInterrupt()])
 def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -> None:
-    """A failure, or Ctrl-C in the caller, does not wait for the loads that were queued behind it."""
+    """After a failure, or Ctrl-C in the caller, the loads queued behind it are not run."""
     begun: list[Task] = []
 
     def perform(task: Task) -> None:
@@ -228,7 +228,7 @@ def test_what_was_not_begun_when_a_job_ended_is_not_done(error: BaseException) -
 
 
 def test_the_next_layer_is_loaded_while_one_is_computed() -> None:
-    """A load and a computation wait for one another inside their tasks: in turn, neither would end."""
+    """A load and a computation wait for each other inside their tasks: one after the other, neither would end."""
     layers, sweeps = 6, 4
     met = threading.Barrier(2)
     loaded = itertools.count()

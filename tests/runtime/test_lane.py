@@ -13,7 +13,7 @@ from tests.helpers.patience import PATIENCE, in_time
 
 
 class LaneTests:
-    """What every lane must do; a subclass says which lane in `make`."""
+    """Tests that every lane must pass; a subclass makes the lane in `make`."""
 
     def make(self, name: str) -> Lane:
         raise NotImplementedError

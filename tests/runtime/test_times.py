@@ -29,7 +29,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def queued(task: Task) -> None:
-    """Returns at once; the GPU will be busy with it."""
+    """Queue work on the GPU and return at once."""
     pretend_gpu.queue(SECONDS[task.op])
 
 
@@ -89,7 +89,7 @@ def test_times_stay_exact_after_hours(pretended: None) -> None:
 
 
 def test_a_lost_gpu_costs_times_not_results(pretended: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an error every query of an event fails: the task's error surfaces, not that of the clock."""
+    """After an error every query of an event fails: the task's error is raised, not the clock's."""
 
     def fail(event: Any) -> bool:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -34,7 +34,7 @@ class TestPinned(TierTests):
 
 @pytest.mark.parametrize("nbytes", [1, ALIGN, 3 * ALIGN + 5, (33 << 20) + 1])
 def test_what_is_locked_is_what_is_booked(cudart: Cudart, nbytes: int) -> None:
-    """To the byte, and no power of two."""
+    """Locked bytes equal booked bytes, and are no power of two."""
     ledger = Ledger("host", CAPACITY)
     tier = PinnedTier("host", ledger)
     home = tier.allocate(nbytes, "weights")

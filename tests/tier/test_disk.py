@@ -125,7 +125,7 @@ def test_the_faster_way_is_learned_and_reviewed(best: bool) -> None:
 
 
 def test_reads_that_nobody_waits_for_are_direct() -> None:
-    """Where computing takes longer than direct reads do, cached ones are not even tried."""
+    """If computing takes longer than direct reads, cached reads are not tried."""
     direct = FasterWay.TURN / 1e9  # seconds of a turn
     assert all(learned({True: 1e9, False: 2e9}, 40, computing=1.5 * direct))
     used = learned({True: 1e9, False: 2e9}, 40, computing=1.1 * direct)  # nearly as long as reading
@@ -284,7 +284,7 @@ def test_a_read_that_fails_is_tried_again(offloaded: bool, tmp_path: Path, monke
 
 @pytest.mark.parametrize("nameless", [True, False])
 def test_a_spill_file_has_no_name(nameless: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So nobody has to remove it; also on file systems that cannot make one without a name."""
+    """No process has to remove it; also on file systems that cannot create unnamed files."""
     real = os.open
 
     def opened(path: Any, flags: int, *rest: Any, **named: Any) -> int:

@@ -78,7 +78,7 @@ def test_no_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_offload_directory_in_ram_takes_from_the_same_memory(
     kind: str, given: int | None, ram: int, disk: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a job would be killed by what it thinks lies on a disk. Sizes in thousands of bytes."""
+    """Otherwise data offloaded to this "disk" would use RAM until the job is killed. Sizes in thousands of bytes."""
     mounts = [SimpleNamespace(fstype="tmpfs", mountpoint=str(tmp_path / place)) for place in ("not there", ".")]
     given = given and 1000 * given
     monkeypatch.setattr(machine, "usable_memory", lambda: 10_000_000)

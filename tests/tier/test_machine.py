@@ -71,7 +71,7 @@ def test_machine_refusals(
 def test_more_memory_than_there_is_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, device: int | None, host: int | None, message: str
 ) -> None:
-    """Else a plan counts on it, and the system kills the job half-way."""
+    """Otherwise a plan would use memory that does not exist, and the system would kill the job."""
     monkeypatch.setattr(machine, "total_memory", lambda: 100)
     monkeypatch.setattr(machine.cuda, "available", lambda: True)
     monkeypatch.setattr(machine.cuda, "total_memory", lambda: 50)

@@ -101,7 +101,7 @@ def test_bytes_of_a_delegated_token(families: Any, tmp_path: Path, family: str) 
 
 
 def test_only_the_share_on_the_host_is_delegated(families: Any, tmp_path: Path) -> None:
-    """Half of the block on disk: its pages move as ever."""
+    """Half of the block is on disk: its pages are moved as without delegation."""
     half = (0, 0.5, 0.5)
     moved, there = (measured(families("llama"), Policy(4, 2, cache=half, schedule="zigzag", delegate=d), tmp_path)
                     for d in (False, True))  # fmt: skip
@@ -150,7 +150,7 @@ def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None
 
 
 def test_the_host_lane_waits_for_the_gpu_itself() -> None:
-    """A stream's work is queued; the processor must not look at what has not arrived."""
+    """A stream's work is queued; the CPU must not read data that has not arrived."""
     lane = new_lane("stream", "cpu")
     assert not isinstance(lane, Stream)
     lane.close()
@@ -236,7 +236,7 @@ def test_crossover_is_where_the_sides_change_places() -> None:
 
 @pytest.mark.parametrize("what", ["up", "host", "fixed", "fetched"])
 def test_crossover_is_monotone(what: str) -> None:
-    """A quicker link and a slower host put it off; so do more to send and fixed costs."""
+    """A faster link or a slower host moves the crossover to longer caches; so do more bytes to send and fixed costs."""
     rng = random.Random(what)
     for _ in range(100):
         given = dict(kv=4096.0, sent=6144.0, fetched=2048.0, up=10 ** rng.uniform(8, 10), down=1e10,

@@ -54,7 +54,7 @@ class Held(TorchDispatchMode):
 
 
 def held(call: Callable[[], Any], *known: torch.Tensor | None) -> int:
-    """Bytes held at once by a call, but for its results."""
+    """Return the most bytes held at once by a call, without its results."""
     gc.collect()  # Triton's interpreter keeps what a launch was given until then
     with torch.no_grad(), Held(*known) as watch:
         out = call()

@@ -57,7 +57,7 @@ def regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Regions]:
 
 @pytest.fixture
 def fail(monkeypatch: pytest.MonkeyPatch) -> list[BaseException]:
-    """An error that is put here is raised by a compute task of the next second sweep."""
+    """Raise the error in this list in a compute task of the next job's second sweep."""
     errors: list[BaseException] = []
     perform = Worker.perform
 
@@ -193,7 +193,7 @@ def test_a_job_leaves_no_garbage_of_its_own(families: Any, tmp_path: Path, kind:
 
 
 def test_all_lanes_close_though_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first error surfaces, unless the job itself has failed: then it is a note of that error."""
+    """The first error is raised, unless the job itself has failed: then it is a note of the job's error."""
     close = Thread.close
 
     def failing(lane: Thread) -> None:

@@ -31,7 +31,8 @@ def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def hollow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What was not chosen is NaN, not what another sequence left there. Gives the numbers of pages so filled."""
+    """Fill values that are not chosen with NaN instead of another sequence's data. Yield the numbers of filled
+    pages."""
     filled, real = list[int](), Values.bring
 
     def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Home, buffer: Home, shape: Any) -> None:
@@ -113,7 +114,7 @@ def ahead(lengths: tuple[int, ...], page_tokens: int, new: int) -> int:
     ("llama", Lossy("int8", cache="int4", topk=0.3)),
 ])  # fmt: skip
 def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, lossy: Lossy) -> None:
-    """Prompts that come in pieces meet decode steps, and pages of whole and of hollow ones, in a gpu_batch."""
+    """Prompts in pieces and decode steps, with whole pages and with pages of chosen values, share a gpu_batch."""
     known, expected = families(family), None
     shapes = {"device": (8, 1, 2), "host": (3, 3, 1), "disk": (3, 3, 2), "spread": (8, 1, 3)}
     for home, (batch, batches, slots) in shapes.items():

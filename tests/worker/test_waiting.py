@@ -1,4 +1,4 @@
-"""Nothing in the tasks of a GPU's lane makes it wait for the host, but for drawing tokens.
+"""No task of a GPU's lane waits for the host, except for sampling tokens.
 
 On a CPU: the device's tasks run with the kernels for a GPU, in plain torch, under a watch that fails on every function
 whose result a GPU would have to hand over first. On a GPU torch itself watches.

@@ -58,7 +58,7 @@ def as_nested_zip(payload: Any, file: Path) -> None:
 
 
 def as_script(payload: Any, file: Path) -> None:
-    """What looks like a TorchScript archive, which torch.load hands to another loader."""
+    """Return an archive that looks like TorchScript, which torch.load passes to another loader."""
     with zipfile.ZipFile(file, "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(payload))
         archive.writestr("archive/constants.pkl", pickle.dumps(payload))
@@ -108,7 +108,7 @@ def test_tensors_that_are_not_plain(tmp_path: Path, tensor: torch.Tensor, reason
 
 
 def test_a_compressed_archive_is_refused(tmp_path: Path) -> None:
-    """A thousand times its size could come out of it."""
+    """It could expand to a thousand times its size."""
     torch.save({"w": torch.zeros(10**6)}, tmp_path / "plain.bin")
     with zipfile.ZipFile(tmp_path / "plain.bin") as plain, zipfile.ZipFile(tmp_path / "x.bin", "w") as packed:
         for part in plain.infolist():

@@ -27,7 +27,7 @@ def job(families: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Jo
 
 @pytest.fixture
 def whole(job: Job) -> Callable[..., bytes]:
-    """The output of the same job left in peace."""
+    """The output of the same job, undisturbed."""
 
     def get(*more: str) -> bytes:
         output, job.output = job.output, job.folder / "peace.jsonl"

@@ -52,7 +52,7 @@ def test_a_finished_job_is_left_alone(job: Job, watch: Watch) -> None:
     assert job("--json") == 0
     assert watch.ran is None
     assert state(job) == before
-    assert f"finished already: 8 rows in {job.output} (0 with errors); --restart to run it again" in job.err
+    assert f"finished already: 8 rows in {job.output} (0 with errors); --restart runs the job again" in job.err
     assert json.loads(job.out) == {"job": {"rows": 8, "done": 8, "failed": 0, "done_before": 8}}
 
 
@@ -91,7 +91,7 @@ def test_an_output_that_was_edited_is_not_replaced(job: Job, watch: Watch, more:
 def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
     job: Job, watch: Watch, whole: Any, monkeypatch: pytest.MonkeyPatch, before: str, limit: str
 ) -> None:
-    """An error on either side of the moment at which a larger output takes the place of a smaller one."""
+    """Errors just before and just after a larger output file replaces a smaller one."""
     from flexengine.job import journal, resume
 
     def fail(*_: Any) -> None:
@@ -144,7 +144,7 @@ def test_rows_that_failed_are_run_again_if_asked(job: Job, watch: Watch, whole: 
     watch.forget()
     assert job() == 1
     assert watch.ran is None
-    assert "(2 with errors; --retry-errors to run those again)" in job.err
+    assert "(2 with errors; --retry-errors runs those rows again)" in job.err
     assert job("--retry-errors") == 0
     assert watch.ran == [2, 5]
     assert job.output.read_bytes() == expected

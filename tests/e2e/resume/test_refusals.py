@@ -79,7 +79,7 @@ def test_renamed_input_goes_on(job: Job) -> None:
 
 
 def test_renamed_model_goes_on_under_its_first_name(job: Job, watch: Watch) -> None:
-    """Batch lines carry the model's name: one output has one of them."""
+    """Batch lines contain the model's name, and an output must have only one name."""
     prompt = {"method": "POST", "url": "/v1/completions", "body": {"prompt": job.family.prompts[1], "max_tokens": 3}}
     job.write([{"custom_id": f"c{i}", **prompt} for i in range(4)])
     first = Path(shutil.copytree(job.family.directory, job.folder / "first"))
@@ -105,7 +105,7 @@ def test_the_input_is_not_replaced_through_standard_input(job: Job, monkeypatch:
     with job.input.open("rb") as stream:
         done = subprocess.run([*command, "--output", str(job.input)], stdin=stream, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "is the input file; results would replace the prompts" in done.stderr
+    assert "is the input file, whose prompts would be replaced; name another --output" in done.stderr
     assert job.input.read_bytes() == text
 
 
@@ -118,7 +118,7 @@ def test_an_output_that_links_to_itself_is_refused(job: Job) -> None:
 def test_an_output_that_is_not_ours_is_refused(job: Job, watch: Watch) -> None:
     job.output.write_text("my own words")
     assert job() == 2
-    assert "exists and would be replaced; name another --output, or --restart to replace it" in job.err
+    assert "exists and would be replaced; name another --output, or give --restart to replace it" in job.err
     assert job.output.read_text() == "my own words"
     assert watch.ran is None
     assert not journal_of(job).exists()

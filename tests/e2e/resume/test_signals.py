@@ -31,7 +31,7 @@ def test_a_disk_that_fills_up_at_any_record(job: Job, whole: Any, monkeypatch: p
         monkeypatch.setattr(os, "pwrite", full)
         assert job("--restart") == (3 if room < 11 else 0)
         assert ("No space left on device" in job.err) == (room < 11)
-        assert ("without --restart again to go on" in job.err) == (0 < room < 11)
+        assert ("without --restart again to continue" in job.err) == (0 < room < 11)
         monkeypatch.setattr(os, "pwrite", real)
         assert job() == 0
         assert job.output.read_bytes() == expected
@@ -44,7 +44,7 @@ def test_a_disk_that_is_full_at_the_end(job: Job, watch: Watch, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
         assert job() == 3
-    assert "8 of 8 rows are done; run the same command again to go on" in job.err
+    assert "8 of 8 rows are done; run the same command again to continue" in job.err
     assert sorted(p.name for p in job.folder.glob("out*")) == ["out.jsonl.journal"]
     watch.forget()
     assert job() == 0, job.err
@@ -80,7 +80,7 @@ sys.exit(run.main(sys.argv[2:]))
 
 
 def start_slow(job: Job, *more: str) -> "subprocess.Popen[str]":
-    """The job in a process of its own, after some rows in a sweep without end."""
+    """Start the job in a process of its own, and wait until it is in an endless sweep after some rows."""
     weights = [0, 1, 0] if "sim" in more else [1, 0, 0]
     (job.folder / "p.json").write_text(json.dumps({"gpu_batch_size": 2, "num_gpu_batches": 2, "weights": weights}))
     command = [sys.executable, "-c", SLOW, str(journal_of(job)), *job.arguments("--policy", str(job.folder / "p.json"))]
@@ -93,12 +93,12 @@ def start_slow(job: Job, *more: str) -> "subprocess.Popen[str]":
 
 
 def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes) -> str:
-    """After the end of `child`: what it said, if the same command finishes the job."""
+    """Return the output of `child` after its end, and check that the same command finishes the job."""
     assert child.wait(timeout=200) == code  # while the sweep takes 1000 s
     assert child.stderr
     said = child.stderr.read()
     assert "Traceback" not in said
-    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to go on\n"
+    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to continue\n"
     assert said.endswith(f"flexengine: {standing}")
     assert not job.output.exists()
     assert job() == 0, job.err
@@ -110,7 +110,7 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) -> None:
-    """Tasks in the main thread; and meanwhile a second process on the same output."""
+    """With tasks in the main thread, and a second process that starts on the same output."""
     expected = whole()
     child = start_slow(job, "--device", "cpu")
     before = journal_of(job).read_bytes()
@@ -125,7 +125,7 @@ def test_a_signal_in_a_long_sweep(job: Job, whole: Any, number: signal.Signals) 
 @pytest.mark.usefixtures("sigint")
 @pytest.mark.parametrize("twice", [False, True])
 def test_a_signal_while_a_lane_hangs(job: Job, whole: Any, twice: bool) -> None:
-    """A lane cannot be ended within a task: the process leaves without it, at once after a second signal."""
+    """A lane cannot be stopped within a task: the process exits anyway, and at once after a second signal."""
     expected = whole()
     child = start_slow(job, "--device", "sim", "--offload-dir", str(job.folder / "off"))
     child.send_signal(signal.SIGTERM)

@@ -71,7 +71,7 @@ def test_importances_are_mean_squares_of_inputs(families: Any, family: str) -> N
 
 
 def test_sums_do_not_depend_on_the_order_of_tokens() -> None:
-    """Added up in any order, in batches of any size, they are the exact sum, whatever the magnitudes."""
+    """Sums in any order, in batches of any size and for any magnitudes equal the exact sum."""
     generator = torch.Generator().manual_seed(0)
     scales = 10.0 ** torch.randint(-5, 4, (64,), generator=generator)
     x = torch.randn(8192, 64, generator=generator) * scales
@@ -90,7 +90,8 @@ def test_sums_do_not_depend_on_the_order_of_tokens() -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
 def test_importances_of_experts(families: Any, family: str) -> None:
-    """Each expert's are those of the tokens that the router sends it; one that gets none has none."""
+    """An expert's importances are those of the tokens that the router sends to it; an expert without tokens has
+    none."""
     known, rows = families(family), prompts_of(601, (1,))
     seen: dict[str, torch.Tensor] = {}
     layers = known.model.model.layers
@@ -157,7 +158,7 @@ def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
 @pytest.mark.parametrize("family", ["llama-tied", "gpt2", "mixtral"])
 @pytest.mark.parametrize("codec", FITTED)
 def test_weighted_errors_are_less(reader: Any, families: Any, family: str, codec: str) -> None:
-    """Summed over all matrices, though a random model gives its columns inputs that hardly differ."""
+    """Summed over all matrices, even for a random model, whose columns have similar inputs."""
     directory, made = reader(family), {}
     for calibrate in (None, BUNDLED):
         with Engine(directory, device="sim", lossy=Lossy(weights=codec, calibrate=calibrate)) as engine:
@@ -220,7 +221,7 @@ def test_texts_that_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lossy", [dict(), dict(cache="int4"), dict(weights="int8"), dict(compute="int8")])
 def test_what_has_no_use_for_it_is_refused(lossy: dict[str, Any]) -> None:
-    with pytest.raises(InvalidInput, match=r"let weights be one of int4, int3, int2, or leave it out"):
+    with pytest.raises(InvalidInput, match=r"set weights to one of int4, int3, int2, or leave calibrate out"):
         Lossy(**lossy, calibrate=BUNDLED)
     with pytest.raises(InvalidInput, match="it must be the name of a text file"):
         Lossy(weights="int4", calibrate="")

@@ -74,13 +74,13 @@ def test_a_lost_calibration_that_comes_out_otherwise(
     real = Recorder.means
     monkeypatch.setattr(Recorder, "means", lambda self: {n: m * 2 for n, m in real(self).items()})
     assert main(words) == REFUSED
-    assert "--restart to run it again" in capsys.readouterr().err
+    assert "add --restart to run the job again" in capsys.readouterr().err
 
 
 def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
     words = job.words[:-2]
     assert main([*words, "--calibrate"]) == REFUSED
-    assert "none are encoded" in capsys.readouterr().err
+    assert "no weights are encoded" in capsys.readouterr().err
     assert main([*words, "--quality", "small", "--calibrate"]) == REFUSED
     assert main([*job.words, "--calibrate", str(job.tmp / "none")]) == REFUSED
     assert "cannot be read as UTF-8 text" in capsys.readouterr().err
@@ -93,7 +93,7 @@ def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
 def test_the_text_is_read_when_it_is_needed(
     job: Any, own_cache: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A plan with known rates needs none, but one that is not there is refused all the same."""
+    """A plan with known rates does not read the text, but a missing text is still refused."""
     for path in (job.tmp / "none", job.tmp):
         assert main([*job.words, "--dry-run", "--calibrate", str(path)]) == REFUSED
         assert "to calibrate with, cannot be read as UTF-8 text" in capsys.readouterr().err
@@ -156,13 +156,13 @@ def test_quality_is_judged_on_another_text(tmp_path: Path, capsys: Any) -> None:
     text = tmp_path / "t.txt"
     text.write_text(texts.text("alice"))
     assert quality.main(["--weights", "int4", "--text", str(text), "--calibrate", str(text)]) == 2
-    assert "too good on it" in capsys.readouterr().err
+    assert "looks better than it is" in capsys.readouterr().err
     assert quality.main(["--weights", "int4", "--calibrate", str(tmp_path)]) == 2
     assert quality.main(["--weights", "int4", "--calibrate", str(text), "--json", str(text)]) == 2
 
 
 def test_calibrated_weights_cost_less(tmp_path: Path) -> None:
-    """A model with a few large input columns, as real ones have, says text of its own."""
+    """A model with a few large input columns, as real models have, on text that it generated."""
     tokenizer = byte_tokenizer(tmp_path)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(

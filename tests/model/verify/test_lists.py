@@ -84,7 +84,7 @@ def test_names_of_our_own_lists_are_read_again(tmp_path: Path, cache: Path) -> N
 
 
 def test_progress_leaves_other_bars_as_they_are(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """tqdm's thread is not begun for ours, and not forbidden to those of others."""
+    """tqdm's monitor thread is not started for flexengine's bars, and still is for other bars."""
     from tqdm import tqdm
 
     monkeypatch.setattr(tqdm, "monitor_interval", 10)
@@ -111,7 +111,7 @@ def test_the_recipe_lists_all_that_is_wanted(model: Path) -> None:
 
 @pytest.mark.parametrize("content", ["{", '{"weight_map": {"a": "gone.safetensors"}}'])
 def test_a_damaged_index_is_told_by_its_checksum(model: Path, content: str) -> None:
-    """Not by what it names, or by JSON's complaint."""
+    """The checksum reports it, not the files it names or the JSON parser."""
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     list_sums(model)
@@ -123,7 +123,7 @@ def test_a_damaged_index_is_told_by_its_checksum(model: Path, content: str) -> N
 
 @pytest.mark.parametrize("index", ["model.safetensors.index.json", "pytorch_model.bin.index.json"])
 def test_weights_that_an_index_names_must_be_listed(model: Path, index: str) -> None:
-    """Whatever their names."""
+    """Weights in an index must be listed under any name."""
     (model / "hidden.weights").write_bytes(b"x")
     (model / index).write_text(json.dumps({"weight_map": {"a": "hidden.weights"}}))
     list_sums(model, [p.name for p in model.iterdir() if p.name not in ("hidden.weights", SUMS)])

@@ -138,7 +138,7 @@ def test_prepared_weights_carry_their_sums(model: Path, cache: Path, tmp_path: P
 
 
 def test_importances_too(model: Path, cache: Path) -> None:
-    """As a calibration prepares them."""
+    """Importances, prepared by a calibration, are verified, too."""
 
     def build(directory: Path) -> None:
         import torch
