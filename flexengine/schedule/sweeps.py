@@ -114,8 +114,10 @@ class Sweeps:
         samples."""
         policy, self.joined = self.policy, []
         room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
-        there = {tier: self._growing(tier) for tier in self.pools}
         sources: dict[Key, Sequence] = {}
+        if not self.waiting:
+            return sources
+        there = {tier: self._growing(tier) for tier in self.pools}
         while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], there, sources)):
             sequence = self.waiting.popleft()
             key, sequence.home = (sequence.prompt, home), home

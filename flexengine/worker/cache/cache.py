@@ -72,7 +72,7 @@ class Cache:
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
         copies = {i: copied for i, p in enumerate(pieces) if (copied := live[p.sequence].copied)}
         groups = (
-            tables_of(batch, pool, [live[p.sequence].pages[g] for p in pieces],
+            tables_of(batch, pieces, pool, [live[p.sequence].pages[g] for p in pieces],
                       {i: copied[g] for i, copied in copies.items() if g in copied}, self.pools.page_shape(g, tier),
                       compute, self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])

@@ -54,7 +54,7 @@ class Pools:
             sequence.pages = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
         sequence.copied = {}
         for g, (pool, free, held) in enumerate(zip(pools, ids, sequence.pages, strict=True)):
-            if (more := pool.held(tokens) - len(held)) > 0:
+            if len(held) * pool.page_tokens < tokens and (more := pool.held(tokens) - len(held)) > 0:
                 held += free.take(more)
             if sequence.prompt is None or not sequence.cached:
                 continue

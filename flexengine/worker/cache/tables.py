@@ -134,20 +134,20 @@ class _Moved:
 
 
 def tables_of(
-    batch: Batch, pool: Pool, owned: list[list[int]], copied: dict[int, int], shape: PageShape, device: torch.device,
-    values: bool,
+    batch: Batch, pieces: list[Piece], pool: Pool, owned: list[list[int]], copied: dict[int, int], shape: PageShape,
+    device: torch.device, values: bool,
 ) -> Tables:  # fmt: skip
     """Return the tables of a gpu_batch for one group of layers.
 
     Args:
+        pieces: of the batch, in packed order.
         pool: of the batch's tier.
-        owned: page ids of the sequence of each piece, in packed order.
+        owned: page ids of the sequence of each piece.
         copied: by piece, `Sequence.copied` of this pool if there is one.
         shape: layout of a page.
         device: where attention runs that is not delegated.
         values: whether values are loaded when they are chosen.
     """
-    pieces = packed(batch)
     decode = sum(p.count == 1 for p in pieces)
     here, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
@@ -162,13 +162,14 @@ def tables_of(
         starts = torch.tensor([p.start // pool.page_tokens * pool.page_tokens for p in pieces[:decode]])
         closed = Closed(*(x.to(device) for x in (_padded(far), _padded(tables[:decode]), starts)))
     on = torch.device("cpu") if batch.delegated else device
-    size, spans = pool.page_tokens, [_kept(pool, p) for p in pieces]
+    size, spans = pool.page_tokens, [_kept(pool, p) for p in pieces[decode:]]
+    page_ids = [table[-1] for table in tables[:decode]]
+    page_ids += [table[s // size] for table, span in zip(tables[decode:], spans, strict=True) for s in span]
+    offsets = [p.start % size for p in pieces[:decode]] + [s % size for span in spans for s in span]
     return Tables(
         _padded(tables[:decode]).int().to(on),
         _int32(ends[:decode], on),
-        _int32([table[s // size] for table, span in zip(tables, spans, strict=True) for s in span], on),
-        _int32([s % size for span in spans for s in span], on),
-        _indices(pieces[decode:], spans[decode:], decode, on),
+        _int32(page_ids, on), _int32(offsets, on), _indices(pieces[decode:], spans, decode, on),
         _prompts(pieces[decode:], tables[decode:], decode, on), moved.load, moved.keys, moved.store, closed,
         tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
@@ -177,8 +178,6 @@ def tables_of(
 def _kept(pool: Pool, piece: Piece) -> range:
     """Return the positions of the piece's tokens that are written to pages."""
     end = piece.start + piece.count
-    if piece.count == 1:
-        return range(piece.start, end)
     return range(max(piece.start, pool.first_written(piece.start, end) * pool.page_tokens), end)
 
 
