@@ -194,8 +194,10 @@ class Program:
     @property
     def _ahead(self) -> int:
         """Units of the next sweep that may be loaded in this one. Embedding rows of the next sweep, which every batch
-        waits for, are emitted behind these loads: so it is one unit where there are such rows."""
-        return min(1 if self.demand.embedding else self.slots, len(self.cycle))
+        waits for, are emitted behind these loads: so it is one unit where both are read in one lane."""
+        home, load = self.demand.embedding, self.routes.load
+        one_lane = home and any(load[home][0] in load[other] for unit in self.streamed for other in unit)
+        return min(1 if one_lane else self.slots, len(self.cycle))
 
     def _embedded(self, sweep: int, batches: Sequence[Batch]) -> Iterator[Task]:
         """Begin all forward passes and load the rows of the embedding that they need, if it is off the device."""

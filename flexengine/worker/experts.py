@@ -55,10 +55,7 @@ class Experts:
 
     def bring(self, rows: Rows, slot: int) -> None:
         """Load the experts of a pause that are not there, over the whole way, in this thread."""
-        missing = self.lacking(rows, slot) or ()
-        for home, route in self.weights.machine.routes.load.items():
-            for hop in range(len(route)):
-                self.load(rows.layer, slot, home, hop, missing)
+        self.weights.bring_rows(rows.layer, slot, rows.tensors, self.lacking(rows, slot) or ())
 
     def close(self) -> None:
         """Let modules pause no more."""

@@ -204,6 +204,20 @@ class Weights:
                 pairs += _spread(part, target)
         source.load_all(pairs)
 
+    def bring_rows(self, unit: int, slot: int, names: Sequence[str], rows: Sequence[int]) -> None:
+        """Load rows of streamed tensors to their places in the slot. Staging is not used: other lanes may fill it. The
+        arguments are those of `load_rows`."""
+        views = self._slot_views(unit, slot)
+        for name in names:
+            pieces, shape = self.units[unit][name]
+            width = _nbytes(pieces) // shape[0]
+            for low, high in _runs(rows):
+                target = views[name][low:high]
+                own = torch.empty(target.shape, dtype=pieces[0].dtype)
+                part = _part(pieces, low * width, (high - low) * width)
+                self.machine.tier(self._tier(name)).load_all(_spread(part, own))
+                target.copy_(own)
+
     def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
         offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])

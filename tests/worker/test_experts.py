@@ -1,5 +1,7 @@
 """Experts on demand: greedy tokens, and bytes of experts counted from the choices of transformers' own routers."""
 
+import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -220,3 +222,38 @@ def test_encoded_experts_come_alone_too(
     saved = sum((sweeps[j] * known.experts - loaded[j]) * each[j] for j in range(LAYERS))
     assert found[0][1] - found[1][1] == saved
     assert all(sweeps[j] * known.active == loaded[j] for j in range(LAYERS))
+
+
+@pytest.mark.parametrize(("split", "lane"), [((0, 1, 0), "h2d"), ((0, 0, 1), "disk_read")])
+def test_rows_are_traced_in_the_lane_of_their_tier(mixtures: Any, tmp_path: Path, split: Any, lane: str) -> None:
+    """Of the embedding once per sweep and gpu_batch; of experts once per layer besides, but for whole layers."""
+    known, prompts, trace = mixtures("mixtral-8x7b"), prompts_of((5, 9)), tmp_path / "trace.json"
+    with Engine(known.directory, policy=Policy(1, 2, split, schedule="zigzag"), device="sim", trace=trace) as engine:
+        engine.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(NEW, ignore_eos=True))
+    events = json.loads(trace.read_text())["traceEvents"]
+    lanes = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    rows = [(lanes[e["tid"]], e["args"]["layer"]) for e in events if e["name"] == "load rows" and not e["args"]["hop"]]
+    assert {name for name, _ in rows} == {lane}
+    # The prompts' sweep loads whole layers, and the first layer of the next sweep.
+    wanted = {-1: 2 * NEW, 0: 2 * (NEW - 2), 1: 2 * (NEW - 1), 2: 2 * (NEW - 1)}
+    assert Counter(layer for _, layer in rows) == wanted
+
+
+@pytest.mark.parametrize("split", [(0, 1, 0), (0, 0, 1)])
+def test_experts_brought_at_a_pause_equal_the_checkpoints(mixtures: Any, tmp_path: Path, split: Any) -> None:
+    """The way of a layer's second mixture of experts, which loads within the device's task."""
+    known = mixtures("mixtral-8x7b")
+    tensors = known.model.state_dict()
+    with Engine(known.directory, policy=Policy(1, 1, split), device="sim", offload_dir=tmp_path) as engine, torch.no_grad():
+        engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(1))
+        weights, names = engine.core._weights, [f"model.layers.1.mlp.{matrix}" for matrix in MATRICES]
+        assert weights is not None
+        assert set(names) <= set(weights.units[1])
+        for view in weights._slot_views(1, 0).values():
+            view.fill_(-1.0)
+        weights.bring_rows(1, 0, names, [0, 3, 4])
+        for name, view in weights._slot_views(1, 0).items():
+            rows = [0, 3, 4] if name in names else []
+            for e in range(len(view)):
+                expected = tensors[name][e] if e in rows else torch.full_like(view[e], -1.0)
+                assert torch.equal(view[e], expected), (name, e)
