@@ -629,3 +629,8 @@ def test_attention_in_little_memory(families: Any, tmp_path: Path, device_mem: i
         assert set(found[engine.facts.attention_signature(None)]) == tables
         for table in found[engine.facts.attention_signature(None)].values():
             assert all(value > 0 for _, value in table)
+
+
+def test_seconds_that_fall_are_pooled() -> None:
+    assert timing.without_falls([1.0, 2.0, 5.0]) == [1.0, 2.0, 5.0]
+    assert timing.without_falls([1.0, 4.0, 2.0, 5.0]) == [1.0, 3.0, 3.0, 5.0]
