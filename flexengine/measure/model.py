@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flexengine.config import SamplingParams
 from flexengine.measure.links import WHAT
-from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed
+from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed, without_falls
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
 from flexengine.model.sample import Draw, sample
 from flexengine.model.skeleton import Skeleton, Slot
@@ -66,7 +66,13 @@ def _layers(
         for name, seconds in found[n].items():
             if name != START:
                 tables[name].append((float(n), seconds))
-    return {name: tuple(points) for name, points in tables.items()}, found.get(1, {}).get(START, 0.0)
+    return {name: _smooth(points) for name, points in tables.items()}, found.get(1, {}).get(START, 0.0)
+
+
+def _smooth(points: Sequence[tuple[float, float]]) -> Table:
+    """Return (tokens, seconds) whose seconds do not fall."""
+    tokens, seconds = zip(*points, strict=True)
+    return tuple(zip(tokens, without_falls(seconds), strict=True))
 
 
 def time_layers(

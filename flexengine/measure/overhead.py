@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from scipy.optimize import nnls
 
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
@@ -62,15 +63,19 @@ def task_seconds(machine: Machine) -> float:
 
 
 def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
-    """(of a sweep, of each sequence in it): forming batches, the cache's tables, inputs, booking what was sampled. 0,
-    not known, where not even two sequences have room."""
+    """Return the seconds of a sweep and of each sequence in it: forming batches, the cache's tables, inputs, booking.
+
+    Both are the least squares fit, of relative errors, over several numbers of sequences. Return 0, not known, if not
+    even two sequences have room.
+    """
     pages = pages_for(PROMPT + MOST + 1, PAGE_TOKENS)
     count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
     if count < 2:
         return 0.0, 0.0
-    one, many = _sweep(machine, dtype, 1), _sweep(machine, dtype, count)
-    each = max(1e-9, (many - one) / (count - 1))
-    return max(1e-9, one - each), each
+    counts = sorted({1, count // 2, count})
+    seconds = [_sweep(machine, dtype, n) for n in counts]
+    (fixed, each), _ = nnls([[1.0 / s, n / s] for n, s in zip(counts, seconds, strict=True)], [1.0] * len(counts))
+    return max(1e-9, float(fixed)), max(1e-9, float(each))
 
 
 def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:

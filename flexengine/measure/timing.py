@@ -2,13 +2,14 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from statistics import median
 from typing import TypeVar
 
 import psutil
 import torch
+from scipy.optimize import isotonic_regression
 from torch import Tensor
 
 from flexengine.runtime.lane import Done, new_lane
@@ -73,6 +74,15 @@ def beside(call: Callable[[int], object], name: str, work: Callable[[], T]) -> t
         lane.close()
     done.wait()
     return rates[0], result
+
+
+def without_falls(seconds: Sequence[float]) -> list[float]:
+    """Return the nearest seconds (least squares) that never fall. More work takes no less time, so falls are noise.
+
+    Args:
+        seconds: in the order of rising work.
+    """
+    return [float(x) for x in isotonic_regression(seconds).x]
 
 
 def _nothing() -> None:

@@ -18,7 +18,7 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.profile import Array
 from flexengine.plan.sizes import EXTENT
 
@@ -64,22 +64,22 @@ class Attention:
         flop = 4.0 * self.model.heads * self.model.head_dim * np.asarray(pairs, dtype=float)
         return np.asarray(flop / at(table, max(length, 1.0)))
 
-    def _read(self, logs: Array, tokens: Array | float, length: Array | float) -> Array:
-        rate = np.exp(np.interp(np.log(np.maximum(length, 1.0)), logs[0], logs[1]))
+    def _read(self, table: Table, tokens: Array | float, length: Array | float) -> Array:
+        rate = values_at(table, np.maximum(length, 1.0))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
 
     @cached_property
-    def _decode_rates(self) -> Array:
-        """Logarithms of lengths and of rates [2, points]: np.interp of them is `plan.hardware.at`."""
+    def _decode_rates(self) -> Table:
+        """(Cached tokens of a sequence, bytes of KV per second) on the device."""
         hardware = self.hardware
-        return _logs(self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops))
+        return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
 
     @cached_property
-    def _host_rates(self) -> Array:
+    def _host_rates(self) -> Table:
         """The same on the host. A host of unknown speed is taken to be as slow as moving the bytes."""
         hardware = self.hardware
         plain = hardware.host_attention or at(hardware.links["h2d"], EXTENT)
-        return _logs(self.measured.get("host") or self._derived(((1.0, plain),), hardware.host_flops))
+        return self.measured.get("host") or self._derived(((1.0, plain),), hardware.host_flops)
 
     def _derived(self, plain: Table, flops: float) -> Table:
         """Return bytes of KV per second: see the rule for decode above."""
@@ -89,7 +89,3 @@ class Attention:
         each = 2.0 * model.heads / model.kv_heads + (DEQUANTIZE if model.kv_pieces > 1 else 0.0)
         most = flops * model.kv_token / (2 * model.kv_heads * model.head_dim * each)
         return tuple((x, min(rate, most)) for x, rate in plain)
-
-
-def _logs(table: Table) -> Array:
-    return np.asarray(np.log(np.array(table)).T)

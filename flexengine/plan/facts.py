@@ -139,6 +139,11 @@ class ModelFacts:
         return (*self.layers, *((t,) for t in self.edges))
 
     @cached_property
+    def group_names(self) -> tuple[str, ...]:
+        """Names of the weights of `groups`, one after the other."""
+        return tuple(t.name for group in self.groups for t in group)
+
+    @cached_property
     def group_sizes(self) -> tuple[tuple[int, ...], ...]:
         """Elements of each weight of `groups`."""
         return tuple(tuple(t.elements for t in group) for group in self.groups)

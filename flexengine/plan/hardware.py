@@ -4,13 +4,16 @@ Measured (`flexengine.measure`) or written by hand, as JSON, to plan for a machi
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
@@ -26,14 +29,25 @@ LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
 Table = tuple[tuple[float, float], ...]
 
 
+@lru_cache(maxsize=4096)
 def at(table: Table, x: float) -> float:
-    """The table's value at x: on a straight line in log x and log y between two points, constant beyond the ends."""
-    place = bisect_left(table, (x, 0.0))
-    if place == 0 or place == len(table):
-        return table[max(0, place - 1)][1]
-    (x0, y0), (x1, y1) = table[place - 1], table[place]
-    share = math.log(x / x0) / math.log(x1 / x0)
-    return math.exp(math.log(y0) + share * (math.log(y1) - math.log(y0)))
+    """Return the table's value at x: on a straight line in log x and log y between two points, constant beyond."""
+    return float(values_at(table, x))
+
+
+def values_at(table: Table, x: Any) -> NDArray[np.float64]:
+    """Return the table's values at an array of x, as `at`. Values of x must be positive."""
+    xs, ys = _logs(table)
+    (first, low), (last, high) = table[0], table[-1]
+    inside = np.exp(np.interp(np.log(x), xs, ys))
+    return np.where(x <= first, low, np.where(x >= last, high, inside))  # exp(log(y)) may differ from y by rounding
+
+
+@lru_cache(maxsize=1024)
+def _logs(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Return the logarithms of x and of y. Cached: a search reads the same tables often."""
+    xs, ys = np.log(np.array(table, dtype=float)).T
+    return xs, ys
 
 
 @dataclass(frozen=True)

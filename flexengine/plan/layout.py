@@ -6,6 +6,7 @@ All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIG
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.plan import experts, gpu
@@ -131,8 +132,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     """The part of a layout that depends on the policy's weights and slots alone. staged: see Capacity."""
     layout = Layout(policy)
     homes = place_groups(model.group_sizes, policy.weights)
-    for group, at in zip(model.groups, homes, strict=True):
-        layout.homes.update(zip((t.name for t in group), at, strict=True))
+    layout.homes.update(zip(model.group_names, chain.from_iterable(homes), strict=True))
     layout.homes.update((t.name, "device") for t in model.others)
     layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
     reads = {tier: [0, 0] for tier in TIERS}  # bytes, and layers that have any there

@@ -1,5 +1,6 @@
 """The least memory a job runs in: policies that need little, and the error that says how much would do."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -141,7 +142,7 @@ def _least(
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
         most += ALIGN  # of a limited tier, KV pages leave as much
         if found is None or fits(min(found - 1, most)):
-            found = _bisect(fits, min(most, found or most))
+            found = bisect_left(range(min(most, found or most)), True, key=fits)
     return found
 
 
@@ -149,12 +150,3 @@ def _fits_in(
     model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int
 ) -> bool:
     return _fits(model, policy, workload, replace(capacity, **{tier: nbytes}))  # type: ignore[arg-type]
-
-
-def _bisect(fits: Callable[[int], bool], most: int) -> int:
-    """Return the least number for which `fits` is true, given that it is true for `most`."""
-    least = 0
-    while least < most:
-        middle = (least + most) // 2
-        least, most = (least, middle) if fits(middle) else (middle + 1, most)
-    return least

@@ -14,7 +14,7 @@ import numpy as np
 from flexengine.errors import InvalidInput
 from flexengine.plan.attention import DEQUANTIZE, Attention
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.hardware import Hardware, Table, at
+from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.profile import Array
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # where a layer's time is put together
@@ -26,21 +26,23 @@ _PER_HIDDEN, _PER_WIDTH = 16, 5
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by tokens (or rows): their rate is interpolated between measured points and constant beyond."""
+    """Seconds by tokens (or rows). The rate is interpolated between measured points and constant beyond.
 
-    logs: Array
-    rates: Array  # logarithms of tokens per second
+    Attributes:
+        rates: (tokens, tokens per second).
+    """
+
+    rates: Table
 
     @staticmethod
     def of(table: Table) -> "Curve":
-        x, seconds = (np.array(column) for column in zip(*table, strict=True))
-        return Curve(np.log(x), np.log(x / seconds))
+        """Return the curve of a table (tokens, seconds)."""
+        return Curve(tuple((float(x), x / seconds) for x, seconds in table))
 
     def __call__(self, tokens: Array | float) -> Array:
-        """Seconds; 0 for none."""
+        """Return the seconds; 0 for no tokens."""
         many = np.asarray(tokens, dtype=float)
-        rate = np.exp(np.interp(np.log(np.maximum(many, 1e-9)), self.logs, self.rates))
-        return np.asarray(many / rate)
+        return np.asarray(many / values_at(self.rates, np.maximum(many, 1e-9)))
 
 
 @dataclass(frozen=True)

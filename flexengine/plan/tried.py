@@ -11,40 +11,48 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes, sensible
 from flexengine.policy import Policy, Split
 
-BETTER = 0.995  # of the seconds, to be called better
+BETTER = 0.995  # of the best policy's seconds, that a better policy takes at most
 
 
 @dataclass
 class Tried:
-    """capacity: what is planned for. predictions: of the policies that fit, in the order in which they were tried;
-    refused: why the others do not."""
+    """Policies of one search.
+
+    Attributes:
+        capacity: to plan for.
+        predictions: of the policies that fit, in the order of the search.
+        refused: errors of the policies that do not fit.
+    """
 
     shapes: Shapes
     capacity: Capacity
     predictions: dict[Policy, Prediction] = field(default_factory=dict)
     refused: dict[Policy, OutOfMemory] = field(default_factory=dict)
     _weights: dict[tuple[Split, int], Layout] = field(default_factory=dict)
+    _best: Prediction | None = None
 
     @property
     def cost(self) -> Cost:
-        """What a policy takes."""
+        """The cost model of the job."""
         return self.shapes.cost
 
     def attempt(self, policy: Policy) -> Prediction | None:
-        """Lays a policy out and prices it; None if it does not fit."""
+        """Lay a policy out and price it. Return None if it does not fit."""
         policy = sensible(policy)
         if policy in self.refused or self.shapes.too_large(policy):
             return None
         if policy not in self.predictions:
             try:
-                self.predictions[policy] = self.cost.predict(self.laid_out(policy, self.capacity))
+                prediction = self.cost.predict(self.laid_out(policy, self.capacity))
             except OutOfMemory as error:
                 self.refused[policy] = error
                 return None
+            self.predictions[policy] = prediction
+            self._compare(prediction)
         return self.predictions[policy]
 
     def laid_out(self, policy: Policy, capacity: Capacity) -> Layout:
-        """The policy's layout. Raises OutOfMemory if it does not fit."""
+        """Return the policy's layout. Raise OutOfMemory if it does not fit."""
         model, key = self.cost.model, (policy.weights, policy.slots)
         if key not in self._weights:
             self._weights[key] = lay_out_weights(model, policy, capacity.staged)
@@ -52,22 +60,21 @@ class Tried:
 
     @property
     def keeps_latency(self) -> bool:
-        """Whether the best policy so far keeps the latency limit, if there is one."""
-        limit = self.shapes.options.latency_limit
-        return limit is None or self.leader().latency <= limit
+        """Whether some policy keeps the latency limit, or there is no limit."""
+        return self._best is not None or self.shapes.options.latency_limit is None
 
     def on_frontier(self, seconds: float, latency: float) -> bool:
         """Return whether no policy so far is better both in seconds and in latency."""
         return not any(p.total_seconds <= seconds and p.latency <= latency for p in self.predictions.values())
 
     def leader(self) -> Prediction:
-        """The best so far; of those that do not keep the latency limit, if none does, the nearest to it."""
+        """Return the best policy so far; if none keeps the latency limit, the one with the least latency."""
+        return self._best or min(self.predictions.values(), key=attrgetter("latency"))
+
+    def _compare(self, prediction: Prediction) -> None:
+        """Make a prediction the best one if it keeps the latency limit and is faster by BETTER."""
         limit = self.shapes.options.latency_limit
-        fast = [p for p in self.predictions.values() if limit is None or p.latency <= limit]
-        if not fast:
-            return min(self.predictions.values(), key=attrgetter("latency"))
-        best = fast[0]
-        for prediction in fast[1:]:
-            if prediction.total_seconds < BETTER * best.total_seconds:
-                best = prediction
-        return best
+        if limit is not None and prediction.latency > limit:
+            return
+        if self._best is None or prediction.total_seconds < BETTER * self._best.total_seconds:
+            self._best = prediction

@@ -186,3 +186,24 @@ def test_least_bytes_of_one_memory_are_those_of_the_grid(seed: int) -> None:
     least = value_at(memory.used, GRID[free]).min()
     assert solve(replace(problem, memories=(replace(memory, capacity=least * 0.9999),))) is None
     check_feasible(enough := replace(problem, memories=(replace(memory, capacity=least * 1.0001),)), best(enough))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_without_solving_are_below_the_optimum(seed: int) -> None:
+    """Of the job's seconds and of a row's; and a problem whose memories all hold the least may be solved."""
+    problem = problem_of(seed)
+    fits = all(memory.used.least(problem.allowed) <= memory.capacity for memory in problem.memories)
+    if (solution := solve(problem)) is None:
+        return
+    seconds, latency = problem.least()
+    assert fits
+    assert seconds <= solution.seconds * (1 + ROUNDING)
+    assert latency <= solution.latency * (1 + ROUNDING)
+    lives = sum(p.life * solution.phase_seconds[p.label] for p in problem.phases)
+    assert solution.latency == pytest.approx(lives)
+
+
+def test_least_of_a_line() -> None:
+    line = Linear(2.0, {WG: 3.0, WC: 1.0, CG: 4.0, CC: -1.0})
+    assert line.least(ALL) == 2.0 + 0.0 - 1.0  # all weights on disk, all cache on the host
+    assert line.least(frozenset({WG, WC, CG, HG})) == 2.0 + 1.0 + 4.0

@@ -244,7 +244,8 @@ def test_experts_brought_at_a_pause_equal_the_checkpoints(mixtures: Any, tmp_pat
     """The way of a layer's second mixture of experts, which loads within the device's task."""
     known = mixtures("mixtral-8x7b")
     tensors = known.model.state_dict()
-    with Engine(known.directory, policy=Policy(1, 1, split), device="sim", offload_dir=tmp_path) as engine, torch.no_grad():
+    engine = Engine(known.directory, policy=Policy(1, 1, split), device="sim", offload_dir=tmp_path)
+    with engine, torch.no_grad():
         engine.generate([{"prompt_token_ids": [5, 6, 7]}], SamplingParams(1))
         weights, names = engine.core._weights, [f"model.layers.1.mlp.{matrix}" for matrix in MATRICES]
         assert weights is not None
