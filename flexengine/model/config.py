@@ -132,7 +132,7 @@ def _check_quantisation(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raises UnsupportedModel for what would run code from elsewhere, or hand transformers another config."""
+    """Raise UnsupportedModel if the config would run code from other sources, or refers to other config files."""
     from transformers import CONFIG_MAPPING
 
     kind = raw.get("model_type")
