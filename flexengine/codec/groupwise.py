@@ -60,7 +60,7 @@ class Groupwise(Codec):
         if importance is not None:
             matters = self._grouped(importance.float().expand(x.shape))
         low, high = groups.amin(-1), groups.amax(-1)
-        if not bool((low >= HALF.min).all() and (high <= HALF.max).all()):  # also refuses what is not a number
+        if not bool((low >= HALF.min).all() and (high <= HALF.max).all()):  # also refuses NaN
             raise InvalidInput(f"codec {self.name} cannot hold numbers that are not finite or beyond {HALF.max:g}")
         codes, scale, minimum = self.fit(groups, matters)
         return {"codes": pack(codes, self.bits), "scale": scale, "minimum": minimum}

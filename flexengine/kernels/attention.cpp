@@ -1,4 +1,4 @@
-// Attention over a paged KV cache: the part of the native kernels that takes longest to compile.
+// Attention over a paged KV cache, in a file of its own, as it takes longest to compile.
 #include "attention.h"
 
 FLEX_SIZE(decode, Decode)

@@ -1,7 +1,7 @@
-// Attention of single new tokens over a paged KV cache.
+// Decode attention: attention of one new token per sequence over a paged KV cache.
 //
 // Index legend: i sequence, h query head, j key/value head, g query head inside the group of one j, s token of a part,
-// t position. Pool: [page, 2 (K, V), j, offset, d], contiguous; of codes, see codec/cache.py.
+// t position. Pool: [page, 2 (K, V), j, offset, d], contiguous; for a pool of codes see codec/cache.py.
 #pragma once
 #include <omp.h>
 
@@ -10,10 +10,10 @@
 
 namespace {
 
-constexpr int SHARES = 8;    // of the work, at least, for every thread
-constexpr int64_t EARLY = 8192;  // bytes that are asked for before they are read
+constexpr int SHARES = 8;    // minimum number of work items per thread
+constexpr int64_t EARLY = 8192;  // bytes; distance of prefetches ahead of reads
 
-// slot: of the sequence's first partial result; -1 when it has one part only.
+// One part of one sequence. slot: number of the sequence's first partial result; -1 if the sequence has a single part.
 struct Item { int32_t i, part, parts, slot; };
 
 inline int64_t first_token(const Decode& a, int64_t i) {
@@ -21,8 +21,8 @@ inline int64_t first_token(const Decode& a, int64_t i) {
     return a.window > 0 && length > a.window ? length - a.window : 0;
 }
 
-// Scores of one head in place to exp(score - top); updates the running maximum and sum; returns the factor for what was
-// summed before.
+// Replaces the scores of one head by exp(score - top); updates the running maximum and sum; returns the factor for the
+// earlier sums.
 inline float soften(float* scores, int64_t n, float softcap, float& top, float& sum) {
     const int64_t whole = padded(n);
     for (int64_t s = 0; softcap > 0 && s < whole; s += W)
@@ -32,7 +32,7 @@ inline float soften(float* scores, int64_t n, float softcap, float& top, float& 
     for (int64_t s = 0; s < whole; s += W) most = vmax(vload(scores + s), most);
     const float above = vtop(most);
     float keep[W];
-    vstore(keep, vexp(vset(top - above)));  // 1 where the maximum stays; a branch would often be guessed wrongly
+    vstore(keep, vexp(vset(top - above)));  // 1 if the maximum stays; a branch would often be mispredicted
     vf total = vset(0.f);
     for (int64_t s = 0; s < whole; s += W) {
         vf e = vexp(vsub(vload(scores + s), vset(above)));
@@ -43,7 +43,7 @@ inline float soften(float* scores, int64_t n, float softcap, float& top, float& 
     return keep[0];
 }
 
-// The queries of the heads from h on, times the scale.
+// Reads the queries of `heads` heads from h on, times the scale.
 template <class Q> void read_queries(const Decode& a, int64_t i, int64_t h, int64_t heads, float* to) {
     for (int64_t g = 0; g < heads; g++, to += padded(a.dim)) {
         const Q* from = (const Q*)a.q + i * a.q_row + (h + g) * a.q_head;
@@ -52,7 +52,7 @@ template <class Q> void read_queries(const Decode& a, int64_t i, int64_t h, int6
     }
 }
 
-// Calls f(R) with the kind of rows that the pool holds, as a null pointer to it.
+// Calls f with a null pointer to the row type R of the pool's format.
 template <class F> void with_rows(const Decode& a, F f) {
     if (a.pool_dtype == FP32) f((PlainRows<float>*)nullptr);
     if (a.pool_dtype == BF16) f((PlainRows<bf16>*)nullptr);
@@ -71,9 +71,9 @@ void start(const Decode& a, int64_t i, int64_t h, int64_t heads, Scratch& my) {
     for (int64_t g = 0; g < heads; g++) my.top[g] = -FLT_MAX, my.sum[g] = 0, my.keep[g] = 1;
 }
 
-// Leaves sum over s of exp(score - top) * V in acc, and top and sum, for the query heads of J kv heads from j on over
-// one part of sequence i. A chunk of tokens is read head by head, all K before all V: that is the order in which they
-// lie within a page, and it reads bf16 from memory at 28 instead of 21 GB/s (one core of Zen 5, random pages).
+// Computes acc = sum over s of exp(score - top) * V, with top and sum, for the query heads of J kv heads from j on,
+// over one part of sequence i. A chunk of tokens is read head by head, all K before all V, as in memory within a page.
+// This order reads bf16 at 28 GB/s instead of 21 GB/s (one core of Zen 5, random pages).
 template <class R> void attend_part(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
     const int64_t group = a.heads / a.kv_heads, begin = first_token(a, item.i) + int64_t(item.part) * PART;
     const int64_t left = a.lengths[item.i] - begin, count = left < PART ? left : PART;
@@ -84,7 +84,7 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
     for (int64_t s = 0, n; s < count; s += n) {
         n = R::chunk - (begin + s) % R::chunk;
         n = count - s < n ? count - s : n;
-        auto ahead = [&](int64_t panel) {  // counted from the chunk's first K on
+        auto ahead = [&](int64_t panel) {  // panels are counted from the chunk's first K
             panel += early;
             if (panel < J) return Ahead{0, panel * rows.panel, rows.row};
             if (panel < 2 * J) return Ahead{0, rows.value + (panel - J) * rows.panel, rows.row};
@@ -99,8 +99,8 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
     }
 }
 
-// Sets all but the k largest of p[0 .. n - 1] to 0, the later of equal ones first; kept[t] becomes 1 for those that
-// stay. Weights are not negative, so they are ordered as their bits are.
+// Sets all but the k largest of p[0 .. n - 1] to 0; of equal ones, the earlier stay. Sets kept[t] to 1 for those that
+// stay. Weights are not negative, so their bits as integers have the same order.
 void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
     auto bits = [&](int64_t t) { return int32_t(bits_of(p[t])); };
     auto from = [&](int32_t least) {
@@ -108,11 +108,11 @@ void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
         for (int64_t t = 0; t < n; t++) count += bits(t) >= least;
         return int64_t(count);
     };
-    int32_t least = 0;  // of the bits of those that stay
+    int32_t least = 0;  // minimum of the bits of weights that stay
     int64_t found = n;
     for (int32_t bit = 1 << 30; bit && found != k; bit >>= 1)
         if (const int64_t count = from(least | bit); count >= k) least |= bit, found = count;
-    if (found > k) {  // more than are wanted are equal to the k-th
+    if (found > k) {  // several weights equal the k-th largest
         int64_t equal = k - from(least + 1);
         for (int64_t t = 0; t < n; t++) if (bits(t) == least && equal-- <= 0) p[t] = 0.f;
         least += least == 0;
@@ -123,9 +123,9 @@ void keep_largest(float* p, int64_t n, int64_t k, int32_t* kept) {
     }
 }
 
-// Scores of head j + k over a whole sequence to weights, of which the largest stay; by query head. Writes which tokens
-// have one that stays where only that is asked for; else leaves their numbers in my.tokens, and where their weights
-// are in my.kept. Returns how many there are to weigh.
+// Turns the scores of head j + k over a whole sequence into weights, and keeps the largest per query head. If a.chosen
+// is set, writes there the mask of tokens with a kept weight, and returns 0. Else stores the positions of these tokens
+// in my.tokens and the indices of their weights in my.kept, and returns their number.
 int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t seen, Scratch& my) {
     const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), apart = padded(seen);
     const int64_t count = int64_t(a.topk * double(seen - 1));
@@ -146,7 +146,7 @@ int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t see
     return some;
 }
 
-// The same over a whole sequence with few of its values: those with the largest weights, by query head.
+// Does the same as attend_part over a whole sequence, with only the values of the largest weights per query head.
 template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my) {
     const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), seen = a.lengths[i] - begin;
     const int64_t apart = padded(seen);
@@ -179,8 +179,8 @@ template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_
     }
 }
 
-// One head's output from `parts` partial results, `step` floats apart, the first of which becomes their sum; the sink
-// joins the denominator only.
+// Writes one head's output from `parts` partial results, which are `step` floats apart. Their sum overwrites the first.
+// The sink is added to the denominator only.
 template <class Q>
 void finish(const Decode& a, int64_t i, int64_t h, int parts, float* acc, const float* top, const float* sum,
             int64_t step) {
@@ -205,7 +205,7 @@ void finish_head(const Decode& a, int64_t i, int64_t h, int parts, float* acc, c
     if (a.q_dtype == FP16) finish<fp16>(a, i, h, parts, acc, top, sum, step);
 }
 
-// 0, or i + 1 if sequence i has a length or page that the table or pool does not have.
+// Returns 0, or i + 1 if the length or a page of sequence i is outside its table or the pool.
 int64_t bad_sequence(const Decode& a) {
     for (int64_t i = 0; i < a.n; i++) {
         if (a.lengths[i] < 1 || a.lengths[i] > a.max_pages * a.page_tokens) return i + 1;
@@ -215,10 +215,10 @@ int64_t bad_sequence(const Decode& a) {
     return 0;
 }
 
-// How a call is cut into items, each of which is dealt out in blocks of J heads, few where there are many items; and
-// how much memory that takes: the list of items, partial results, and what each thread works in.
+// Division of a call into items, and of each item into blocks of J heads; with many items, an item is one block.
+// `bytes` is the memory for the list of items, the partial results and the scratch of each thread.
 struct Work {
-    bool some;  // top-k, or the choice alone: whole sequences at once
+    bool some;  // top-k, or only its mask: an item is a whole sequence
     int64_t items = 0, slots = 0, longest = 0, J, blocks, step;
     size_t listed, partial, scratch, bytes;
 
@@ -247,8 +247,8 @@ struct Work {
     }
 };
 
-// J heads of one item, from head j on. to: where the item's partial results go, head by head acc [group, width], top
-// [group], sum [group]; null if it is the only one of its sequence.
+// Computes J heads of one item, from head j on. to: receives the item's partial results, per head acc [group, width],
+// top [group], sum [group]; null if the item is the only one of its sequence.
 void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j, float* to, Scratch& my) {
     const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), J = a.kv_heads - j < work.J ? a.kv_heads - j : work.J;
     with_rows(a, [&](auto* kind) {
@@ -264,11 +264,11 @@ void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j
     }
 }
 
-// memory: work.bytes of it.
+// Computes a whole call. memory: work.bytes bytes.
 void decode(const Decode& a, const Work& work, char* memory) {
     const int64_t group = a.heads / a.kv_heads, width = padded(a.dim);
     Item* list = (Item*)memory;
-    float* partial = (float*)(memory + work.listed);  // [slot, j] of what decode_block writes
+    float* partial = (float*)(memory + work.listed);  // [slot, j] of the partial results that decode_block writes
     work.list(a, list);
     auto place = [&](const Item& item, int64_t j) { return partial + ((item.slot + item.part) * a.kv_heads + j) * work.step; };
 #pragma omp parallel num_threads(a.threads)
@@ -297,8 +297,8 @@ void decode(const Decode& a, const Work& work, char* memory) {
 
 extern "C" {
 
-// Returns 0; or i + 1 if sequence i has a length or page that the table or pool does not have; or, negative, the bytes
-// for which there was no memory. Unless it returns 0 nothing is computed.
+// Returns 0 for success; i + 1 if the length or a page of sequence i is outside its table or the pool; minus the bytes
+// of a failed allocation. After an error nothing was written.
 int64_t flex_decode(const Decode* args) {
     const Decode& a = *args;
     if (const int64_t bad = bad_sequence(a)) return bad;

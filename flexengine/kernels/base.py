@@ -133,9 +133,9 @@ class Kernels(ABC):
         softcap: float | None = None,
         form: CacheForm | None = None,
     ) -> Tensor:
-        """Return a mask of the positions whose V `decode` with the same arguments reads. Other V need not be loaded.
+        """Return a mask of the positions whose V `decode` with the same arguments reads.
 
-        No V is read here.
+        Other V need not be loaded. No V is read here.
 
         Args:
             q, pool, tables, lengths, scale, topk, window, softcap, form: as in `decode`.

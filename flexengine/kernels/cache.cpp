@@ -1,4 +1,4 @@
-// Writing to a paged KV cache; numbers of other widths.
+// Writes to a paged KV cache, and conversion between float types.
 #include "cache.h"
 #include "convert.h"
 
@@ -6,7 +6,7 @@ FLEX_SIZE(append, Append)
 
 extern "C" {
 
-// stream: targets of at least this many bytes bypass the cache.
+// Converts n numbers. stream: stores to targets of this many bytes or more bypass the CPU's cache.
 void flex_convert(const void* source, void* target, int64_t n, int32_t from_dtype, int32_t to_dtype, int64_t stream,
                   int32_t threads) {
     if (n == 0) return;

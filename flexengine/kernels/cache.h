@@ -1,4 +1,4 @@
-// Writing to a paged KV cache, plain or in codes. Index legend: t token, j key/value head.
+// Writes to a paged KV cache, plain or encoded. Index legend: t token, j key/value head.
 #pragma once
 #include "codes.h"
 #include "convert.h"
@@ -18,7 +18,7 @@ template <class From, class To> void append_plain(const Append& a, int64_t t, in
     convert_row((const From*)a.v + t * a.v_row + j * a.v_head, k + a.kv_heads * a.page_tokens * a.dim, a.dim);
 }
 
-// One row of K, or of V, to codes. A group at a time, so that no memory is needed.
+// Encodes one row of K, or of V, group by group, so that no scratch memory is needed.
 template <int BITS, int G, class From> void append_codes(const Append& a, int64_t t, int64_t j, bool value, const From* x) {
     const Panels at(BITS, a.kv_heads, a.page_tokens, a.dim, G);
     const int64_t o = a.offsets[t], panel = (int64_t(a.pages[t]) * 2 + value) * a.kv_heads + j;
@@ -31,7 +31,7 @@ template <int BITS, int G, class From> void append_codes(const Append& a, int64_
     }
 }
 
-// All heads of token t.
+// Encodes all heads of token t.
 typedef void Encode(const Append& a, int64_t t);
 
 template <int BITS, int G, class From> void append_heads(const Append& a, int64_t t) {
@@ -45,7 +45,7 @@ template <int BITS, int G, class From> void append_heads(const Append& a, int64_
 
 extern "C" {
 
-// 0, or t + 1 when token t has a page or offset that the pool does not have; then nothing is written.
+// Returns 0, or t + 1 if the page or offset of token t is outside the pool; then nothing is written.
 int64_t flex_append(const Append* args) {
     const Append& a = *args;
     for (int64_t t = 0; t < a.tokens; t++)

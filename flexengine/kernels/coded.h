@@ -1,16 +1,16 @@
-// Attention on rows of codes. Minima are applied to sums, not to elements; the scales of V to the weights.
+// Attention on rows of codes. Minima are applied to sums, not to elements, and the scales of V to the weights.
 //
-// Index legend: r group of a row, e and i as in codes.h; the rest as in rows.h.
+// Index legend: r group of a row, e and i as in codes.h; other indices as in rows.h.
 #pragma once
 #include "codes.h"
 #include "rows.h"
 
 namespace {
 
-// The group that is multiplied as codes; other ones are decoded first, they are rare.
+// Size of a group that is multiplied as codes. Groups of other sizes, which are rare, are decoded first.
 template <int BITS> constexpr int WIDE = BITS == 4 ? 32 : 64;
 
-// scores[g][0 .. tokens_of(H) - 1] = q[g] . those rows without their minima, for H query heads. scale: [r][CHUNK].
+// scores[g][t] = q[g] . (row t without its minima), for t < tokens_of(H) and H query heads. scale: [r][CHUNK].
 template <int BITS, int H>
 inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t groups, const float* scale,
                         float* scores, const Ahead& ahead) {
@@ -40,9 +40,9 @@ inline void score_codes(const float* q, int64_t width, Tokens rows, int64_t shif
     put_sums<H>(all, scores);
 }
 
-// acc[g][those columns] = acc * keep[g] + base[g][r] + sum over s of p[g][s] * (codes of token s), for H query heads and
-// C pieces of W bytes of a group r, of which all codes from the E-th to the last before E + N are meant.
-// p: weights times the scales of r; base: [g][r] with `groups` in a row; shift: bytes from rows to the pieces.
+// acc[g][columns] = acc * keep[g] + base[g][r] + sum over s of p[g][s] * (codes of token s), for H query heads. The
+// columns are those of codes E to E + N - 1 in each byte of C pieces of W bytes of group r.
+// p: weights times the scales of r; base: [g][r] with `groups` entries in a row; shift: bytes from rows to the pieces.
 template <int BITS, int H, int C, int E, int N>
 inline void weigh_codes(const float* p, int64_t apart, const float* base, const float* keep, Tokens rows, int64_t shift,
                         int n, float* acc, int64_t width, int64_t groups, const Ahead& ahead) {
@@ -68,7 +68,7 @@ inline void weigh_codes(const float* p, int64_t apart, const float* base, const 
         UNROLL for (int c = 0; c < C * N; c++) vstore(acc + g * width + column(c), sum[g][c]);
 }
 
-// All columns of acc for H query heads. p: [g][r][CHUNK].
+// Updates all columns of acc for H query heads. p: [g][r][CHUNK].
 template <int BITS, int H>
 inline void weigh_groups(const float* p, const float* base, const float* keep, Tokens rows, int64_t shift, int n,
                          float* acc, int64_t width, int64_t groups, Ahead ahead) {
@@ -87,11 +87,11 @@ inline void weigh_groups(const float* p, const float* base, const float* keep, T
             });
 }
 
-// The scales and minima of rows of codes.
+// Rows of codes with their scales and minima.
 template <int BITS> struct Scaled : Place {
     const int64_t R, group, width;
     const Panels panels;
-    const int32_t* picked = nullptr;  // null: the tokens are neighbours, from `begin` on
+    const int32_t* picked = nullptr;  // null if the tokens are neighbours, from `begin` on
     int64_t begin = 0;
 
     Scaled(const Decode& a, int64_t i, int64_t j, Scratch& my, const Panels& panels)
@@ -101,7 +101,8 @@ template <int BITS> struct Scaled : Place {
     void span(int64_t first, int64_t count) { picked = nullptr, begin = first, Place::span(first, count); }
     void pick(const int32_t* tokens, int64_t count) { picked = tokens, Place::pick(tokens, count); }
 
-    // my.scale and my.minimum [r][CHUNK] of rows s .. s + n - 1, `shift` bytes from their panels; 0 to a multiple of W.
+    // Reads my.scale and my.minimum [r][CHUNK] of rows s .. s + n - 1, with 0 up to a multiple of W. shift: bytes from
+    // the first panel of a page to the panel read.
     void read_scales(int64_t s, int n, int64_t shift) {
         for (int done = 0; done < n;) {
             const int64_t t = picked ? picked[s + done] : begin + s + done, o = t % P;
@@ -118,7 +119,7 @@ template <int BITS> struct Scaled : Place {
     }
 };
 
-// Groups of WIDE elements, multiplied as codes.
+// Rows with groups of WIDE elements, which are multiplied as codes.
 template <int BITS> struct CodedRows : Scaled<BITS> {
     static constexpr int chunk = CHUNK;
     using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::group, Scaled<BITS>::width, Place::panel, Place::value;
@@ -170,7 +171,7 @@ template <int BITS> struct CodedRows : Scaled<BITS> {
     }
 };
 
-// Smaller groups: a chunk of rows is decoded, and taken as fp32 from there.
+// Rows with smaller groups: a chunk of rows is decoded to fp32 first.
 template <int BITS, int G> struct DecodedRows : Scaled<BITS> {
     static constexpr int chunk = CHUNK / 2;
     using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::group, Scaled<BITS>::width, Place::panel, Place::value;

@@ -1,7 +1,7 @@
-// Codes of a KV cache in 8, 4 or 2 bits, as codec/cache.py lays them out: widening, encoding and decoding of rows.
+// Codes of a KV cache in 8, 4 or 2 bits, in the layout of codec/cache.py: widening, encoding and decoding of rows.
 //
-// Index legend: r group of a row, e which of the 8 / BITS codes in a byte, i byte of a group. Element of a group:
-// i + e * stride, where a group of G elements has stride = G * BITS / 8 bytes.
+// Index legend: r group of a row, e number of the code in its byte (of 8 / BITS codes), i byte of a group. The element
+// of the group is i + e * stride, where a group of G elements has stride = G * BITS / 8 bytes.
 #pragma once
 #include <type_traits>
 
@@ -9,13 +9,13 @@
 
 namespace {
 
-enum Codes : int32_t { CODES8 = 128, CODES4 = 64, CODES2 = 32 };  // beside Dtype: what a pool holds
+enum Codes : int32_t { CODES8 = 128, CODES4 = 64, CODES2 = 32 };  // formats of a pool, in addition to enum Dtype
 
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t v8i __attribute__((vector_size(32)));
 
-// Eight bytes as numbers, numbers below 256 as bytes; sum and least of eight; a half. What the compiler makes of these
-// goes through memory.
+// Eight bytes to integers and back; sum and minimum of eight floats; float to half. These use intrinsics, as the
+// compiler's own code for them goes through memory.
 #if defined(FLEX_AVX512) || defined(FLEX_AVX2)
 inline v8i load_bytes(const uint8_t* p) { return (v8i)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)); }
 inline v8 to_float(v8i x) { return (v8)_mm256_cvtepi32_ps((__m256i)x); }
@@ -51,8 +51,8 @@ inline fp16 to_half(float x) { return narrow<fp16>(x); }
 
 // ---------------------------------------------------------------- widening
 
-// W neighbouring bytes, each in a lane of its own; code<BITS, e> of every lane as a float, and scaled<BITS, e> times the
-// step that multiples<BITS>(step) was made for.
+// vcodes holds W neighbouring bytes, one per lane. code<BITS, e> is the e-th code of every lane as a float, and
+// scaled<BITS, e> this code times the step that multiples<BITS>(step) was made for.
 #if defined(FLEX_AVX512)
 typedef __m512i vcodes;
 inline vcodes load_codes(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)); }
@@ -73,7 +73,7 @@ inline vcodes masked(vcodes x, int m) { return x & vi{m, m, m, m}; }
 inline vf number(vcodes x) { return vf{float(x[0]), float(x[1]), float(x[2]), float(x[3])}; }
 #endif
 
-#if defined(FLEX_AVX512)  // the lowest four bits choose from a table, which masks and converts at once
+#if defined(FLEX_AVX512)  // the lowest four bits select from a table, which masks and converts in one instruction
 template <int BITS> inline vf multiples(float step) {
     constexpr int m = BITS == 2 ? 3 : 15;
     const vf table = _mm512_setr_ps(0, 1, 2, 3, 4 & m, 5 & m, 6 & m, 7 & m, 8 & m, 9 & m, 10 & m, 11 & m, 12 & m,
@@ -96,7 +96,7 @@ template <int BITS, int e> inline vf code(vcodes x) {
 template <int BITS, int e> inline vf scaled(vcodes x, vf step) { return vmul(code<BITS, e>(x), step); }
 #endif
 
-// f(std::integral_constant<int, e>) for e = 0 .. 8 / BITS - 1.
+// Calls f(std::integral_constant<int, e>) for e = 0 .. 8 / BITS - 1.
 template <int BITS, int e = 0, class F> inline void for_codes(F f) {
     f(std::integral_constant<int, e>());
     if constexpr ((e + 1) * BITS < 8) for_codes<BITS, e + 1>(f);
@@ -104,7 +104,8 @@ template <int BITS, int e = 0, class F> inline void for_codes(F f) {
 
 // ---------------------------------------------------------------- one row
 
-// minimum + code * scale, rounded as the reference does. scale, minimum: fp32, `apart` floats from group to group.
+// Decodes a row: minimum + code * scale, rounded as in the reference kernels. scale, minimum: fp32, `apart` floats from
+// one group to the next.
 template <int BITS, int G>
 __attribute__((noinline)) void decode_row(const uint8_t* codes, const float* scale, const float* minimum,
                                           int64_t apart, int64_t groups, float* to) {
@@ -123,10 +124,10 @@ __attribute__((noinline)) void decode_row(const uint8_t* codes, const float* sca
     }
 }
 
-// Codes of a group of 8 * N numbers into at[], as floats; returns the squared error.
+// Writes the codes of a group of 8 * N numbers into at[], as floats. Returns the squared error.
 template <int BITS, int N> inline float code_group(const v8* x, float scale, float minimum, v8* at) {
     const v8 zero = {}, most = zero + float((1 << BITS) - 1), magic = zero + 12582912.f;  // adding it rounds to even
-    const float step = scale > 0 ? scale : INFINITY;  // equal numbers: all codes are 0
+    const float step = scale > 0 ? scale : INFINITY;  // for equal numbers, all codes are 0
     v8 error = zero;
     for (int i = 0; i < N; i++) {
         v8 y = (x[i] - minimum) / step;
@@ -139,8 +140,9 @@ template <int BITS, int N> inline float code_group(const v8* x, float scale, flo
     return total(error);
 }
 
-// x [groups * G] to codes, scales and minima; the latter two `apart` from group to group. Of the shares of a group's
-// range it keeps the one with the least squared error. What is not finite or beyond fp16 turns its group into NaN.
+// Encodes x [groups * G] to codes, scales and minima; scales and minima are `apart` elements from one group to the
+// next. Of several shares of a group's range, the one with the least squared error is used. A number that is not finite
+// or beyond fp16 sets scale and minimum of its group to NaN.
 template <int BITS, int G>
 __attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_t* codes, fp16* scales, fp16* minima,
                                           int64_t apart) {
@@ -159,7 +161,7 @@ __attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_
         const bool good = total((v8)(bad & 0x3f800000)) == 0;
         float best = 0;
         fp16 scale = {0x7e00}, minimum = {0x7e00};
-        int kept = 0;  // of the shares; picked without branches, which would often be guessed wrongly
+        int kept = 0;  // number of the best share, found without branches, which would often be mispredicted
         for (int c = 0; good && c < shares; c++) {
             const float width = top - bottom, start = bottom + cut[c] * width, end = top - cut[c] * width;
             const fp16 base = to_half(start);
@@ -187,7 +189,7 @@ __attribute__((noinline)) void encode_row(const float* x, int64_t groups, uint8_
     }
 }
 
-// Calls f(bits, group) with a pool's bits and group as constants. dtype: as in Decode.
+// Calls f(bits, group) with the bits and the group size of a pool as constants. dtype: as in Decode.
 template <class F> inline void with_form(int32_t dtype, int64_t group, F f) {
     auto second = [&](auto bits) {
         if (group == 64) f(bits, std::integral_constant<int, 64>());
@@ -200,9 +202,10 @@ template <class F> inline void with_form(int32_t dtype, int64_t group, F f) {
     if (dtype == CODES2) second(std::integral_constant<int, 2>());
 }
 
-// Where things lie in a pool of codes, in bytes.
+// Sizes and offsets in a pool of codes, in bytes. row: codes of a token; scales, minima: offsets in a panel; panel:
+// size of a panel; value: distance from a head's K to its V.
 struct Panels {
-    int64_t row, scales, minima, panel, value;  // value: from a head's K to its V
+    int64_t row, scales, minima, panel, value;
     Panels(int64_t bits, int64_t kv_heads, int64_t page_tokens, int64_t dim, int64_t group)
         : row(dim * bits / 8), scales(page_tokens * row), minima(scales + dim / group * page_tokens * 2),
           panel(minima + dim / group * page_tokens * 2), value(kv_heads * panel) {}

@@ -19,7 +19,7 @@ template <> inline void convert_row<fp16, fp16>(const fp16* from, fp16* to, int6
     memcpy(to, from, size_t(n) * 2);
 }
 
-// Stores that bypass the cache: the target is not read first, and the compute threads keep their cache lines.
+// Converts with stores that bypass the cache: the target is not read first, and compute threads keep their cache lines.
 template <class From, class To> void convert_streaming(const From* from, To* to, int64_t n) {
     int64_t d = 0;
     for (; d < n && uintptr_t(to + d) % 64; d++) to[d] = narrow<To>(widen(from[d]));

@@ -103,7 +103,7 @@ class CudaKernels(ReferenceKernels):
         checks.check_topk(topk)
         chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
-        for part in _parts(tables, room):  # the same parts as in `decode`: products of one shape round equally
+        for part in _parts(tables, room):  # as in `decode`, since products of one shape round equally
             pages = read(pool, tables[part].long(), form, values=False).float()
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)

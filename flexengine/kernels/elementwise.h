@@ -1,10 +1,10 @@
-// What models do between products: norms, rotary positions, gates. A number's result does not depend on where it stands.
+// Norms, rotary positions and gates. The result of a number is independent of its position in the tensor.
 #pragma once
 #include "simd.h"
 
 namespace {
 
-constexpr int64_t ALONE = 1 << 15;  // elements; fewer are not worth waking other threads for
+constexpr int64_t ALONE = 1 << 15;  // elements; for at most this many, one thread is faster than several
 
 // out[m, :] = weight * (x[m, :] / sqrt(mean of squares + eps)), with weight + shift in weight's place.
 struct Norm {

@@ -1,17 +1,18 @@
-// Matrix products with weights encoded in 2, 3, 4 or 8 bits as packed.py lays them out.
+// Matrix products with weights encoded in 2, 3, 4 or 8 bits, in the layout of codec/packed.py.
 #pragma once
 #include "linear.h"
 #include "quads.h"
 
 namespace {
 
-// W rows of an encoded matrix are read at a time; a quad of them, four neighbouring columns of a row in 32 bits, fills
-// one register whatever W is, although a block holds LANES rows. A quad of codes meets four columns of x in `dot`.
-constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, of which planes of any width take whole registers
-constexpr int LONGEST = 4 * OCTET;  // columns of a group
+// W rows of an encoded matrix are read at a time. A quad, four neighbouring columns of a row in 32 bits, of W rows
+// fills one register for any W, although a block holds LANES rows. `dot` multiplies a quad of codes by four columns of
+// x.
+constexpr int LANES = 16, OCTET = 32;  // OCTET: columns in 8 quads, which fill whole registers in planes of any width
+constexpr int LONGEST = 4 * OCTET;  // maximum columns of a group
 
-// x: [rows, k], fp32 or, to be multiplied as bf16, pairs; then k and x_row count pairs, as in Linear. w: [n, k], encoded;
-// scratch: for int8, see `Rounded`.
+// x: [rows, k], fp32 or, for AS_BF16, pairs of bf16; for pairs, k and x_row count pairs, as in Linear. w: [n, k],
+// encoded. scratch: for AS_INT8, see `Rounded`.
 enum Compute : int32_t { AS_FP32 = 0, AS_BF16 = 1, AS_INT8 = 2 };
 struct Product {
     const float* x; const uint8_t* w; const float* bias; float *out, *scratch;
@@ -19,7 +20,8 @@ struct Product {
     int32_t bits, group, compute, threads;
 };
 
-// How out is cut into tasks, in the order of `linear`: `down` runs of rows, in each `across` strips of `width` columns.
+// Division of out into tasks, in the order of `linear`: `down` runs of rows, each of `across` strips of `width`
+// columns.
 struct Blocks {
     int64_t down, width, across;
 
@@ -30,14 +32,15 @@ struct Blocks {
     int64_t strips(int64_t n) const { return (n + width - 1) / width; }
 };
 
-// W rows of w from row c on, as a thread reads them that takes N * W of them, and later the next N * W that are left.
+// W rows of w from row c on, of a strip of N * W rows. The same thread later reads the strip that is a.threads strips
+// on.
 template <int BITS> struct Strip {
     static constexpr int LOW = BITS == 3 ? 2 : BITS;  // bits of the first plane
     static constexpr uint32_t MASK = 0x01010101u * ((1u << LOW) - 1);
     static constexpr int TOGETHER = BITS == 3 ? 8 : 8 / BITS;  // quads that share registers
     static constexpr int64_t AHEAD = 4096;                     // bytes
     const uint8_t *at, *end;
-    int64_t lane, group, bytes, next;  // lane: the first row's place in its block; bytes: of a block
+    int64_t lane, group, bytes, next;  // lane: number of the first row in its block; bytes: of a block
     int shift;  // group is 2^shift
 
     Strip() = default;
@@ -48,7 +51,7 @@ template <int BITS> struct Strip {
         next = (N * W * a.threads / LANES - 1) * length;
         shift = __builtin_ctz(unsigned(a.group));
     }
-    // Asks for what is to be read after the octet from column d of group g on.
+    // Prefetches the data AHEAD bytes past column d of group g.
     INLINE void ask(int64_t g, int64_t d) const {
         uintptr_t ahead = uintptr_t(at) + g * bytes + d * LANES * BITS / 8 + AHEAD;
         if (ahead >= uintptr_t(end)) ahead += next;
@@ -57,7 +60,7 @@ template <int BITS> struct Strip {
     vf scale(int64_t g) const { return vload((const fp16*)(at + g * bytes) + lane); }
     vf minimum(int64_t g) const { return vload((const fp16*)(at + g * bytes) + LANES + lane); }
 
-    // Quad i (a constant) of the TOGETHER, or of the octet, from column d of group g on.
+    // Returns quad i (a constant), counted from column d of group g; d begins TOGETHER quads, or an octet.
     INLINE vp quad(int64_t g, int64_t d, int i) const {
         const uint8_t* low = at + g * bytes + 4 * LANES + d * LANES * LOW / 8 + lane * 4;
         vp codes = qright(qload(low + i * LOW / 8 * 4 * LANES), i * LOW % 8);
@@ -70,8 +73,8 @@ template <int BITS> struct Strip {
     }
 };
 
-// Units d to d + span of W rows of w from row c on, decoded: tile [span, W], `width` floats from one unit to the next. d
-// begins an OCTET; the tile is written to the end of one. N: as in Strip.
+// Decodes units d to d + span of W rows of w from row c on into tile [span, W], `width` floats from one unit to the
+// next. d begins an OCTET; the tile is written to the end of an OCTET. N: as in Strip.
 typedef void (*Decode)(const Product& a, int64_t c, int N, int64_t d, int64_t span, int64_t width, float* tile);
 
 INLINE void store_four(float*& tile, int64_t width, const vf* x, float) {
@@ -108,12 +111,12 @@ template <class U> Decode decoder(int32_t bits) {
 
 // ---------------------------------------------------------------- fp32, bf16
 
-// So few rows that the sums of all of them, FEW_SPAN decoded units and those of x stay in L1 together: more write and
-// read a tile of SPAN units in L2.
+// For at most FEW_ROWS rows, the sums of all rows, FEW_SPAN decoded units and those of x stay in L1 together. More rows
+// use a tile of SPAN units in L2.
 constexpr int FEW_ROWS = 8 * ROWS, FEW_SPAN = 64;
 
-// Adds units d to d + span of M rows from m on to `sums`, [M, N * W], begun anew with every SPAN units and added to out
-// at their end.
+// Adds units d to d + span of M rows from m on to `sums`, [M, N * W]. Sums start at zero every SPAN units and are added
+// to out after SPAN units.
 template <class U, int M, int N>
 void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, int64_t c, int64_t d, int64_t span,
                        float* sums) {
@@ -128,7 +131,7 @@ void multiply_few_rows(const Linear& a, const float* tile, int64_t m, int64_t ro
     if (d + span == a.k || (d + span) % SPAN == 0) add<M, N>(a, sums, m, c, d < SPAN);
 }
 
-// Rows m to end of out, FEW_ROWS at most, at N * W columns from c on.
+// Computes rows m to end of out, at most FEW_ROWS, at N * W columns from c on.
 template <class U, int N>
 void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, int64_t end, int64_t c) {
     alignas(64) float tile[FEW_SPAN * N * W], sums[FEW_ROWS * N * W];
@@ -143,7 +146,7 @@ void product_few(const Product& p, const Linear& a, Decode decode, int64_t m, in
     }
 }
 
-// Rows m to end of out at N * W columns from c on, as `linear` computes them.
+// Computes rows m to end of out at N * W columns from c on, as `linear` does.
 template <class U, int N>
 void product_tile(const Product& p, Decode decode, int64_t m, int64_t end, int64_t c) {
     const Linear a{p.x, nullptr, p.bias, p.out, p.rows, p.n, p.k, p.x_row, p.out_row, 0, 0, p.threads};
@@ -174,17 +177,17 @@ template <class U> void product_decoded(const Product& a) {
 
 // ---------------------------------------------------------------- int8
 
-// DOT_ROWS x DOT_VECS registers of sums. Codes are unpacked in registers, again for every tile, on units that have
-// nothing else to do: not once for all tiles into memory, whose bytes would then be many more. A tall tile asks least
-// of them. Groups of 64 columns leave 16 in 19 of a core's fastest dots, as the products by scales and minimums, three
-// of them after 16 dots, take their units.
+// A tile has DOT_ROWS x DOT_VECS registers of sums. Codes are unpacked in registers for every tile again, by execution
+// units that are idle otherwise. Unpacking once for all tiles would write and read many more bytes of memory. Tall
+// tiles unpack least. With groups of 64 columns a core reaches 16/19 of its peak of dots, as each 16 dots are followed
+// by 3 products with scales and minima, which use the same execution units.
 #if defined(FLEX_AVX512)
 constexpr int DOT_ROWS = 12, DOT_VECS = 2;
 #else
 constexpr int DOT_ROWS = ROWS, DOT_VECS = VECS;
 #endif
 
-// Rows of x in tiles of nearly equal height.
+// Division of the rows of x into tiles of nearly equal height.
 struct Tiles {
     int64_t rows, count;
 
@@ -193,8 +196,8 @@ struct Tiles {
     int64_t height(int64_t t) const { return first(t + 1) - first(t); }
 };
 
-// x rounded to int8 per group, in the order in which it is read: the tiles of rows, in each its groups. A tile of M
-// rows from row m on has for each group quads of codes [group / 4, M], and [2, M]: what a code is worth, their sum.
+// x rounded to int8 per group, in the order of reading: tiles of rows, and in each tile its groups. For each group, a
+// tile of M rows from row m on has quads of codes [group / 4, M], and [2, M]: scales ("worth") and sums of codes.
 struct Rounded {
     int64_t groups, group;
     float* worths;
@@ -206,11 +209,11 @@ struct Rounded {
     float* worth(int64_t m, int64_t M, int64_t g) const { return worths + 2 * (m * groups + g * M); }
 };
 
-// Rounds a group of a row: codes as quads, M of them apart. Stores what a code is worth; returns sums of codes, whose
-// sum is that of all. Where a number is not finite a code is worth NaN, and so is the whole row of out. A group below
-// 1.5e-36 counts as zeros: else its scale would not be exact, and its codes not at most 127.
+// Rounds a group of a row: writes codes as quads, M quads apart, and the scale to *worth; returns partial sums of codes
+// (W lanes). If a number is not finite, the scale is NaN, and so becomes the whole row of out. A group below 1.5e-36
+// counts as zeros, since its scale would be inexact and its codes could exceed 127.
 vf round_row(const float* x, int64_t group, int64_t M, float* worth, int8_t* codes) {
-    vp top = qset(0);  // of sizes, as integers, so that what is not finite is found as well
+    vp top = qset(0);  // maximum of absolute values, compared as integers, so that NaN and infinity are found too
     for (int i = 0; i < group; i += W) top = qtop(top, qand(qload(x + i), 0x7fffffff));
     const float scale = float_of(uint32_t(qtop(top))) / 127.f;
     const bool some = scale >= FLT_MIN && scale < INFINITY;
@@ -241,7 +244,7 @@ void round_tile(const Product& a, const Rounded& to, int64_t m, int64_t M, int64
     memcpy(worth + M, sums, size_t(M) * 4);
 }
 
-// The dots of group g: codes of M rows, of N * W rows of w.
+// Computes the dots of group g: codes of M rows of x times codes of N * W rows of w.
 template <int BITS, int M, int N>
 INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g, vp (&sum)[M][N]) {
     constexpr int TOGETHER = Strip<BITS>::TOGETHER;
@@ -261,8 +264,8 @@ INLINE void dot_group(const Strip<BITS> (&w)[N], const int8_t* codes, int64_t g,
     }
 }
 
-// A tile of M rows of out from m on, at N * W columns from c on. An output is the bias and one group after the other,
-// whatever the tiles are. ahead, next: bytes asked for per group, the first of them; they are read after this tile.
+// Computes a tile of M rows of out from m on, at N * W columns from c on. For any tiles, an output is the bias plus one
+// group after the other. next, ahead: address of the data read after this tile, and bytes prefetched of it per group.
 template <int BITS, int M, int N>
 __attribute__((noinline)) void dot_tile(const Product& a, const Rounded& x, int64_t m, int64_t c, uintptr_t next,
                                         int64_t ahead) {
@@ -299,8 +302,9 @@ void dot_rows(const Product& a, const Rounded& x, int64_t m, int64_t rows, int64
     dot_tile<BITS, M, N>(a, x, m, c, next, ahead);
 }
 
-// Tiles t to end of rows, at N * W columns from c on. Of few rows one tile has dots for less time than its weights take
-// to arrive, so the first SHARE tiles ask for as much each of what this thread is likely to read next.
+// Computes tiles t to end of rows, at N * W columns from c on. With few rows, the dots of a tile take less time than
+// the loads of its weights. So each of the first SHARE tiles prefetches an equal part of the strip that this thread is
+// likely to read next.
 constexpr int64_t SHARE = 4;
 
 template <int BITS, int N>
@@ -313,8 +317,8 @@ void dot_strip(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t
         dot_rows<BITS, DOT_ROWS, N>(a, x, tiles.first(t), tiles.height(t), c, next, t < asking ? ahead : 0);
 }
 
-// The same at columns c to stop. Many tiles pass all these columns one by one, for the codes of all rows would not stay
-// in L2 until the next strip; few pass every strip together.
+// Does the same at columns c to stop. If there are many tiles, each of them passes all these columns before the next
+// tile, as the codes of all rows would not stay in L2 until the next strip. Few tiles pass each strip together.
 template <int BITS>
 void dot_block(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t, int64_t end, int64_t c,
                int64_t stop) {
@@ -328,11 +332,11 @@ void dot_block(const Product& a, const Rounded& x, const Tiles& tiles, int64_t t
 }
 
 template <int BITS> void product_int8(const Product& a) {
-    constexpr int64_t ALONE = 1 << 18;  // numbers of x that one thread rounds
+    constexpr int64_t ALONE = 1 << 18;  // numbers of x; at most this many are rounded by one thread
     const Rounded x(a);
     const Tiles tiles(a.rows);
     const Blocks blocks(a, tiles.count > SHARE ? 4 * DOT_VECS : DOT_VECS);
-    // Little is rounded sooner than threads are woken and have met again.
+    // For few numbers, rounding takes less time than starting and joining threads.
 #pragma omp parallel for num_threads(a.threads) if (a.rows * a.k > ALONE)
     for (int64_t i = 0; i < tiles.count * a.groups; i++) {
         const int64_t t = i / a.groups;
@@ -363,7 +367,7 @@ void product(const Product& a) {
 
 extern "C" {
 
-// out[m, :] = x[m, :] @ w.T + bias; k at least 1. scratch, for int8: as many bytes as `Rounded` takes.
+// Computes out[m, :] = x[m, :] @ w.T + bias; k is at least 1. scratch, for int8: the bytes of `Rounded`.
 void flex_product(const Product* args) {
     if (args->rows) product(*args);
 }

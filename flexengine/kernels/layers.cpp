@@ -1,4 +1,4 @@
-// What models do beside attention: products, norms, gates.
+// All kernels of a layer except attention: products, norms, rotary positions, gates.
 #include "elementwise.h"
 #include "encoded.h"
 
@@ -10,7 +10,7 @@ FLEX_SIZE(gate, Gate)
 
 extern "C" {
 
-// What the wrappers above were compiled to: 512, 256 or 0 (portable).
+// Returns the vector width in bits of the compiled code: 512, 256 or 0 (portable).
 int32_t flex_simd() {
 #if defined(FLEX_AVX512)
     return 512;

@@ -1,36 +1,39 @@
-// Matrix products with weights of 16 bits, in fp32 or, where the CPU can, in pairs of bf16.
+// Matrix products with weights of 16 bits, in fp32 or, if the CPU has the instruction, in pairs of bf16.
 #pragma once
 #include "transpose.h"
 
 namespace {
 
-// out = x w^T as a sum of outer products: a register holds one row of out at W columns (rows of w), and the products of
-// one k after the other are added to it; no sum crosses lanes. SPAN columns of w are summed from zero, then added to
-// out. So an output's sum takes the same steps in the same order whatever M, N and the threads are, and in both ways
-// there are: up to FEW rows of x read w once, transposed and widened in registers; more rows share a tile of SPAN
-// columns, transposed and widened once into L1 or L2, of which ROWS x VECS registers of sums are computed at once.
+// out = x w^T is computed as a sum of outer products. A register holds one row of out at W columns (rows of w), and the
+// products of each k in turn are added to it; no sum crosses lanes. SPAN columns of w are summed from zero, and the sum
+// is then added to out. So an output's sum takes the same steps in the same order for any M, N and number of threads,
+// and in both methods:
+// - Up to FEW rows of x: w is read once, and transposed and widened in registers.
+// - More rows: they share a tile of SPAN columns, transposed and widened once into L1 or L2, with ROWS x VECS registers
+//   of sums at a time.
 //
-// GFLOP/s of one Zen 5 core, weights of 2048 x 8192, at 1, 8, 32, 128 and 512 rows: 29, 140, 150, 205, 218; oneDNN on
-// weights widened before: 15, 62, 136, 197, 213. Dot products, with W-lane partial sums in 5 x 5 registers, came to 23,
-// 77, 140, 169, 177; they move W times as many sums.
+// GFLOP/s of one Zen 5 core, weights of 2048 x 8192, at 1, 8, 32, 128 and 512 rows: 29, 140, 150, 205, 218. oneDNN on
+// weights widened before: 15, 62, 136, 197, 213. Dot products, with W-lane partial sums in 5 x 5 registers: 23, 77,
+// 140, 169, 177; they move W times as many sums.
 
-constexpr int FEW = 8, SPAN = 512;  // SPAN: in units, as `k` and `d` are everywhere below
-constexpr int GROUP = 512;  // rows of x that pass every tile before the next do: they are to stay in L3
+constexpr int FEW = 8, SPAN = 512;  // rows; units (numbers, or pairs of bf16), as `k` and `d` are everywhere below
+constexpr int GROUP = 512;  // rows of x that use every tile before the next rows do, so that they stay in L3
 
-// x: fp32, or pairs of bf16 in the place of numbers; then k and x_row count pairs.
+// x: fp32, or pairs of bf16; for pairs, k and x_row count pairs.
 struct Linear {
     const float *x; const void* w; const float* bias; float* out;
     int64_t rows, n, k, x_row, out_row;
     int32_t w_dtype, pairs, threads;
 };
 
-// Of weights T: the unit they are multiplied in, how many a lane of a loaded register holds, and the e-th of those.
+// For weights T: `type` is the unit of multiplication, EACH the number of units per lane of a loaded register, and
+// unit(a, e, T()) the e-th of these units.
 template <class T> struct Units { typedef float type; static constexpr int EACH = 2; };
 template <> struct Units<pair> { typedef pair type; static constexpr int EACH = 1; };
 template <class T> INLINE vf unit(vp a, int e, T) { return e ? odd(a, T()) : even(a, T()); }
 INLINE vf unit(vp a, int, pair) { return (vf)a; }
 
-// Adds one span's sums, [M, N * W], to out at row m and column c; the first span's to the bias.
+// Adds one span's sums, [M, N * W], to out at row m and column c. The first span's sums are added to the bias instead.
 template <int M, int N> inline void add(const Linear& a, const float* sums, int64_t m, int64_t c, bool first) {
     for (int i = 0; i < M * N; i++) {
         const int64_t at = c + i % N * W, count = a.n - at;
@@ -50,16 +53,16 @@ template <int M, int N> inline void add(const Linear& a, const vf (&sum)[M][N], 
     add<M, N>(a, sums, m, c, first);
 }
 
-// W rows of w from one on; the last one again where there are fewer.
+// W rows of w from row c on; if there are fewer, the last one is repeated.
 template <class T> struct Rows {
     const T* w;
     int64_t k, last, next;
 
-    // next: which row is read after the end of row c
+    // next: row that is read after the end of row c, for prefetches
     Rows(const Linear& a, int64_t c, int64_t next)
         : w((const T*)a.w + c * a.k), k(a.k), last(a.n - 1 - c), next((next - c - 1) * a.k) {}
 
-    // `count` units from d on, transposed; meanwhile asks for what is to be read SPAN units later.
+    // Loads `count` units from d on, transposed, and prefetches the data SPAN units later.
     INLINE void load(int64_t d, int count, vp* block) const {
         uintptr_t ahead = uintptr_t(w) + (d + SPAN < k ? d + SPAN : d + SPAN + next) * sizeof(T);
         UNROLL for (int i = 0; i < W; i++, ahead += k * sizeof(T)) __builtin_prefetch((const void*)ahead, 0, 2);
@@ -69,8 +72,8 @@ template <class T> struct Rows {
     }
 };
 
-// Units d to d + span of W rows of w: tile [span, W], `width` floats from one unit to the next. It is written up to a
-// multiple of HELD units, those of a register.
+// Widens units d to d + span of W rows of w into tile [span, W], `width` floats from one unit to the next. The tile is
+// written up to a multiple of HELD units, which fill a register.
 template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, int64_t width, float* tile) {
     constexpr int EACH = Units<T>::EACH, HELD = EACH * W;
     for (const int64_t end = d + span; d < end; d += HELD) {
@@ -81,7 +84,7 @@ template <class T> void widen_rows(const Rows<T>& w, int64_t d, int64_t span, in
     }
 }
 
-// M rows of out from m on, at N * W columns from c on; w is widened in registers.
+// Computes M rows of out from m on, at N * W columns from c on; w is widened in registers.
 template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, int64_t c) {
     typedef typename Units<T>::type U;
     constexpr int EACH = Units<T>::EACH, HELD = EACH * W;
@@ -96,7 +99,7 @@ template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, i
             vp block[N][W];
             w.load(d, HELD, block[0]);
             if (N > 1) more.load(d, HELD, block[N - 1]);
-            _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) {  // unrolled further, AVX-512 spills sums
+            _Pragma("GCC unroll 4") for (int j = 0; j < W; j++) {  // with more unrolling, AVX-512 spills sums
                 UNROLL for (int n = 0; n < N; n++) {
                     vf u[EACH];
                     UNROLL for (int e = 0; e < EACH; e++) u[e] = unit(block[n][j], e, T());
@@ -116,11 +119,11 @@ template <class T, int M, int N> void multiply_few(const Linear& a, int64_t m, i
     }
 }
 
-// The same for `rows` <= M rows and the columns c to end.
+// Does the same for `rows` <= M rows and the columns c to end.
 template <class T, int M> void multiply_columns(const Linear& a, int64_t m, int64_t rows, int64_t c, int64_t end) {
     if constexpr (M > 1)
         if (rows < M) return multiply_columns<T, M - 1>(a, m, rows, c, end);
-    constexpr int N = M < 3 ? 2 : 1;  // with fewer sums every addition would wait for the one before it
+    constexpr int N = M < 3 ? 2 : 1;  // with fewer sums every addition would wait for the previous one
     for (; c + W < end; c += N * W) multiply_few<T, M, N>(a, m, c);
     for (; c < end; c += W) multiply_few<T, M, 1>(a, m, c);
 }
@@ -141,7 +144,7 @@ void multiply_rows(const Linear& a, const float* tile, int64_t m, int64_t rows, 
     multiply_tile<U, M, N>(a, tile, m, c, d, span);
 }
 
-// Rows m to end in tiles of nearly equal height.
+// Multiplies rows m to end in tiles of nearly equal height.
 template <class U, int N>
 void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, int64_t c, int64_t d, int64_t span) {
     for (int64_t tiles = (end - m + ROWS - 1) / ROWS; tiles; tiles--) {
@@ -154,7 +157,7 @@ void multiply_group(const Linear& a, const float* tile, int64_t m, int64_t end, 
 template <class T> void linear(const Linear& a) {
     typedef typename Units<T>::type U;
     const int64_t groups = (a.rows + GROUP - 1) / GROUP, height = (a.rows + groups - 1) / groups;
-    int64_t width = VECS * W;  // columns of out per task: fewer where threads would wait
+    int64_t width = VECS * W;  // columns of out per task; fewer if there would be too few tasks for the threads
     while (width > W && (a.n + width - 1) / width * groups < 3 * a.threads) width /= 2;
     const int64_t blocks = (a.n + width - 1) / width;
 #pragma omp parallel for num_threads(a.threads) schedule(dynamic)
@@ -182,7 +185,7 @@ template <class T> void linear(const Linear& a) {
 
 extern "C" {
 
-// Whether there are products of pairs of bf16.
+// Returns 1 if products of pairs of bf16 are compiled in, else 0.
 int32_t flex_bf16() {
 #if defined(FLEX_BF16)
     return 1;
@@ -191,7 +194,7 @@ int32_t flex_bf16() {
 #endif
 }
 
-// out[m, :] = x[m, :] @ w.T + bias. w: [n, k], bf16 or fp16, contiguous, of pairs bf16; k at least 1.
+// Computes out[m, :] = x[m, :] @ w.T + bias. w: [n, k], contiguous, bf16 or fp16; for pairs bf16. k is at least 1.
 void flex_linear(const Linear* args) {
     if (args->rows == 0) return;
 #if defined(FLEX_BF16)

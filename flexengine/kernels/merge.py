@@ -11,8 +11,8 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
     Args:
         outs: [n, heads, head_dim] per set.
-        lses: fp32 [n, heads] per set, logs of the softmax denominators, as Kernels.decode returns them with_lse; -inf
-            for a set without keys, whose `outs` is ignored. Sinks may be part of one set's denominator only.
+        lses: fp32 [n, heads] per set, logs of the denominators, see `with_lse` of Kernels.decode; -inf for
+            a set without keys, whose `outs` is ignored. Sinks may be part of one set's denominator only.
 
     Returns:
         [n, heads, head_dim] in the dtype of `outs`, summed in fp32. The log of the merged denominator is

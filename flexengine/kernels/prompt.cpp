@@ -1,4 +1,4 @@
-// Attention of prompts: the queries of many tokens at once.
+// Attention of prompts: queries of many tokens in one call.
 #include "prompt.h"
 
 FLEX_SIZE(prompt, Prompt)

@@ -1,4 +1,4 @@
-// Causal attention of whole prompts, or of pieces of them whose earlier tokens lie in a KV cache, in fp32.
+// Causal attention of whole prompts, or of prefill chunks whose earlier tokens are in a KV cache, in fp32.
 //
 // Index legend: b prompt, h query head, j key/value head, t query, s position of a key, d element of a head.
 #pragma once
@@ -8,13 +8,13 @@
 namespace {
 
 // q: [batch, queries, heads, dim]; k, v: [batch, keys, kv_heads, dim], all with unit stride along dim only; out is
-// contiguous. Positions 0 .. past - 1 are those of the pool's pages in `table`; then batch is 1. Key i sits at position
-// past + i, query t at past + keys - queries + t. Pool: as in attention.h.
+// contiguous. If past > 0, batch is 1 and positions 0 .. past - 1 are in the pool's pages of `table`. Key i has
+// position past + i, query t position past + keys - queries + t. Pool: as in attention.h.
 struct Prompt {
     const float *q, *k, *v, *sinks; float* out;
     const void* pool; const int32_t* table;
     int64_t batch, queries, keys, heads, kv_heads, dim, window;
-    int64_t past, pages, page_tokens, group;  // group: elements of a row that share a scale; 0: plain numbers
+    int64_t past, pages, page_tokens, group;  // group: elements of a row that share a scale; 0 for plain numbers
     int64_t q_prompt, q_row, q_head, k_prompt, k_row, k_head, v_prompt, v_row, v_head;
     float scale, softcap;
     int32_t pool_dtype, threads;
@@ -23,14 +23,14 @@ struct Prompt {
     int64_t shared() const { return heads / kv_heads; }      // query heads of a key/value head
 };
 
-// BLOCK rows, which are queries of all heads of a group, meet KEYS keys at a time. Blocks of keys begin at multiples of
-// KEYS, so that a query's sums take the same steps wherever a piece begins and however rows are put together. STRIP: rows
-// whose scores are computed before their values are added; PANEL: columns of a tile.
+// A block has at most BLOCK rows (queries of all heads of a group) and processes KEYS keys at a time. Blocks of keys
+// begin at multiples of KEYS, so that a query's sums take the same steps for any start of a chunk and any grouping of
+// rows. STRIP: rows whose scores are computed before their values are added; PANEL: columns of a tile.
 constexpr int64_t BLOCK = 256, KEYS = 64, STRIP = 4 * ROWS, PANEL = VECS * W;
 
 inline int64_t panels(int64_t columns) { return (columns + PANEL - 1) / PANEL; }
 
-// Queries of a block: fewer where threads would wait for work.
+// Returns the queries of a block; fewer if there would be too few blocks for the threads.
 inline int64_t block_queries(const Prompt& a) {
     int64_t n = a.shared() < BLOCK ? BLOCK / a.shared() : 1;
     while (n > 1 && n * a.shared() > STRIP && (a.queries + n - 1) / n * a.batch * a.kv_heads < 3 * a.threads) n /= 2;
@@ -41,7 +41,7 @@ inline int64_t block_queries(const Prompt& a) {
 struct Block {
     int64_t dim, wide;
     float *k, *v, *scores, *acc, *q, *top, *sum;  // k: panels [dim, PANEL] of keys; v: panels [KEYS, PANEL] of elements
-    float *rows, *scales;                         // what is decoded: [W, dim], and scales and minima of a row
+    float *rows, *scales;                         // decoded rows [W, dim]; scales and minima of one row
 
     static size_t bytes(const Prompt& a) {
         const int64_t rows = block_queries(a) * a.shared(), wide = panels(a.dim) * PANEL;
@@ -55,10 +55,10 @@ struct Block {
     }
 };
 
-// What one block works on: prompt b, key/value head j, n queries from t on, the first of which sits at `position`.
+// Work of one block: prompt b, key/value head j, n queries from t on; `position` is that of query t.
 struct Part { int64_t b, j, t, n, position; };
 
-// The part's queries, times the scale.
+// Reads the part's queries, times the scale.
 void read_queries(const Prompt& a, const Part& p, Block& my) {
     float* to = my.q;
     for (int64_t h = p.j * a.shared(); h < (p.j + 1) * a.shared(); h++)
@@ -76,7 +76,8 @@ template <class T> const float* widened(const T* row, int64_t dim, float* to) {
     return to;
 }
 
-// K (V if `value`) of head j at a position in the pool: `dim` floats, written to `to` unless they lie there as such.
+// Returns K (V if `value`) of head j at position s in the pool: `dim` floats, in the pool itself if it holds fp32, else
+// written to `to`.
 const float* cached_row(const Prompt& a, int64_t j, int64_t s, bool value, Block& my, float* to) {
     const int64_t P = a.page_tokens, o = s % P, panel = (int64_t(a.table[s / P]) * 2 + value) * a.kv_heads + j;
     const int64_t row = (panel * P + o) * a.dim;
@@ -103,13 +104,13 @@ const float* read_row(const Prompt& a, const Part& p, int64_t s, bool value, Blo
                  : a.k + p.b * a.k_prompt + i * a.k_row + p.j * a.k_head;
 }
 
-// How many keys from position s on no query of the part sees: their pages may be gone.
+// Returns how many keys from position s on are before the window of every query of the part: their pages may be freed.
 inline int64_t unseen(const Prompt& a, const Part& p, int64_t s) {
     const int64_t first = a.window > 0 ? p.position + 1 - a.window : 0;
     return first > s ? first - s : 0;
 }
 
-// The keys at positions s to s + n, transposed into panels; those that are unseen or missing of KEYS are zero.
+// Reads the keys at positions s to s + n, transposed into panels, with zeros for unseen keys and up to KEYS keys.
 void read_keys(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
     const int64_t low = unseen(a, p, s);
     for (int64_t i = 0; i < KEYS; i += W) {
@@ -130,7 +131,7 @@ void read_keys(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) 
     }
 }
 
-// The values at positions s to s + n, cut into panels; those that are unseen or missing of KEYS are zero.
+// Reads the values at positions s to s + n, cut into panels, with zeros for unseen values and up to KEYS values.
 void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my) {
     const int64_t low = unseen(a, p, s);
     for (int64_t i = 0; i < KEYS; i++) {
@@ -144,8 +145,8 @@ void read_values(const Prompt& a, const Part& p, int64_t s, int64_t n, Block& my
     }
 }
 
-// KEYS scores in place to exp(score - top), to 0 outside of low .. high - 1; updates top and sum; returns the factor
-// for what was summed before. At least one score is inside.
+// Replaces KEYS scores by exp(score - top), and by 0 outside of low .. high - 1; updates top and sum; returns the
+// factor for the earlier sums. low < high.
 inline float soften_between(float* scores, int64_t low, int64_t high, float softcap, float& top, float& sum) {
     const bool whole = low == 0 && high == KEYS;
     for (int64_t s = 0; softcap > 0 && s < KEYS; s += W)
@@ -156,7 +157,7 @@ inline float soften_between(float* scores, int64_t low, int64_t high, float soft
     for (int64_t s = 0; s < KEYS; s += W) most = vmax(vload(scores + s), most);
     const float above = vtop(most);
     float keep[W];
-    vstore(keep, vexp(vset(top - above)));  // 1 where the maximum stays; a branch would often be guessed wrongly
+    vstore(keep, vexp(vset(top - above)));  // 1 if the maximum stays; a branch would often be mispredicted
     vf total = vset(0.f);
     for (int64_t s = 0; s < KEYS; s += W) {
         const vf e = vexp(vsub(vload(scores + s), vset(above)));
@@ -173,10 +174,11 @@ inline float soften_between(float* scores, int64_t low, int64_t high, float soft
     return keep[0];
 }
 
-// At most ROWS rows from row `first` of a strip on. last: keys of the block that some of them sees.
+// At most ROWS rows from row `first` of a strip on. last: number of keys of the block up to the last one that a row
+// sees.
 struct Tile { int64_t first, rows, last; };
 
-// scores [M, KEYS] of a tile's rows: of PANEL keys from the s-th on.
+// Computes scores [M, KEYS] of a tile's rows for PANEL keys from the s-th on.
 template <int M> void score_tile(int64_t rows, const float* q, int64_t s, const Block& my, float* scores) {
     if constexpr (M > 1)
         if (rows < M) return score_tile<M - 1>(rows, q, s, my, scores);
@@ -187,7 +189,7 @@ template <int M> void score_tile(int64_t rows, const float* q, int64_t s, const 
         UNROLL for (int v = 0; v < VECS; v++) vstore(scores + i * KEYS + s + v * W, sum[i][v]);
 }
 
-// acc = acc * keep + scores times values, of PANEL elements from d on.
+// Computes acc = acc * keep + scores @ values for PANEL elements from d on.
 template <int M>
 void weigh_tile(const Tile& at, const float* keep, const float* scores, int64_t d, const Block& my, float* acc) {
     if constexpr (M > 1)
@@ -200,7 +202,7 @@ void weigh_tile(const Tile& at, const float* keep, const float* scores, int64_t 
         UNROLL for (int v = 0; v < VECS; v++) vstore(acc + i * my.wide + d + v * W, sum[i][v]);
 }
 
-// `rows` rows of a block, from row r on, meet the keys at positions s to s + KEYS.
+// Updates `rows` rows of a block, from row r on, with the keys at positions s to s + KEYS.
 void meet(const Prompt& a, const Part& p, int64_t r, int64_t rows, int64_t s, Block& my) {
     int64_t low[STRIP], high[STRIP];
     float keep[STRIP];
@@ -255,8 +257,8 @@ void attend_block(const Prompt& a, const Part& p, Block& my) {
     write_block(a, p, my);
 }
 
-// Returns 0; or 1 for a page that the pool does not have; or, negative, the bytes of a thread's scratch if there was no
-// memory for it.
+// Returns 0 for success; 1 if a page is outside the pool; minus the bytes of a thread's scratch if its allocation
+// failed.
 int64_t attend_prompts(const Prompt& a) {
     for (int64_t i = 0; i * a.page_tokens < a.past; i++)
         if (uint32_t(a.table[i]) >= uint64_t(a.pages)) return 1;
@@ -274,7 +276,7 @@ int64_t attend_prompts(const Prompt& a) {
         for (int64_t i = 0; i < a.batch * a.kv_heads * blocks; i++) {
             if (!scratch) continue;
             Block my(a, scratch);
-            const int64_t t = (blocks - 1 - i / a.kv_heads / a.batch) * height;  // the last ones take longest: first
+            const int64_t t = (blocks - 1 - i / a.kv_heads / a.batch) * height;  // last blocks first: they take longest
             const int64_t n = a.queries - t < height ? a.queries - t : height;
             attend_block(a, {i / a.kv_heads % a.batch, i % a.kv_heads, t, n, a.first() + t}, my);
         }
@@ -289,7 +291,7 @@ extern "C" {
 
 int64_t flex_prompt(const Prompt* args) { return attend_prompts(*args); }
 
-// Bytes of all threads' scratch. Of the arguments it looks at batch, queries, heads, kv_heads, dim and threads.
+// Returns the bytes of all threads' scratch. It uses only batch, queries, heads, kv_heads, dim and threads.
 int64_t flex_prompt_scratch(const Prompt* args) { return int64_t(Block::bytes(*args)) * args->threads; }
 
 }  // extern "C"

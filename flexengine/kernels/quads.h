@@ -1,13 +1,13 @@
-// Vectors of whole numbers: quads, each four bytes that are multiplied at once.
+// Vectors of integers: quads of four bytes that one instruction multiplies.
 #pragma once
 #include "simd.h"
 
 namespace {
 
-// `dot`: u8 times s8, a quad of each, summed to 32 bits. WIDE: codes of more than 4 bits, of which two products together
-// may leave 16 bits; NARROW is what WIDE is for fewer bits, true where they need no way of their own. The instruction
-// made for this is written by hand: through its intrinsic GCC 12 copies each sum before and after, and half of the speed
-// is gone.
+// `dot` multiplies u8 by s8, a quad of each, and adds the products to a 32-bit sum. WIDE is for codes of more than 4
+// bits, where the sum of two products may exceed 16 bits. NARROW is the value of WIDE for fewer bits: true if these
+// need no other code. The instruction (vpdpbusd) is inline assembly: through its intrinsic GCC 12 copies each sum
+// before and after, which halves the speed.
 #if (defined(FLEX_AVX512) && defined(__AVX512VNNI__)) || (defined(FLEX_AVX2) && defined(__AVXVNNI__))
 #define FLEX_VNNI 1
 #endif

@@ -193,7 +193,7 @@ def linear_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if x.device.type != "cpu" or not x.numel():
         return linear(x, weight, bias)
     rows, n = x.reshape(-1, x.shape[-1]), weight.shape[0]
-    more = few_sizes(rows.shape[0]) - rows.shape[0]
+    more = padded_rows(rows.shape[0]) - rows.shape[0]
     padded = nn.functional.pad(rows, (0, 0, 0, more)) if more else rows
     out: Tensor = torch.ops.mkldnn._linear_pointwise(padded, weight, bias, "none", [], "")
     return out[: rows.shape[0]].reshape(*x.shape[:-1], n)
@@ -217,7 +217,7 @@ def rounded_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes, torch.where(scale.isfinite(), scale, torch.nan)
 
 
-def few_sizes(rows: int) -> int:
+def padded_rows(rows: int) -> int:
     """Return the number of rows, at least `rows`, to which a product is padded.
 
     oneDNN caches about 300 kB of code and tables per number of rows, for up to 1024 of them, so there should be few.
@@ -271,7 +271,7 @@ def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def largest(scores: Tensor, topk: float) -> Tensor:
-    """Return the mask, bool [..., S], of the positions whose V `decode` uses with topk. The last one is always used."""
+    """Return the mask, bool [..., S], of positions whose V `decode` uses with topk; the last is always used."""
     past = scores[..., :-1]
     order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -10,11 +10,12 @@
 
 namespace {
 
-// Most query heads that share a loaded and decoded vector of K, or of V, whose weights have to be loaded as well.
+// Maximum number of query heads that share a loaded and decoded vector of K (SCORED), or of V (WEIGHED, which is
+// smaller as weights are loaded too).
 constexpr int SCORED = 8, WEIGHED = REGISTERS / 4;
-constexpr int TILE = 4;      // most tokens that share a loaded query vector
-constexpr int CHUNK = 64;    // most tokens between two updates of the running softmax
-constexpr int PART = 1024;   // tokens of one work item; fixed, so results depend neither on threads nor on the batch
+constexpr int TILE = 4;      // maximum tokens that share a loaded query vector
+constexpr int CHUNK = 64;    // maximum tokens between two updates of the running softmax
+constexpr int PART = 1024;   // tokens of one work item; fixed, so that results are independent of threads and batch
 
 struct Decode {
     const void* q;
@@ -22,25 +23,25 @@ struct Decode {
     const void* pool;
     const int32_t *tables, *lengths;
     const float* sinks;
-    float* lse;                  // null: not wanted
-    uint8_t* chosen;             // null: not wanted; else of top-k all there is: [i][j][t], whether V is read
+    float* lse;                  // null if not requested
+    uint8_t* chosen;             // [i][j][t], whether top-k reads V; null to compute attention
     int64_t n, heads, pages, kv_heads, page_tokens, dim;
-    int64_t group;               // elements of a row that share a scale; 0: plain numbers
+    int64_t group;               // elements of a row that share a scale; 0 for plain numbers
     int64_t max_pages, q_row, q_head;
-    int64_t window;              // 0: none
-    double topk;                 // from 1 on: all
-    float scale, softcap;        // softcap 0: none
+    int64_t window;              // tokens; 0 for all
+    double topk;                 // share of past positions; 1 for all
+    float scale, softcap;        // softcap 0 for none
     int32_t q_dtype, pool_dtype, threads;
 };
 
 inline int64_t padded(int64_t n) { return (n + W - 1) / W * W; }
 
-struct Scratch {  // of one thread, for the query heads of `J` kv heads: h counts those, g those of one
+struct Scratch {  // of one thread, for the query heads h of J kv heads; g counts the query heads of one kv head
     float *q, *acc, *scores, *top, *sum, *keep;      // [h][width] twice, [h][CHUNK], [h] each
-    float *qsum, *base, *scale, *minimum, *weights;  // of codes: [h][r], [g][r], [r][CHUNK] twice, [g][r][CHUNK]
-    float* wide;                                     // of rows decoded first: [CHUNK / 2][width]
-    float* all;                                      // of top-k: [h][longest]
-    int32_t *kept, *tokens;                          // of top-k: [longest]
+    float *qsum, *base, *scale, *minimum, *weights;  // for codes: [h][r], [g][r], [r][CHUNK] twice, [g][r][CHUNK]
+    float* wide;                                     // for rows that are decoded first: [CHUNK / 2][width]
+    float* all;                                      // for top-k: [h][longest]
+    int32_t *kept, *tokens;                          // for top-k: [longest]
     const char** rows;
     char* memory;
     size_t used = 0;
@@ -50,7 +51,7 @@ struct Scratch {  // of one thread, for the query heads of `J` kv heads: h count
         used += (size_t(count) * sizeof(T) + 63) / 64 * 64;
         return at;
     }
-    // memory: `used` bytes, as many as a Scratch on any memory then says. longest: tokens that top-k chooses from, or 0.
+    // memory: `used` bytes; a first Scratch with memory null gives this number. longest: tokens for top-k, or 0.
     Scratch(const Decode& a, int64_t J, int64_t longest, char* memory) : memory(memory) {
         const int64_t group = a.heads / a.kv_heads, heads = J * group, width = padded(a.dim);
         const int64_t R = a.group ? a.dim / a.group : 0;
@@ -65,9 +66,10 @@ struct Scratch {  // of one thread, for the query heads of `J` kv heads: h count
     }
 };
 
-typedef const char* const* Tokens;  // of the K of the first head, by token
+typedef const char* const* Tokens;  // address of the first head's K, by token
 
-// What to prefetch while a row is worked on: `bytes` of the row `rows` on, `shift` bytes from its start.
+// Data to prefetch during work on a row: `bytes` bytes, at `shift` bytes from the start of the row that is `rows` rows
+// on.
 struct Ahead { int64_t rows, shift, bytes; };
 
 inline void prefetch(const void* at) { __builtin_prefetch(at, 0, 3); }
@@ -75,8 +77,8 @@ inline void prefetch_row(Tokens row, const Ahead& ahead) {
     for (int64_t d = 0; d < ahead.bytes; d += 64) prefetch(row[ahead.rows] + ahead.shift + d);
 }
 
-// Where the heads from j on of sequence i lie. In bytes, row: from token to token; panel: from a head to the next;
-// value: from a head's K to its V.
+// Location of the heads from j on of sequence i. Distances in bytes: row, from a token to the next; panel, from a head
+// to the next; value, from a head's K to its V.
 struct Place {
     const Decode& a;
     Scratch& my;
@@ -85,10 +87,10 @@ struct Place {
     Place(const Decode& a, int64_t i, int64_t j, Scratch& my, int64_t row, int64_t panel)
         : a(a), my(my), i(i), j(j), P(a.page_tokens), row(row), panel(panel), value(a.kv_heads * panel) {}
 
-    const char* page(int64_t t) const {  // of token t
+    const char* page(int64_t t) const {  // page of token t
         return (const char*)a.pool + (int64_t(a.tables[i * a.max_pages + t / P]) * 2 * a.kv_heads + j) * panel;
     }
-    // Sets my.rows to those of `count` neighbouring tokens.
+    // Sets my.rows to the rows of `count` neighbouring tokens.
     void span(int64_t begin, int64_t count) {
         for (int64_t s = 0, t = begin; s < count;) {
             const char* at = page(t);
@@ -96,24 +98,24 @@ struct Place {
         }
         pad(count);
     }
-    // Sets my.rows to those of some tokens.
+    // Sets my.rows to the rows of some tokens.
     void pick(const int32_t* tokens, int64_t count) {
         for (int64_t s = 0; s < count; s++) my.rows[s] = page(tokens[s]) + tokens[s] % P * row;
         pad(count);
     }
-    void pad(int64_t count) {  // tiles and prefetches go beyond the last
+    void pad(int64_t count) {  // tiles and prefetches read rows after the last one
         for (int64_t s = count; s < count + 2 * CHUNK; s++) my.rows[s] = my.rows[count - 1];
     }
 };
 
-// Tokens scored together for H query heads: enough that their sums fill vectors.
+// Number of tokens scored together for H query heads, such that their sums fill vectors.
 constexpr int tokens_of(int H) { return H == 3 || H * TILE >= W ? TILE : W / H; }
 
-// Tokens, and vectors of V, that meet H query heads at once: their sums take at most half of the registers, as many as
-// a core works on at a time (two products a cycle, four cycles each).
+// Number of tokens, and of vectors of V, in a tile with H query heads. Their sums take at most half of the registers,
+// as many as a core can update at a time (two products per cycle, of four cycles each).
 constexpr int tile_of(int H) { return H * 8 <= REGISTERS ? 4 : H * 4 <= REGISTERS ? 2 : 1; }
 
-// The horizontal sums of [H][tokens_of(H)] vectors to scores [H][CHUNK]. There is room for a multiple of W vectors.
+// Writes the horizontal sums of [H][tokens_of(H)] vectors to scores [H][CHUNK]. `sum` has a multiple of W vectors.
 template <int H> inline void put_sums(vf* sum, float* scores) {
     constexpr int tokens = tokens_of(H), count = H * tokens, whole = (count + W - 1) / W * W;
     float all[whole];
@@ -130,7 +132,7 @@ template <int H, int T> INLINE void add_products(const float* q, int64_t width, 
     }
 }
 
-// scores[g][0 .. tokens_of(H) - 1] = q[g] . rows[those], `shift` bytes on, for H query heads.
+// scores[g][t] = q[g] . (row t, `shift` bytes on), for t < tokens_of(H) and H query heads.
 template <class N, int H>
 inline void score_tile(const float* q, int64_t width, Tokens rows, int64_t shift, int64_t dim, float* scores,
                        const Ahead& ahead) {
@@ -142,7 +144,7 @@ inline void score_tile(const float* q, int64_t width, Tokens rows, int64_t shift
         clear(sum);
         const N* row[T];
         for (int t = 0; t < T; t++) row[t] = (const N*)(rows[first + t] + shift);
-        const char* next = rows[ahead.rows + first] + ahead.shift;  // T rows, evenly over the steps
+        const char* next = rows[ahead.rows + first] + ahead.shift;  // prefetches of T rows, spread over the steps
         for (int64_t c = 0; c < whole; c++) {
             for (int b = 0; ahead.bytes && b < step; b += 64) prefetch(next + c * step + b);
             UNROLL for (int t = 0; t < T; t++) k[t] = vheld<H>(vload(row[t] + c * W));
@@ -167,7 +169,7 @@ template <int H, int C> INLINE void weigh_token(const float* p, int64_t apart, c
 }
 
 // acc[g][C columns] = acc * keep[g] + sum over s of p[g][s] * (V of token s), for H query heads.
-// shift: bytes from rows to the V columns wanted; tail: how much of a last, partial column there is.
+// shift: bytes from rows to these V columns; tail: number of elements in a last, partial column.
 template <class N, int H, int C>
 inline void weigh_columns(const float* p, const float* keep, Tokens rows, int64_t shift, int n, float* acc,
                           int64_t width, const Ahead& ahead, int tail) {
@@ -202,8 +204,8 @@ inline void weigh(const float* p, const float* keep, Tokens rows, int64_t shift,
     for (; d < dim; d += W) columns(std::integral_constant<int, 1>(), d);
 }
 
-// Calls f(std::integral_constant<int, H>, h) for runs of MOST query heads at most, of `group` from h on; their numbers
-// differ by one at most.
+// Calls f(std::integral_constant<int, H>, h) for runs of at most MOST query heads, which cover `group` heads from h on.
+// The sizes H of the runs differ by at most one.
 template <int MOST, class F> inline void for_heads(int64_t h, int64_t group, F f) {
     for (int64_t runs = (group + MOST - 1) / MOST, end = h + group; runs; runs--) {
         const int64_t heads = (end - h + runs - 1) / runs;
@@ -219,7 +221,7 @@ template <int MOST, class F> inline void for_heads(int64_t h, int64_t group, F f
     }
 }
 
-// Rows of numbers.
+// Rows of plain numbers.
 template <class T> struct PlainRows : Place {
     static constexpr int chunk = CHUNK / 2;
     const int64_t dim, group, width;
@@ -228,7 +230,7 @@ template <class T> struct PlainRows : Place {
         : Place(a, i, j, my, a.dim * int64_t(sizeof(T)), a.page_tokens * a.dim * int64_t(sizeof(T))),
           dim(a.dim), group(a.heads / a.kv_heads), width(padded(a.dim)) {}
 
-    // my.scores of the query heads of the k-th head over rows s .. s + n - 1. ahead: what will be read next.
+    // Computes my.scores of the query heads of the k-th head over rows s .. s + n - 1. ahead: data read next.
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         for_heads<SCORED>(k * group, group, [&](auto H, int64_t h) {
             for (int t = 0; t < n; t += tokens_of(H))
@@ -237,7 +239,7 @@ template <class T> struct PlainRows : Place {
             ahead.bytes = 0;
         });
     }
-    // my.acc = acc * keep + sum of my.scores, by now weights, times V.
+    // Computes my.acc = acc * keep + sum of my.scores (which are weights now) times V.
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {
         for_heads<WEIGHED>(k * group, group, [&](auto H, int64_t h) {
             ::weigh<T, H>(my.scores + h * CHUNK, my.keep + h, my.rows + s, value + k * panel, n, my.acc + h * width,

@@ -1,6 +1,6 @@
-// Vectors: W floats in a register, as AVX-512, AVX2 or, with the compiler's own vector type, anything else has them; loads
-// and stores of narrower numbers; exp and tanh. Everything else is written once against these few functions.
-// -DFLEX_PORTABLE chooses the last of the three.
+// Vectors of W floats in a register, for AVX-512, AVX2 and, with the compiler's own vector type, any other CPU; loads
+// and stores of 16-bit numbers; exp and tanh. All other code is written once, with these functions. -DFLEX_PORTABLE
+// selects the compiler's vector type.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -17,7 +17,7 @@
 #include <immintrin.h>
 #endif
 
-// The size of a struct that Python fills in, for a check when the library is loaded.
+// Exports the size of a struct that Python fills, for a check when the library is loaded.
 #define FLEX_SIZE(name, Struct) \
     extern "C" int64_t flex_##name##_size() { return int64_t(sizeof(Struct)); }
 
@@ -70,7 +70,7 @@ inline vf vsub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 inline vf vmul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 inline vf vdiv(vf a, vf b) { return _mm512_div_ps(a, b); }
 inline vf vfma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
-inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b where either is NaN
+inline vf vmax(vf a, vf b) { return _mm512_max_ps(a, b); }  // b if either is NaN
 inline vf vshift23(vf a) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23)); }
 inline vf vand(vf a, uint32_t m) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(int(m))));
@@ -171,7 +171,7 @@ template <class T> inline void vstore(T* p, vf a) { for (int e = 0; e < W; e++) 
 template <class T> inline void vstream(T* p, vf a) { vstore(p, a); }
 #endif
 
-// x, kept in a register if it is a factor of more than one product: left alone, compilers load it again for each.
+// Returns x, kept in a register if it is a factor of several products; compilers would otherwise load it for each.
 template <int PRODUCTS> inline vf vheld(vf x) {
     if (PRODUCTS == 1) return x;
 #if defined(FLEX_AVX512)
@@ -182,15 +182,15 @@ template <int PRODUCTS> inline vf vheld(vf x) {
     return x;
 }
 
-// The horizontal sums of W vectors, by a tree of additions that is the same for each of them.
+// Returns the horizontal sums of W vectors, by the same tree of additions for each of them.
 inline vf vsums(const vf* a) {
 #if defined(FLEX_AVX512)
-    auto four = [](const vf* x) {  // element e of every quarter: what that quarter of x[e] sums to
+    auto four = [](const vf* x) {  // element e of every quarter is the sum of this quarter of x[e]
         vf ab = vadd(_mm512_unpacklo_ps(x[0], x[1]), _mm512_unpackhi_ps(x[0], x[1]));
         vf cd = vadd(_mm512_unpacklo_ps(x[2], x[3]), _mm512_unpackhi_ps(x[2], x[3]));
         return vadd(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xee));
     };
-    auto two = [](vf x, vf y) {  // neighbouring quarters added
+    auto two = [](vf x, vf y) {  // adds neighbouring quarters
         return vadd(_mm512_shuffle_f32x4(x, y, 0x88), _mm512_shuffle_f32x4(x, y, 0xdd));
     };
     return two(two(four(a), four(a + 4)), two(four(a + 8), four(a + 12)));
@@ -207,7 +207,7 @@ inline vf vsums(const vf* a) {
 #endif
 }
 
-// The first n < W numbers; the rest are zero.
+// Loads the first n < W numbers; the others are zero.
 template <class T> inline vf vload_part(const T* p, int n) {
     float x[W] = {};
     for (int e = 0; e < n; e++) x[e] = widen(p[e]);
@@ -221,7 +221,8 @@ inline vf vload_part(const bf16* p, int n) {
 }
 #endif
 
-// exp(x) for x <= 0, relative error below 1.2e-7 (Cephes' expf polynomial); below -87.3 it stays at 1.2e-38. NaN stays.
+// Returns exp(x) for x <= 0, with a relative error below 1.2e-7 (Cephes' expf polynomial); 1.2e-38 for x < -87.3; NaN
+// for NaN.
 inline vf vexp(vf x) {
     x = vmax(vset(-87.3f), x);
     const vf magic = vset(12582912.f);  // 1.5 * 2^23: adding it rounds to a whole number, kept in the low mantissa bits
@@ -245,7 +246,7 @@ inline vf vtanh(vf x) {
     y = vfma(y, z, vset(-5.37397155531e-2f));
     y = vfma(y, z, vset(1.33314422036e-1f));
     y = vfma(y, z, vset(-3.33332819422e-1f));
-    vf close = vfma(vmul(y, z), x, x);  // without it small scores would lose digits to 1 - e
+    vf close = vfma(vmul(y, z), x, x);  // for small x, where 1 - e loses digits
     return vbelow(a, vset(0.625f), close, far);
 }
 

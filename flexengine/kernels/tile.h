@@ -1,13 +1,13 @@
-// The inner loop of all products of fp32 and of bf16: a tile of sums that stays in registers.
+// The inner loop of all products in fp32 and bf16: a tile of sums that stays in registers.
 #pragma once
 #include "simd.h"
 
 namespace {
 
-#define UNROLL _Pragma("GCC unroll 32")  // without these two GCC keeps arrays of registers in memory
+#define UNROLL _Pragma("GCC unroll 32")  // without UNROLL and INLINE, GCC keeps arrays of registers in memory
 #define INLINE inline __attribute__((always_inline))
 
-// ROWS x VECS registers of sums leave enough for a row of factors.
+// ROWS x VECS registers of sums leave enough registers for a row of factors.
 #if defined(FLEX_AVX512)
 constexpr int ROWS = 6, VECS = 4;
 #elif defined(FLEX_AVX2)
@@ -16,8 +16,8 @@ constexpr int ROWS = 6, VECS = 2;
 constexpr int ROWS = 4, VECS = 2;
 #endif
 
-// What products count columns in, 32 bits each: numbers, or pairs of neighbouring bf16, where the CPU multiplies both at
-// once. vmadd: sum + x w, in fp32.
+// Units of 32 bits in which products count columns: numbers, or pairs of neighbouring bf16, which the CPU multiplies by
+// one instruction. COLUMNS: columns per unit. vmadd: sum + x w, in fp32.
 struct pair { bf16 first, second; };
 template <class U> constexpr int COLUMNS = 1;
 template <> constexpr int COLUMNS<pair> = 2;
@@ -25,7 +25,7 @@ INLINE vf vmadd(vf x, vf w, vf sum, float) { return vfma(x, w, sum); }
 #if defined(FLEX_AVX512) && defined(__AVX512BF16__)
 #define FLEX_BF16 1
 INLINE vf vmadd(vf x, vf w, vf sum, pair) {
-    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // by its intrinsic GCC 12 copies the sum
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(w), "v"(x));  // with the intrinsic, GCC 12 copies the sum
     return sum;
 }
 INLINE vf vpair(vf first, vf second) {  // rounded
@@ -36,7 +36,7 @@ INLINE vf vpair(vf first, vf second) {  // rounded
 }
 #endif
 
-// sum += x [M, span] times tile [span, N * W], both of units U
+// sum += x [M, span] @ tile [span, N * W], both of units U.
 template <class U, int M, int N>
 INLINE void multiply(const float* x, int64_t x_row, const float* tile, int64_t span, vf (&sum)[M][N]) {
     for (int64_t d = 0; d < span; d++, tile += N * W) {

@@ -1,12 +1,12 @@
-// Transposing W rows of 32-bit units in registers.
+// Transposition of W rows of 32-bit units in registers.
 #pragma once
 #include "tile.h"
 
 namespace {
 
-// W rows of w at 2 W columns of 16 bits take W registers: first one per row, then, `transpose`d as 32-bit units, one per pair of
-// columns with a row in each lane. `even` and `odd` widen the two columns of a pair. `lo32` to `hi64` mix two registers
-// as the x86 instructions unpack do, within each 128 bits.
+// W rows of w at 2 W columns of 16 bits take W registers: first one register per row; after `transpose`, of 32-bit
+// units, one register per pair of columns, with a row in each lane. `even` and `odd` widen the two columns of a pair.
+// `lo32` to `hi64` interleave two registers as the x86 unpack instructions do, within each 128 bits.
 #if defined(FLEX_AVX512)
 inline vp vload_pairs(const void* p, int n) {
     if (n == 2 * W) return _mm512_loadu_si512(p);
@@ -54,7 +54,7 @@ INLINE void spread(const vp* b, vp* a) {
 #else
 inline vp vload_pairs(const void* p, int n) {
     vp a = {};
-    if (n == 2 * W) memcpy(&a, p, sizeof a);  // one load; a size unknown to the compiler is a call
+    if (n == 2 * W) memcpy(&a, p, sizeof a);  // a constant size is one load, a variable one a call
     else memcpy(&a, p, size_t(n) * 2);
     return a;
 }
@@ -69,7 +69,7 @@ inline vp lo64(vp a, vp b) { return MIX(0, 1, 4, 5); }
 inline vp hi64(vp a, vp b) { return MIX(2, 3, 6, 7); }
 inline vf even(vp a, bf16) { return (vf)(a << 16); }
 inline vf odd(vp a, bf16) { return (vf)(a & 0xffff0000); }
-inline vf odd(vp a, fp16) {  // as `widen` does
+inline vf odd(vp a, fp16) {  // same computation as `widen`
     vp rest = (a & 0x7fff0000) >> 3;
     vf number = (vf)rest * 0x1p112f, special = (vf)(rest | 0x7f800000);  // infinities and NaN
     return vor(vpick((vi)(rest >= 0x7c00u << 13), special, number), (vf)(a & 0x80000000));
@@ -79,7 +79,7 @@ INLINE void spread(const vp* b, vp* a) { memcpy(a, b, sizeof(vp) * W); }
 #endif
 INLINE void transpose(vp* a) {
     vp b[W];
-    UNROLL for (int i = 0; i < W; i += 4) {  // b[i + j]: rows i to i + 3 at pairs j, j + 4, ...
+    UNROLL for (int i = 0; i < W; i += 4) {  // b[i + j] holds rows i to i + 3 at pairs j, j + 4, ...
         vp p = lo32(a[i], a[i + 1]), q = lo32(a[i + 2], a[i + 3]);
         vp r = hi32(a[i], a[i + 1]), s = hi32(a[i + 2], a[i + 3]);
         b[i] = lo64(p, q), b[i + 1] = hi64(p, q), b[i + 2] = lo64(r, s), b[i + 3] = hi64(r, s);

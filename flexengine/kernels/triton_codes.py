@@ -19,7 +19,7 @@ from flexengine.codec.packed import ROWS, Packed
 from flexengine.kernels.reference import rounded_codes
 from flexengine.kernels.triton_attention import BUFFER, INTERPRETED
 
-FEW = 64  # rows; up to this many, reading weights takes longer than multiplying. Also the rows of a program's tile
+MAX_FUSED_ROWS = 64  # up to this many, reading weights takes longer than multiplying. Also the rows of a program's tile
 DECODED = BUFFER  # bytes of dequantized weights at a time: about the cache of a large GPU, and enough to keep it busy
 ROUNDED = 32  # bytes of scratch per element of x that is rounded to 8 bits
 PROGRAMS = 1024  # programs that keep a GPU busy; columns are divided among programs to reach this number
@@ -46,9 +46,9 @@ def sizes(rows: int, form: Packed) -> Sizes:
     For few rows the columns are cut to get about PROGRAMS programs, but each program has at least four groups.
     """
     down, right = form.blocks
-    tile = min(FEW, max(16, triton.next_power_of_2(rows)))
+    tile = min(MAX_FUSED_ROWS, max(16, triton.next_power_of_2(rows)))
     others = triton.cdiv(down, BLOCKS) * triton.cdiv(rows, tile)
-    runs = max(1, min(PROGRAMS // others, right // 4, 4 * FEW // tile))
+    runs = max(1, min(PROGRAMS // others, right // 4, 4 * MAX_FUSED_ROWS // tile))
     groups = triton.cdiv(right, runs)
     return Sizes(tile, triton.cdiv(right, groups), groups)
 
@@ -62,7 +62,7 @@ def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: 
         int8: round x to 8 bits.
         out: [M, rows] in x's dtype.
     """
-    if int8 or (len(x) <= FEW and x.dtype != torch.float32):
+    if int8 or (len(x) <= MAX_FUSED_ROWS and x.dtype != torch.float32):
         _multiplied(_rounded(x, form) if int8 else _Rows(x if x.stride(-1) == 1 else x.contiguous()), weight, form,
                     bias, out)  # fmt: skip
         return

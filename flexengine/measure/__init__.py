@@ -1,1 +1,1 @@
-"""Measures this machine as the engine uses it, and keeps what it found: see `store.obtain`."""
+"""Measurement of this machine's rates, by the engine's own code, and a cache of the results: see `store.obtain`."""

@@ -1,7 +1,7 @@
-"""How fast attention of a model's own shape is: `Hardware.attention`, through the cache that jobs use.
+"""Measurement of a model's attention for `Hardware.attention`, with the KV cache that jobs use.
 
-Every figure is of a call as the device lane makes it: new keys and values are appended (encoded, where the cache is),
-then decode steps or a piece of a prompt attend.
+Every figure is the time of a call as on the device lane: new keys and values are appended (and encoded if the cache is
+encoded), then attention is computed for decode steps or a prefill chunk.
 """
 
 import time
@@ -35,15 +35,15 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View
 from flexengine.worker.opened import Opened
 
-LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of the sequences that decode, and how many
-PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; cached before a further piece
-UNCACHED = 64 << 20  # bytes of KV that decoding goes through before it begins again
-TRIALS = 12  # caches that are held at once
-LAYERS = 64  # most layers of a trial
-MOST_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between them
-SECONDS, TURNS = 0.12, 3  # for each figure; turns in which that is spent, so that all meet good and bad moments
-TENSOR = TensorFact("w", 1, 1, 1)  # stands for the weights of a layer
-FEW = 1e-7  # seconds at least that are left of a call, its fixed cost taken off
+LENGTHS, SEQUENCES = (128, 512, 2048), 16  # cached tokens of each decoding sequence; number of these sequences
+PROMPTS, PASTS, PIECE = (64, 256, 1024), (512, 1536), 512  # tokens of prompts; tokens before a chunk, and of the chunk
+UNCACHED = 64 << 20  # bytes of KV that decoding reads before it reads the same bytes again
+TRIALS = 12  # caches that exist at once
+LAYERS = 64  # maximum layers of a trial
+MAX_CALLS, WIDTH = 200, 2048  # calls in a turn; rows and columns of the matrix that is multiplied between two calls
+SECONDS, TURNS = 0.12, 3  # for each figure; figures take turns, so that slow moments of the machine affect all equally
+TENSOR = TensorFact("w", 1, 1, 1)  # replaces the weights of a layer
+MIN_CALL_SECONDS = 1e-7  # seconds; minimum of a call's time without its fixed cost
 
 Tables = dict[str, Table]
 Call = Callable[[int], object]
@@ -51,7 +51,13 @@ Call = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Trial:
-    """Sequences of a cache on the device, each with `past` tokens cached and `count` new ones."""
+    """Maker of attention calls to time.
+
+    Attributes:
+        facts: of the model.
+        machine: to measure.
+        dtype: of activations.
+    """
 
     facts: ModelFacts
     machine: Machine
@@ -59,14 +65,21 @@ class Trial:
 
     @contextmanager
     def call(self, sequences: int, past: int, count: int, window: int | None, home: str = "device") -> Iterator[Call]:
-        """Yield what computes one layer's attention of these sequences in one gpu_batch. home: tier of the cache; on
-        the host they decode there."""
+        """Yield a function that computes one layer's attention of one gpu_batch.
+
+        Args:
+            sequences: in the gpu_batch.
+            past: cached tokens of each sequence.
+            count: new tokens of each sequence.
+            window: tokens that a query sees; None for all.
+            home: tier of the cache; for the host, attention is computed on the host.
+        """
         with self._cache(sequences, past, count, home) as (cache, view):
             event = self._event(sequences * count, window)
             yield partial(_on_host if home == "host" else _on_device, cache, view, event)
 
     def layers(self, sequences: int, tokens: int, home: str = "device") -> int:
-        """Layers of a trial: as many as no processor caches, or as have room beside other trials; 0 if not one has."""
+        """Return the layers of a trial: enough to exceed the CPU's caches, limited by free memory; 0 if none fits."""
         page = page_tokens(self.facts, home, tokens)
         one = sequences * pages_for(tokens, page) * page * self.facts.kv_token
         left = room(self.machine, home)
@@ -74,7 +87,7 @@ class Trial:
 
     @contextmanager
     def _cache(self, sequences: int, past: int, count: int, home: str) -> Iterator[tuple[Cache, View]]:
-        """A cache in which these sequences have their pages, filled with numbers, and the view of their gpu_batch."""
+        """Yield a cache with filled pages for these sequences, and the view of their gpu_batch."""
         facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
         away = home == "host"
@@ -87,7 +100,7 @@ class Trial:
         try:
             live = {i: Sequence(i, tokens, 1, past, home=home) for i in range(sequences)}
             size = layout.pools[home][0].page_tokens
-            for number in range(pages_for(tokens, size)):  # in turn, so that pages scatter
+            for number in range(pages_for(tokens, size)):  # in turns, to scatter the pages
                 for sequence in live.values():
                     cache.claim(sequence, (number + 1) * size)
             for layer in range(n):
@@ -105,12 +118,12 @@ class Trial:
 
 
 def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
-    """The number-th call, on the next layer."""
+    """Compute call `number`, on the next layer."""
     return cache.attend(event._replace(layer=number % cache.layers), view, "device", -1)
 
 
 def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
-    """The same where the cache lies on the host, as worker.delegation attends there."""
+    """Compute call `number` for a cache on the host, as worker.delegation does."""
     pool, form = cache.on_host(number % cache.layers)
     q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
     native, at = available.load(), cache.tables(view, event.layer)
@@ -120,23 +133,30 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
 
 @torch.no_grad()
 def measure_attention(opened: Opened, machine: Machine) -> dict[str, Tables]:
-    """Return `Hardware.attention` for every shape of attention that the model has. Takes about two seconds each.
+    """Return `Hardware.attention` for every attention shape of the model. Takes about two seconds per shape.
 
-    What finds no room is left out; a shape without any table is priced by the machine's plain rates. The ledgers stay
-    as they were.
+    Figures that do not fit in memory are left out; the planner uses the machine's general rates for a shape without
+    tables. The ledgers are unchanged afterwards.
     """
     trial = Trial(opened.facts, machine, opened.dtype)
     most = opened.skeleton.context_length or max(LENGTHS)
-    found = {}
+    tables = {}
     with unnoticed(machine):
         for window in dict.fromkeys(opened.facts.windows or (None,)):
-            found[opened.facts.attention_signature(window)] = _measured(trial, window, most)
-    return found
+            tables[opened.facts.attention_signature(window)] = _measured(trial, window, most)
+    return tables
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A call to time, for the table `what` at x. work: bytes or FLOP of a call, 0 where its seconds are asked for."""
+    """A call to time.
+
+    Attributes:
+        what: name of the table.
+        x: position in the table, in tokens.
+        work: bytes or FLOP of a call, for a table of rates; 0 for a table of seconds.
+        call: makes the function to time.
+    """
 
     what: str
     x: int
@@ -145,7 +165,7 @@ class Figure:
 
 
 def _measured(trial: Trial, window: int | None, most: int) -> Tables:
-    """All tables of one shape, for contexts of at most `most` tokens; {} if not even the first figure has room."""
+    """Return all tables of one shape, for contexts of at most `most` tokens; {} if the first figure does not fit."""
     figures, calls = list[Figure](), list[Call]()
     with ExitStack() as stack:
         for figure in _figures(trial, window, most):
@@ -154,45 +174,48 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
                 figures.append(figure)
         if not figures or figures[0].what != "call":
             return {}
-        found: list[list[float]] = [[] for _ in calls]
+        times: list[list[float]] = [[] for _ in calls]
         other = _product(trial)
         for _ in range(TURNS):
-            for call, seconds in zip(calls, found, strict=True):
+            for call, seconds in zip(calls, times, strict=True):
                 seconds += _seconds(call, other, SECONDS / TURNS, trial.machine)
-    took = [median(seconds) for seconds in found]
+    took = [median(seconds) for seconds in times]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
     fixed = took[0]
     for figure, whole in zip(figures, took, strict=True):
-        rest = whole if figure.what == "host" else max(FEW, whole - fixed)
+        rest = whole if figure.what == "host" else max(MIN_CALL_SECONDS, whole - fixed)
         tables[figure.what].append((float(figure.x), figure.work / rest if figure.work else whole))
     return {what: tuple(points) for what, points in tables.items()}
 
 
 def _product(trial: Trial) -> Callable[[], object]:
-    """A product like those of the layers, after which nothing that attention needs lies in a processor's cache."""
+    """Return a function that computes a product like a layer's, which evicts attention's data from the CPU's caches."""
     on, dtype = trial.machine.compute, trial.dtype
     x, weight = (fill(torch.empty(rows, WIDTH, dtype=dtype, device=on)) for rows in (SEQUENCES, WIDTH))
     return lambda: functional.linear(x, weight)
 
 
 def _seconds(call: Call, other: Callable[[], object], budget: float, machine: Machine) -> list[float]:
-    """Seconds of calls, each after `other`, over about `budget` seconds of them; the first does not count."""
-    found, spent = list[float](), 0.0
-    for number in range(MOST_CALLS):
+    """Return the seconds of each call, with `other` called before it, within about `budget` seconds of calls.
+
+    The first call is left out.
+    """
+    times, spent = list[float](), 0.0
+    for number in range(MAX_CALLS):
         other()
         machine.synchronize()
         began = time.perf_counter()
         call(number)
         machine.synchronize()
-        found.append(time.perf_counter() - began)
-        spent += found[-1]
+        times.append(time.perf_counter() - began)
+        spent += times[-1]
         if spent >= budget and number:
             break
-    return found[1:]
+    return times[1:]
 
 
 def _figures(trial: Trial, window: int | None, most: int) -> Iterator[Figure]:
-    """What is timed: first a call with almost nothing to read."""
+    """Yield the figures to time. The first one reads almost no data, and so gives the fixed cost of a call."""
     facts = trial.facts
     yield Figure("call", 1, 0.0, trial.call(1, 15, 1, window))
     apart = not trial.machine.capacity.shared and facts.topk is None
@@ -208,5 +231,5 @@ def _figures(trial: Trial, window: int | None, most: int) -> Iterator[Figure]:
 
 
 def _flop(facts: ModelFacts, past: int, count: int, window: int | None) -> float:
-    """FLOP of a piece of a prompt: 4 per (query, key) pair and element of a query head."""
+    """Return the FLOP of a prefill chunk: 4 per (query, key) pair and element of a query head."""
     return 4.0 * facts.heads * facts.head_dim * Piece(0, past, count, True).pairs(window)

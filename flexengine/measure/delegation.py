@@ -1,7 +1,7 @@
-"""What handing attention to the host and taking it back costs the device, with layers of the model.
+"""Measurement of the device time that delegated attention costs, with layers of the model.
 
-On a GPU these are short gaps between its tasks. Where the device is the CPU itself, lanes that send, attend and fetch
-take its cores for a moment, and all threads of a product wait for the one that lost its core.
+On a GPU these costs are short gaps between its tasks. If the device is the CPU, the lanes that send, attend and fetch
+take cores from it, and all threads of a product wait for the thread that lost its core.
 """
 
 from statistics import median
@@ -21,18 +21,18 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-DEPTH = 8  # layers of a pass at most
-TOKENS, PAGES = 8, 4  # sequences, each with a token to compute; pages of each in the cache
-BATCHES = 2  # the device computes for one gpu_batch while the host attends for the other
-TURNS, SECONDS = 4, 0.15  # with and without delegation, seconds each
+DEPTH = 8  # maximum layers of a pass
+TOKENS, PAGES = 8, 4  # sequences, each with one token to compute; cached pages of each sequence
+BATCHES = 2  # the device computes one gpu_batch while the host computes attention of the other
+TURNS, SECONDS = 4, 0.15  # turns with and without delegation; seconds of each
 
 
 @torch.no_grad()
 def measure_delegation(opened: Opened, machine: Machine) -> float | None:
-    """Return the seconds that a layer of a gpu_batch takes longer if its attention is delegated, beside the seconds of
-    that attention. None where host and device are one memory, or there is no room for a layer.
+    """Return the extra seconds of a layer of a gpu_batch with delegated attention, without the attention itself.
 
-    Takes about two seconds. Afterwards the modules hold what they held before.
+    None if host and device are one memory, or no layer fits in memory. Takes about two seconds. Afterwards the modules
+    have their previous parameters.
     """
     if machine.capacity.shared:
         return None
@@ -56,7 +56,7 @@ def measure_delegation(opened: Opened, machine: Machine) -> float | None:
 
 
 def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) -> float:
-    """Return the seconds of a layer of a gpu_batch."""
+    """Return the seconds of one layer of one gpu_batch."""
     program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
     home = "host" if delegated else "device"
     batches = [Batch((Piece(k, 1, 1, True),), home, "device", delegated) for k in range(BATCHES)]
@@ -65,7 +65,7 @@ def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) 
 
 
 class _Cell:
-    """A gpu_batch of single tokens: its passes, its vectors on the device and on the host, and its cached tokens."""
+    """A gpu_batch of single tokens: its forward passes, its buffers on device and host, and its KV cache."""
 
     def __init__(self, opened: Opened, machine: Machine, regions: Regions, depth: int) -> None:
         self.depth, facts, dtype = depth, opened.facts, opened.dtype
@@ -78,18 +78,18 @@ class _Cell:
         self.lengths = torch.full((TOKENS,), PAGES * PAGE_TOKENS, dtype=torch.int32)
         self.heads = (TOKENS, facts.heads, facts.head_dim)
         size = torch.Size(self.heads).numel() * dtype.itemsize
-        self.near, self.far = (regions.take(tier, size, WHAT, dtype) for tier in ("device", "host"))
-        fill(machine.host.view(self.far))
+        self.device_buffer, self.host_buffer = (regions.take(tier, size, WHAT, dtype) for tier in ("device", "host"))
+        fill(machine.host.view(self.host_buffer))
 
     def perform(self, task: Task) -> None:
-        """Do what a task says."""
+        """Run a task of this gpu_batch."""
         machine, trial = self.machine, self.trial
         if task.op is Op.SEND:
-            machine.host.store(machine.device.view(self.near), self.far)
+            machine.host.store(machine.device.view(self.device_buffer), self.host_buffer)
         elif task.op is Op.FETCH:
-            machine.host.load(self.far, machine.device.view(self.near))
+            machine.host.load(self.host_buffer, machine.device.view(self.device_buffer))
         elif task.op is Op.ATTEND:
-            queries = machine.host.view(self.far)
+            queries = machine.host.view(self.host_buffer)
             out = self.kernels.decode(queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale)
             queries.copy_(out.view(-1))
         elif task.op is Op.FINISH:
@@ -103,9 +103,9 @@ class _Cell:
                 trial.layer()
 
     def _project(self) -> None:
-        """Compute a layer up to its attention, and put its queries down."""
+        """Compute a layer up to its attention, and copy its queries to the device buffer."""
         trial = self.trial
         attend = trial.attention()
-        near = self.machine.device.view(self.near)
-        near.copy_(attend.q.reshape(-1)[: len(near)])
+        buffer = self.machine.device.view(self.device_buffer)
+        buffer.copy_(attend.q.reshape(-1)[: len(buffer)])
         self.answer = trial.answer(attend)

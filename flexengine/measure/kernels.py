@@ -1,4 +1,4 @@
-"""How fast this machine's kernels are: matrix products, attention, what is done element by element."""
+"""Measurement of this machine's kernels: matrix products, attention, elementwise operations."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,21 +24,22 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
 ROWS = (1, 4, 16, 64, 256, 512)  # of activations
-# Rows and columns of matrices; bytes of all, and of a KV pool: more than caches hold, as when weights are streamed.
+# (rows and columns of a matrix, bytes of all matrices and of a KV pool), for a CPU and a GPU. The bytes exceed the
+# caches, as in jobs that stream weights.
 SMALL, LARGE = (2048, 128 << 20), (8192, 1 << 30)
-NARROW = (torch.float32, torch.float16, torch.bfloat16)
-WIDTH = 2048  # of what is done element by element
+NARROW = (torch.float32, torch.float16, torch.bfloat16)  # dtypes of weights for fp32 activations on a CPU
+WIDTH = 2048  # columns for elementwise operations
 PROMPTS, LENGTHS = (32, 128, 512), (64, 512, 2048)
 HEADS, HEAD_DIM, SEQUENCES = 32, 64, 16
-GROUP = 8  # queries per KV head, where computing rather than reading limits decode attention
+GROUP = 8  # queries per KV head; with this many, arithmetic, not memory, limits decode attention
 SECONDS = 0.1  # for each figure
-TURNS, WINDOW = 4, 0.08  # alone and together, seconds each
-BESIDE, MOVED = 32, 4 << 20  # rows of products, bytes of transfers that slow each other
+TURNS, WINDOW = 4, 0.08  # turns alone and together; seconds of each
+BESIDE, MOVED = 32, 4 << 20  # rows of products, and bytes of transfers, that run at the same time
 
 
 @dataclass(frozen=True)
 class KernelRates:
-    """Fields of `Hardware` of these names."""
+    """Measured fields of `Hardware`, under the same names; see there."""
 
     products: Mapping[str, Table]
     prompt_attention: Table
@@ -55,9 +56,13 @@ class KernelRates:
 
 @torch.no_grad()
 def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
-    """Rates of the kernels where activations are of `dtype`. Takes about five seconds; the ledgers stay as they were.
+    """Return the rates of the kernels for activations of `dtype`.
 
-    Matrices and KV lie in the device tier, in memory of the kind the engine takes. Raises OutOfMemory if there is none.
+    Takes about five seconds. Matrices and KV are allocated from the tiers, as in a job. The ledgers are unchanged
+    afterwards.
+
+    Raises:
+        OutOfMemory: a tier has no free memory.
     """
     native = available.load()
     kernels = available.load_for(machine.compute)
@@ -76,10 +81,10 @@ def measure_kernels(machine: Machine, dtype: torch.dtype) -> KernelRates:
 
 
 def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
-    """By dtype that matrices are held in: 16-bit ones meet fp32 activations on a CPU only."""
+    """Return FLOP/s of products by dtype of the weights; only a CPU multiplies 16-bit weights by fp32 activations."""
     on_cpu = machine.compute.type == "cpu"
     dtypes = NARROW if on_cpu and dtype == torch.float32 else (dtype,)
-    found = {}
+    tables = {}
     for held in dtypes:
         with products(machine, dtype, held) as product:
             table = []
@@ -87,13 +92,18 @@ def _products(machine: Machine, dtype: torch.dtype) -> dict[str, Table]:
                 work = product(rows)
                 seconds = seconds_per_call(work.call, SECONDS, machine)
                 table.append((float(rows), work.flop / seconds))
-            found[str(held).removeprefix("torch.")] = tuple(table)
-    return found
+            tables[str(held).removeprefix("torch.")] = tuple(table)
+    return tables
 
 
 @dataclass(frozen=True)
 class Work:
-    """call(i): the i-th product; flop: of each."""
+    """Products to time.
+
+    Attributes:
+        call: call(i) computes product number i.
+        flop: of each product.
+    """
 
     call: Callable[[int], object]
     flop: float
@@ -101,7 +111,13 @@ class Work:
 
 @contextmanager
 def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterator[Callable[[int], Work]]:
-    """Products of so many rows with one after the other of a set of matrices that no cache holds."""
+    """Yield a function that makes products for a number of rows; they cycle through matrices that exceed the caches.
+
+    Args:
+        machine: to measure.
+        dtype: of activations.
+        held: dtype of the matrices.
+    """
     width, working = SMALL if machine.compute.type == "cpu" else LARGE
     width = min(width, int((room(machine, "device") / held.itemsize) ** 0.5) // 16 * 16)
     size = width * width * held.itemsize
@@ -121,8 +137,8 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
 
 
 def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
-    """FLOP/s of causal attention: 2 a multiply-add, in q @ k and in weights @ v, of the pairs that are seen."""
-    found = []
+    """Return FLOP/s of causal attention: 2 per multiply-add, in q @ k and in weights @ v, of visible pairs."""
+    points = []
     for tokens in PROMPTS:
         shape = (1, tokens, HEADS, HEAD_DIM)
         q, k, v = (fill(torch.empty(shape, dtype=dtype, device=machine.compute), 1.0) for _ in range(3))
@@ -131,21 +147,31 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
             return kernels.attend_prompt(q, k, v, HEAD_DIM**-0.5)
 
         flop = 4.0 * HEADS * HEAD_DIM * tokens * (tokens + 1) / 2
-        found.append((float(tokens), flop / seconds_per_call(call, SECONDS, machine)))
-    return tuple(found)
+        points.append((float(tokens), flop / seconds_per_call(call, SECONDS, machine)))
+    return tuple(points)
 
 
 def _vector_flops(decode: Table, dtype: torch.dtype) -> float:
-    """`Hardware.vector_flops` from bytes of KV per second with GROUP queries per KV head: 2 FLOP for each of them and
-    element. Memory may have been the limit, so it is at least that much."""
+    """Return `Hardware.vector_flops` from the bytes of KV per second with GROUP queries per KV head.
+
+    A query takes 2 FLOP per element. If memory was the limit, the true value is higher.
+    """
     return decode[0][1] / dtype.itemsize * 2 * GROUP
 
 
 def _decode(
     machine: Machine, tier: str, kernels: Kernels, dtype: torch.dtype, lengths: Sequence[int], group: int = 1
 ) -> Table:
-    """Bytes of KV per second, of SEQUENCES sequences of each length with `group` queries per KV head; their pages lie
-    anywhere in a pool of `tier`."""
+    """Return the bytes of KV per second of decode attention by length.
+
+    Args:
+        machine: to measure.
+        tier: of the KV pool, in which each sequence has random pages.
+        kernels: to measure.
+        dtype: of queries and pool.
+        lengths: tokens of each of SEQUENCES sequences.
+        group: queries per KV head.
+    """
     working = min(SMALL[1] if machine.compute.type == "cpu" else LARGE[1], room(machine, tier))
     one = 2 * PAGE_TOKENS * HEAD_DIM * dtype.itemsize
     heads = max(1, min(HEADS // group, working // one))
@@ -156,7 +182,7 @@ def _decode(
         pool = fill(machine.tier(tier).view(regions.take(tier, pages * page, WHAT, dtype)))
         pool = pool.view(pages, 2, heads, PAGE_TOKENS, HEAD_DIM)
         q = fill(torch.empty(SEQUENCES, group * heads, HEAD_DIM, dtype=dtype, device=pool.device), 1.0)
-        found = []
+        points = []
         for length in lengths:
             tables = torch.randint(pages, (8, SEQUENCES, length // PAGE_TOKENS), generator=generator, dtype=torch.int32)
             tables, held = tables.to(pool.device), torch.full((SEQUENCES,), length, dtype=torch.int32).to(pool.device)
@@ -165,14 +191,14 @@ def _decode(
                 return kernels.decode(q, pool, tables[i % len(tables)], held, HEAD_DIM**-0.5)
 
             seconds = seconds_per_call(call, SECONDS, machine)
-            found.append((float(length), SEQUENCES * length * page / PAGE_TOKENS / seconds))
-        return tuple(found)
+            points.append((float(length), SEQUENCES * length * page / PAGE_TOKENS / seconds))
+        return tuple(points)
     finally:
         regions.free()
 
 
 def _elementwise(machine: Machine, dtype: torch.dtype) -> float:
-    """Bytes read and written per second: a layer norm (one in, one out), a residual (two, one), a GELU (one, one)."""
+    """Return bytes read and written per second by a layer norm (1 in, 1 out), a residual (2, 1) and a GELU (1, 1)."""
     x, y = (fill(torch.empty(512, WIDTH, dtype=dtype, device=machine.compute), 1.0) for _ in range(2))
 
     def call(_: int) -> object:
@@ -183,23 +209,27 @@ def _elementwise(machine: Machine, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, dict[str, float]]:
-    """`Hardware.crosstalk` between computing and what the CPU does beside it: reading the checkpoint and, where the
-    host's memory is copied by the CPU too, h2d.
+    """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time.
 
-    With a, how many times slower products get beside transfers, and b, transfers beside products: products that take c
-    alone and transfers that take d end together after max(d + c a (1 - 1/b), c + d b (1 - 1/a)).
+    These transfers are reads of the checkpoint and, if the CPU is the compute device, h2d. Let a be the factor by which
+    products slow down during transfers, and b the factor by which transfers slow down during products. Then products
+    that take c seconds alone and transfers that take d seconds alone end together after
+    max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
     """
-    found: dict[str, dict[str, float]] = {}
+    crosstalk: dict[str, dict[str, float]] = {}
     with unnoticed(machine), readable(machine, checkpoint) as files:
         for lane in ("disk_read", "h2d") if machine.compute.type == "cpu" else ("disk_read",):
             a, b = _slowdowns(machine, lane, files)
-            found.setdefault(lane, {})["device"] = min(1.0, max(0.0, a * (1 - 1 / b)))
-            found.setdefault("device", {})[lane] = min(1.0, max(0.0, b * (1 - 1 / a)))
-    return found
+            crosstalk.setdefault(lane, {})["device"] = min(1.0, max(0.0, a * (1 - 1 / b)))
+            crosstalk.setdefault("device", {})[lane] = min(1.0, max(0.0, b * (1 - 1 / a)))
+    return crosstalk
 
 
 def _slowdowns(machine: Machine, lane: str, files: Mapping[Path, int]) -> tuple[float, float]:
-    """How many times slower products, and transfers, get beside the other. Alone and together take turns."""
+    """Return the factors by which products, and transfers, slow down if both run at the same time.
+
+    Runs alone and together take turns.
+    """
     on_cpu = machine.compute.type == "cpu"
     dtype, held = (torch.float32 if on_cpu else torch.bfloat16), torch.bfloat16
     rates: dict[str, list[float]] = {name: [] for name in ("product", "transfer", "product beside", "transfer beside")}
@@ -211,12 +241,12 @@ def _slowdowns(machine: Machine, lane: str, files: Mapping[Path, int]) -> tuple[
             slowed, together = beside(transfer, lane, lambda: _rate(call, machine.synchronize, WINDOW))
             rates["transfer beside"].append(slowed)
             rates["product beside"].append(together)
-    middle = {name: median(found) for name, found in rates.items()}
+    middle = {name: median(values) for name, values in rates.items()}
     return middle["product"] / middle["product beside"], middle["transfer"] / middle["transfer beside"]
 
 
 def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: float) -> float:
-    """Calls per second, over so many seconds and at least one call."""
+    """Return the calls per second, over about `seconds` and at least one call; `settle` waits for each call's work."""
     began, number = time.perf_counter(), 0
     while not number or time.perf_counter() - began < seconds:
         call(number)
@@ -227,20 +257,20 @@ def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: fl
 
 @contextmanager
 def _transfers(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Callable[[int], object]]:
-    """Transfers of a lane, of MOVED bytes where there is room."""
+    """Yield a function that makes transfer number i of a lane, of at most MOVED bytes."""
     staged = lane == "disk_read" and not machine.capacity.shared
     size = min(MOVED, room(machine, "device", "host"), max(files.values())) // ALIGN * ALIGN or ALIGN
     regions = Regions(machine)
     try:
         tier = "host" if staged else "device"
-        near = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16)))
+        target = fill(machine.tier(tier).view(regions.take(tier, size, WHAT, torch.bfloat16)))
         if lane == "disk_read":
             stream = stretches(machine, files, size)
-            yield lambda i: machine.disk.load_all([(next(stream), near)])
+            yield lambda i: machine.disk.load_all([(next(stream), target)])
         else:
             count = max(1, min(32, room(machine, "host") // size))
             home = regions.take("host", count * size, WHAT, torch.bfloat16)
             fill(machine.host.view(home))
-            yield lambda i: machine.host.load_all([(home.part(i % count * size, size), near)])
+            yield lambda i: machine.host.load_all([(home.part(i % count * size, size), target)])
     finally:
         regions.free()

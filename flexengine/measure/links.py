@@ -1,4 +1,4 @@
-"""How fast bytes cross each link, measured through the tiers themselves, so that throttles and detours count."""
+"""Measurement of each link's rate through the tiers, so that throttling and staging are included."""
 
 import os
 import tempfile
@@ -28,23 +28,28 @@ KIB, MIB = 1 << 10, 1 << 20
 COPIES = (64 * KIB, MIB, 16 * MIB, 64 * MIB)  # bytes of a transfer
 SPILLS = (64 * KIB, 256 * KIB, MIB, 8 * MIB)
 READS = (32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
-COPIED = 128 * MIB  # of each memory, which no cache holds
-SPILLED = 256 * MIB  # most of the offload directory
-LEAST_CHECKPOINT = 256 * MIB  # less of it says little about larger models, and a file is written instead
-WRITTEN = 128 * MIB  # of that file
-TOUCHED, PAGE = 640 * MIB, 4096
-WIDTH = 512  # of products that keep the processor busy
+COPIED = 128 * MIB  # bytes of each memory, more than the caches hold
+SPILLED = 256 * MIB  # maximum bytes in the offload directory
+LEAST_CHECKPOINT = 256 * MIB  # bytes; a smaller checkpoint is not representative, so a file is written instead
+WRITTEN = 128 * MIB  # bytes of this file
+TOUCHED, PAGE = 640 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
+WIDTH = 512  # rows and columns of products that keep the CPU busy
 COPY_SECONDS, SPILL_SECONDS, READ_SECONDS = 0.1, 0.4, 0.8  # for each size
-TURNS = 4  # in which sizes are tried one after the other
+TURNS = 4  # turns of all sizes
 PATIENCE = 1.0  # seconds; a size whose single transfer would take longer is left out
 WHAT = "measuring"
-DTYPE = torch.bfloat16  # of what is moved; it lands as it is
+DTYPE = torch.bfloat16  # of all transfers, which do not convert
 
 
 @dataclass(frozen=True)
 class LinkRates:
-    """links: by lane (bytes of a transfer, bytes per second); checkpoint_read: the same of the model's own files;
-    touch: bytes per second of RAM that is used for the first time; touch_busy: the same while the processor computes.
+    """Measured rates of links and page faults.
+
+    Attributes:
+        links: by lane, (bytes of a transfer, bytes per second).
+        checkpoint_read: the same for reads of the model's own files.
+        touch: bytes per second of RAM that is written for the first time.
+        touch_busy: the same while the CPU computes.
     """
 
     links: Mapping[str, Table]
@@ -54,10 +59,17 @@ class LinkRates:
 
 
 def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRates:
-    """Rates of this machine's links. checkpoint: the model's safetensors files, where there are any.
+    """Return the rates of this machine's links.
 
-    Takes about ten seconds, and leaves the ledgers as they were. Raises OutOfMemory if not even a few pages are free,
-    InvalidInput if the offload directory cannot be written.
+    Takes about ten seconds. The ledgers are unchanged afterwards.
+
+    Args:
+        machine: to measure.
+        checkpoint: the model's safetensors files; empty if there are none.
+
+    Raises:
+        OutOfMemory: fewer than a few pages of memory are free.
+        InvalidInput: the offload directory cannot be written.
     """
     load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
@@ -66,34 +78,42 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
 
 
-def _sizes(wanted: Sequence[int], most: int) -> list[int]:
-    """Those that fit, or the largest that does."""
-    return [size for size in wanted if size <= most] or [max(ALIGN, most // ALIGN * ALIGN)]
+def _sizes(sizes: Sequence[int], most: int) -> list[int]:
+    """Return the sizes of at most `most` bytes, or one size near `most` if none is so small."""
+    return [size for size in sizes if size <= most] or [max(ALIGN, most // ALIGN * ALIGN)]
 
 
 def _table(sizes: Iterable[int], budget: float, call: Callable[[int, int], object], machine: Machine) -> Table:
-    """(size, bytes per second) of call(size, number), `budget` seconds of each size. Sizes take turns, and a rate is
-    the mean, as a disk has good and bad moments of its own and a job meets them all."""
-    wanted, spent, calls = list(sizes), dict[int, float](), dict[int, int]()
-    each = 0.0  # seconds of a byte at the size before
-    for size in list(wanted):
+    """Return (size, bytes per second) for each size.
+
+    Sizes take turns, and a rate is a mean over all turns, as the rate of a disk changes with time.
+
+    Args:
+        sizes: bytes of a transfer, ascending.
+        budget: seconds for each size.
+        call: call(size, number) makes transfer `number`.
+        machine: to synchronise with.
+    """
+    chosen, spent, calls = list(sizes), dict[int, float](), dict[int, int]()
+    each = 0.0  # seconds per byte at the previous size
+    for size in list(chosen):
         if size * each > PATIENCE:
-            wanted = wanted[: wanted.index(size)]
+            chosen = chosen[: chosen.index(size)]
             break
         seconds, count = _turn(partial(call, size), budget / TURNS, 0, machine)
         each = seconds / count / size
-        if seconds > budget:  # so slow that it needs no warming up
+        if seconds > budget:  # a slow transfer needs no warm-up
             spent[size], calls[size] = seconds, count
-    for size in wanted * TURNS:
+    for size in chosen * TURNS:
         if spent.get(size, 0.0) < budget:
             first = calls.get(size, 0)
             seconds, count = _turn(partial(call, size), budget / TURNS, first, machine)
             spent[size], calls[size] = spent.get(size, 0.0) + seconds, first + count
-    return tuple((float(size), size * calls[size] / spent[size]) for size in wanted)
+    return tuple((float(size), size * calls[size] / spent[size]) for size in chosen)
 
 
 def _turn(call: Callable[[int], object], budget: float, first: int, machine: Machine) -> tuple[float, int]:
-    """(seconds, number) of calls within about `budget` seconds, one at least."""
+    """Make calls for about `budget` seconds, at least one. Return (seconds, number of calls)."""
     began, count = time.perf_counter(), 0
     while not count or time.perf_counter() - began < budget:
         call(first + count)
@@ -103,12 +123,13 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
 
 
 def _touch(most: int) -> tuple[float, float]:
-    """Return the bytes per second of RAM written to for the first time, alone and while the processor computes: page
-    faults in a fresh mapping. Its first two fifths use recently freed pages, which a virtual machine's kernel hands out
-    ten times faster.
+    """Return the bytes per second of RAM that is written for the first time, alone and while the CPU computes.
+
+    This is the rate of page faults in a fresh mapping. The first two fifths of the mapping are left out: they use
+    recently freed pages, which the kernel of a virtual machine provides ten times faster.
 
     Args:
-        most: bytes that may be taken.
+        most: bytes that may be allocated.
     """
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
     fifth = len(fresh) // 5
@@ -120,69 +141,71 @@ def _touch(most: int) -> tuple[float, float]:
 
 
 def _faults(fresh: torch.Tensor) -> float:
-    """Return the bytes per second at which every page of it is written to."""
+    """Return the bytes per second at which one byte of every page of `fresh` is written."""
     began = time.perf_counter()
     fresh[::PAGE] = 1
     return len(fresh) / (time.perf_counter() - began)
 
 
 def _copies(machine: Machine) -> dict[str, Table]:
-    """h2d and, where the device has a memory of its own, d2h."""
+    """Return the rates of h2d and, if the device has its own memory, of d2h."""
     most = min(COPIED, room(machine, "device", "host"))
     sizes = _sizes(COPIES, most // 2)
     total = max(sizes[-1], most // sizes[-1] * sizes[-1])
     regions = Regions(machine)
     try:
-        home, near = (regions.take(tier, total, WHAT, DTYPE) for tier in ("host", "device"))
-        fill(machine.host.view(home))
-        target = fill(machine.device.view(near))
+        host, device = (regions.take(tier, total, WHAT, DTYPE) for tier in ("host", "device"))
+        fill(machine.host.view(host))
+        target = fill(machine.device.view(device))
 
         def load(size: int, i: int) -> None:
-            part, at = _part(home, size, i), _at(total, size, i) // DTYPE.itemsize
-            machine.host.load_all([(part, target[at : at + size // DTYPE.itemsize])])
+            part, first = _part(host, size, i), _offset(total, size, i) // DTYPE.itemsize
+            machine.host.load_all([(part, target[first : first + size // DTYPE.itemsize])])
 
         def store(size: int, i: int) -> None:
-            part, at = _part(home, size, i), _at(total, size, i) // DTYPE.itemsize
-            machine.host.store(target[at : at + size // DTYPE.itemsize], part)
+            part, first = _part(host, size, i), _offset(total, size, i) // DTYPE.itemsize
+            machine.host.store(target[first : first + size // DTYPE.itemsize], part)
 
-        found = {"h2d": _table(sizes, COPY_SECONDS, load, machine)}
+        tables = {"h2d": _table(sizes, COPY_SECONDS, load, machine)}
         if not machine.capacity.shared:
-            found["d2h"] = _table(sizes, COPY_SECONDS, store, machine)
+            tables["d2h"] = _table(sizes, COPY_SECONDS, store, machine)
     finally:
         regions.free()
-    return found
+    return tables
 
 
-def _at(total: int, size: int, i: int) -> int:
-    """Where the i-th of the transfers that walk through `total` bytes begins."""
+def _offset(total: int, size: int, i: int) -> int:
+    """Return the first byte of transfer i, of transfers of `size` that cycle through `total` bytes."""
     return i % max(1, total // size) * size
 
 
-def _part(home: Home, size: int, i: int) -> Home:
-    return home.part(_at(home.nbytes, size, i), size)
+def _part(region: Home, size: int, i: int) -> Home:
+    return region.part(_offset(region.nbytes, size, i), size)
 
 
 def _spills(machine: Machine) -> dict[str, Table]:
-    """disk_write and disk_read of the offload directory. Where its files are read directly no cache answers; where
-    they cannot be, a cache answers the engine as well."""
+    """Return the rates of disk_write and disk_read in the offload directory.
+
+    With direct I/O no cache is involved. Without it, the page cache serves jobs as well as this measurement.
+    """
     tier = "device" if machine.capacity.shared else "host"
     sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, "disk")))
     total = max(sizes[-1], min(SPILLED, room(machine, "disk")) // sizes[-1] * sizes[-1])
     regions = Regions(machine)
     try:
         spill = regions.take("disk", total, WHAT, DTYPE)
-        near = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
-        fill(near)
+        buffer = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
+        fill(buffer)
         written = sizes[-1]
 
         def write(size: int, i: int) -> None:
             nonlocal written
             part = _part(spill, size, i)
-            machine.disk.store(near[: size // DTYPE.itemsize], part)
+            machine.disk.store(buffer[: size // DTYPE.itemsize], part)
             written = max(written, part.start - spill.start + size)
 
-        def read(size: int, i: int) -> None:  # only what was written: a gap is read without the disk
-            machine.disk.load_all([(_part(spill.part(0, written), size, i), near[: size // DTYPE.itemsize])])
+        def read(size: int, i: int) -> None:  # only written bytes, as reads of a gap do not reach the disk
+            machine.disk.load_all([(_part(spill.part(0, written), size, i), buffer[: size // DTYPE.itemsize])])
 
         writes = _table(sizes, SPILL_SECONDS, write, machine)
         return {"disk_write": writes, "disk_read": _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)}
@@ -191,23 +214,24 @@ def _spills(machine: Machine) -> dict[str, Table]:
 
 
 def _assumed_spills(machine: Machine) -> dict[str, Table]:
-    """Return assumed rates of an offload directory that cannot be used; no plan uses it either."""
+    """Return assumed rates for an offload directory that cannot be used, and that no plan uses."""
     links = assumed(machine.kind, machine.capacity).links
     return {lane: links[lane] for lane in ("disk_write", "disk_read")}
 
 
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
+    """Return the rate of reads of the model's files, or of a file made for this."""
     tier = "device" if machine.capacity.shared else "host"
     regions = Regions(machine)
     try:
         with readable(machine, checkpoint) as files:
             sizes = _sizes(READS, min(room(machine, tier), max(files.values())))
-            near = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE)))
+            target = fill(machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE)))
             streams = {size: stretches(machine, files, size) for size in sizes}
 
-            def read(size: int, i: int) -> None:  # to a new place each time, as slots are not in the cache either
-                at = _at(sizes[-1], size, i) // DTYPE.itemsize
-                machine.disk.load_all([(next(streams[size]), near[at : at + size // DTYPE.itemsize])])
+            def read(size: int, i: int) -> None:  # to another offset each time, as weight slots are not cached either
+                first = _offset(sizes[-1], size, i) // DTYPE.itemsize
+                machine.disk.load_all([(next(streams[size]), target[first : first + size // DTYPE.itemsize])])
 
             return _table(sizes, READ_SECONDS, read, machine)
     finally:
@@ -215,7 +239,7 @@ def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
 
 
 def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Home]:
-    """Stretches of `size` bytes, one after the other through all files, over and over."""
+    """Yield regions of `size` bytes, in order through all files, endlessly."""
     while True:
         for path, length in files.items():
             for start in range(0, length - size + 1, size):
@@ -224,7 +248,7 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 
 @contextmanager
 def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
-    """Files to read, with their bytes, none of them cached: the model's own or, if it is small, one made for this."""
+    """Yield files to read, with their bytes, none in the page cache: the model's own, or a new file if it is small."""
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
     if sum(own.values()) >= LEAST_CHECKPOINT or (own and machine.no_offload):
         for path in own:
@@ -238,7 +262,7 @@ def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path
 
 @contextmanager
 def _made(machine: Machine) -> Iterator[dict[Path, int]]:
-    """A file beside the spill file. It loses its name as soon as the tier has it open, so that nothing stays behind."""
+    """Yield a new file in the offload directory. It loses its name once the tier has opened it, so no file remains."""
     if machine.no_offload:
         raise InvalidInput(machine.no_offload)
     regions = Regions(machine)
@@ -254,14 +278,14 @@ def _made(machine: Machine) -> Iterator[dict[Path, int]]:
                 os.unlink(name)
             yield {Path(name): length}
         finally:
-            os.ftruncate(file, 0)  # the tier keeps it open, but it takes no room
+            os.ftruncate(file, 0)  # the tier still has the file open; truncated, it takes no space
             os.close(file)
     finally:
         regions.free()
 
 
 def _write(file: int, most: int) -> int:
-    """Bytes written and synced within about a second."""
+    """Write to `file` for about PATIENCE seconds, with fdatasync. Return the number of bytes, at most `most`."""
     block = fill(torch.empty(8 * MIB, dtype=torch.uint8), 50.0).numpy().data
     began, done = time.perf_counter(), 0
     while done < most and (not done or time.perf_counter() - began < PATIENCE):
@@ -271,11 +295,12 @@ def _write(file: int, most: int) -> int:
 
 
 def offload_directory(machine: Machine) -> Path:
+    """Return the directory of the spill file."""
     return disk_of(machine).directory
 
 
 def disk_of(machine: Machine) -> DiskTier:
-    """Return the disk itself, without what slows it down."""
+    """Return the disk tier without its throttle."""
     disk = machine.disk.inner if isinstance(machine.disk, Throttled) else machine.disk
     assert isinstance(disk, DiskTier)
     return disk

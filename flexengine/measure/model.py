@@ -1,4 +1,4 @@
-"""How long the layers and the head of one model take, with random weights in its own modules; no checkpoint is read."""
+"""Measurement of a model's layers and head, with random weights in the model's own modules. No checkpoint is read."""
 
 import time
 from collections import defaultdict
@@ -25,15 +25,15 @@ from flexengine.plan.sizes import aligned
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
-# Tokens of a gpu_batch, those first that tell most: between them rates are interpolated, and constant beyond. The first
-# NEEDED are measured however long they take, the others while there is time. Products of torch are up to a third faster
-# where the number of tokens is a multiple of 16; 20 and 40 are no such multiples.
+# Tokens of a gpu_batch, the most important ones first. Rates are interpolated between them, and constant outside. The
+# first NEEDED are always measured, the others if there is time. torch's products are up to a third faster if the number
+# of tokens is a multiple of 16; 20 and 40 are not.
 TOKENS, NEEDED = (64, 1, 256, 20, 512, 16, 4, 40, 2048, 128, 32, 8), 2
 ROWS = (1, 8, 64)  # of logits
-UNCACHED = 100 << 20  # bytes of layers to walk through, so that none is still cached when its turn comes
-LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for all sizes of layers, for each of the head
-PASSES = 12  # at most, for each size
-START = ""  # what a pass does before its first layer
+UNCACHED = 100 << 20  # bytes of layers, so that the CPU's caches hold no layer when it is computed again
+LAYER_SECONDS, HEAD_SECONDS = 8.0, 0.4  # for layers with all numbers of tokens; for each size of the head
+PASSES = 12  # maximum for each number of tokens
+START = ""  # key for the part of a pass before its first layer
 
 
 def measure_model(
@@ -43,11 +43,18 @@ def measure_model(
     machine: Machine,
     most_tokens: int = 2048,
 ) -> tuple[dict[str, Table], dict[str, Table]]:
-    """Tables as in `Hardware.layers` and `Hardware.heads`: seconds of a layer by tokens, without its attention, and of
-    logits and greedy tokens by rows, with what a pass costs before its first layer.
+    """Return tables as in `Hardware.layers` and `Hardware.heads`.
 
-    What does not fit into the memory there is, or into the time, is missing. Takes about ten seconds. Afterwards the
-    skeleton's modules hold what they held before.
+    These are seconds of a layer by tokens, without its attention, and seconds of logits and greedy tokens by rows,
+    including the part of a pass before its first layer. Entries that do not fit in memory or in the time are missing.
+    Takes about ten seconds. Afterwards the skeleton's modules have their previous parameters.
+
+    Args:
+        skeleton: the model.
+        facts: of the model.
+        held: dtype of each parameter on the device.
+        machine: to measure.
+        most_tokens: maximum tokens of a gpu_batch.
     """
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
@@ -58,15 +65,15 @@ def measure_model(
 def _layers(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, tokens: Sequence[int]
 ) -> tuple[dict[str, Table], float]:
-    """Seconds by signature and tokens, and those of a pass of one token before its first layer."""
+    """Return seconds by signature and tokens, and the seconds of a one-token pass before its first layer."""
     with random_weights(skeleton, names, held, machine) as bound:
-        found = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
+        times = time_layers(skeleton, names[:bound], machine, tokens, LAYER_SECONDS) if bound else {}
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)
-    for n in sorted(found):
-        for name, seconds in found[n].items():
+    for n in sorted(times):
+        for name, seconds in times[n].items():
             if name != START:
                 tables[name].append((float(n), seconds))
-    return {name: _smooth(points) for name, points in tables.items()}, found.get(1, {}).get(START, 0.0)
+    return {name: _smooth(points) for name, points in tables.items()}, times.get(1, {}).get(START, 0.0)
 
 
 def _smooth(points: Sequence[tuple[float, float]]) -> Table:
@@ -78,19 +85,28 @@ def _smooth(points: Sequence[tuple[float, float]]) -> Table:
 def time_layers(
     skeleton: Skeleton, names: Sequence[str], machine: Machine, tokens: Sequence[int], budget: float
 ) -> dict[int, dict[str, float]]:
-    """By tokens, seconds of a layer by signature, and as START of what comes before the first. The layers named have
-    weights. Sizes take turns for `budget` seconds, so that each meets the machine's good and bad moments; the first
-    NEEDED are timed in any case, the others if there is time for the pass they are thought to take."""
+    """Return, by tokens, the seconds of a layer by signature, and under START of the part before the first layer.
+
+    Numbers of tokens take turns, so that slow moments of the machine affect all equally. The first NEEDED are always
+    timed, the others if the expected time of a pass is left.
+
+    Args:
+        skeleton: its layers in `names` have weights.
+        names: signature of each layer.
+        machine: to measure.
+        tokens: numbers of tokens, the most important first.
+        budget: seconds for all of them.
+    """
     trials = {n: Trial(skeleton, machine, n) for n in tokens}
     found: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
-    cold: dict[int, tuple[str, float]] = {}  # the very first layer of a size meets cold code: better than nothing
+    cold: dict[int, tuple[str, float]] = {}  # time of the very first layer, used if there is no other
     took: dict[int, float] = {}
     end = time.perf_counter() + budget
     for number, (i, n) in product(range(PASSES), enumerate(tokens)):
         began = time.perf_counter()
         least = not number and i < NEEDED
-        thought = took[n] if n in took else took.get(tokens[0], 0.0) * max(1.0, n / tokens[0])
-        if not least and end - began < thought:
+        expected = took[n] if n in took else took.get(tokens[0], 0.0) * max(1.0, n / tokens[0])
+        if not least and end - began < expected:
             continue
         for layer, seconds in trials[n].walk(len(names)):
             if layer == number == 0:
@@ -108,7 +124,16 @@ def time_layers(
 
 @dataclass
 class Trial:
-    """Passes of `tokens` packed tokens through a skeleton whose first layers have weights; attention costs nothing."""
+    """Passes of packed tokens through a skeleton whose first layers have weights. Attention is left out.
+
+    Attributes:
+        skeleton: the model.
+        machine: to compute on.
+        tokens: packed tokens of a pass.
+        answers: outputs of attention by shape, filled once.
+        forward: the pass under way, None between passes.
+        event: pause of the pass under way.
+    """
 
     skeleton: Skeleton
     machine: Machine
@@ -118,7 +143,7 @@ class Trial:
     event: Pause = field(init=False)
 
     def walk(self, count: int) -> Iterator[tuple[int, float]]:
-        """(layer, seconds) of the first `count` layers; layer -1 is what comes before them."""
+        """Run a pass and yield (layer, seconds) for the first `count` layers; layer -1 is the part before them."""
         began = self.begin()
         yield -1, time.perf_counter() - began
         while isinstance(self.event, Layer) and self.event.index < count:
@@ -127,7 +152,7 @@ class Trial:
             yield layer, time.perf_counter() - began
 
     def begin(self) -> float:
-        """Starts a pass, up to its first layer; when the model itself began."""
+        """Start a pass and run it up to its first layer. Return the time.perf_counter at which the model started."""
         self.end()
         inputs, rows = self._inputs()
         self.machine.synchronize()
@@ -139,23 +164,23 @@ class Trial:
         return began
 
     def end(self) -> None:
-        """Ends a pass under way, whose tensors would stay else. In the thread that began it."""
+        """End the pass under way, which frees its tensors. Must be called in the thread that began the pass."""
         if self.forward is not None:
             self.forward.end()
             self.forward = None
 
     @staticmethod
     def end_all(trials: "Sequence[Trial]") -> None:
-        """Ends the passes of several trials."""
+        """End the passes of several trials."""
         for trial in trials:
             trial.end()
 
     def layer(self) -> None:
-        """Computes the next layer."""
+        """Compute the next layer."""
         self.resume(self.answer(self.attention()))
 
     def attention(self) -> Attend:
-        """Computes the next layer up to its attention."""
+        """Compute the next layer up to its attention, and return the pause there."""
         assert self.forward is not None
         assert isinstance(self.event, Layer)
         attend = self.forward.resume(self.event.hidden)
@@ -163,7 +188,7 @@ class Trial:
         return attend
 
     def resume(self, answer: Tensor) -> None:
-        """Computes the rest of a layer, from the output of its attention on."""
+        """Compute the rest of a layer, from the output of its attention on."""
         assert self.forward is not None
         self.event = self._on(self.forward, answer)
 
@@ -173,7 +198,7 @@ class Trial:
         return event
 
     def _inputs(self) -> tuple[Inputs, Tensor]:
-        """Different tokens, so that experts are chosen as by real ones, and their embedding rows."""
+        """Return inputs and their random embeddings, which differ, so that tokens choose different experts."""
         on, width = self.machine.compute, self.skeleton.embedding[1][1]
         positions = torch.arange(self.tokens) % min(self.tokens, self.skeleton.context_length or self.tokens)
         rows = fill(torch.empty(self.tokens, width, dtype=self.skeleton.product.dtype, device=on), 1.0)
@@ -181,7 +206,7 @@ class Trial:
         return inputs, rows
 
     def answer(self, event: Attend) -> Tensor:
-        """Return what stands for the output of attention, [1, tokens, heads, head_dim]."""
+        """Return random numbers in place of the output of attention, [1, tokens, heads, head_dim]."""
         shape = (1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
         if shape not in self.answers:
             self.answers[shape] = fill(event.q.new_empty(shape), 1.0)
@@ -192,10 +217,10 @@ class Trial:
 def random_weights(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine
 ) -> Iterator[int]:
-    """Puts random weights into the modules for a while; yields how many of the first layers have some.
+    """Bind random weights to the modules while the block runs. Yield the number of first layers that have weights.
 
-    That is as many as it takes to meet every signature with UNCACHED bytes of its layers, or all of them. Layers of one
-    signature share weights where memory is short; none has any where there is not even room for one of each.
+    These are as many layers as are needed to have UNCACHED bytes of layers of every signature, or all layers. If memory
+    is short, layers of one signature share weights. If one layer of each signature does not fit, the number is 0.
     """
     regions, before = Regions(machine), _Before(skeleton)
     try:
@@ -209,7 +234,7 @@ def random_weights(
 def _give(
     skeleton: Skeleton, names: Sequence[str], held: Mapping[str, torch.dtype], machine: Machine, regions: Regions
 ) -> int:
-    """Binds the weights; see random_weights."""
+    """Bind the weights, and return the number of layers that have some; see random_weights."""
     left = room(machine, "device")
     sizes = {name: _size(skeleton, skeleton.layers[names.index(name)], held) for name in names}
     if _size(skeleton, skeleton.others, held) + sum(sizes.values()) > left:
@@ -232,12 +257,12 @@ def _give(
 
 
 def _size(skeleton: Skeleton, slots: Mapping[str, Slot], held: Mapping[str, torch.dtype]) -> int:
-    """Bytes that random weights of these slots take, at least 1."""
+    """Return the bytes of random weights of these parameters, at least 1."""
     return sum(aligned(prod(_shape(skeleton, n, slots[n])) * held[n].itemsize) for n in slots) or 1
 
 
 def _shape(skeleton: Skeleton, name: str, slot: Slot) -> tuple[int, ...]:
-    """Of the tensor in this slot, which is one of bytes if it is encoded."""
+    """Return the shape of a parameter's tensor, which holds bytes if the parameter is encoded."""
     return skeleton.forms[name].shape if name in skeleton.forms else slot.shape
 
 
@@ -248,13 +273,13 @@ def _random(
     machine: Machine,
     regions: Regions,
 ) -> list[Tensor]:
-    """Tensors for these slots, in their order."""
-    found = []
+    """Return random tensors for these parameters, in their order."""
+    tensors = []
     for name, slot in slots.items():
         shape = _shape(skeleton, name, slot)
-        home = regions.take("device", prod(shape) * held[name].itemsize, WHAT, held[name])
-        found.append(fill(machine.device.view(home)).view(shape))
-    return found
+        region = regions.take("device", prod(shape) * held[name].itemsize, WHAT, held[name])
+        tensors.append(fill(machine.device.view(region)).view(shape))
+    return tensors
 
 
 def _bind(slots: Mapping[str, Slot], tensors: Sequence[Tensor]) -> None:
@@ -263,13 +288,14 @@ def _bind(slots: Mapping[str, Slot], tensors: Sequence[Tensor]) -> None:
 
 
 class _Before:
-    """What the skeleton's modules hold, to be put back. Buffers that have values go to the device meanwhile."""
+    """Record of a skeleton's parameters and buffers, to restore them after a measurement."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         slots = [slot for group in (*skeleton.layers, skeleton.others) for slot in group.values()]
         self._held = [(slot.holder, slot.name, slot.holder[slot.name]) for slot in slots]
 
     def move_buffers(self, skeleton: Skeleton, device: torch.device) -> None:
+        """Move buffers that have values to the device, until `restore`."""
         for module in skeleton.model.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
@@ -277,12 +303,13 @@ class _Before:
                     module._buffers[key] = buffer.to(device)
 
     def restore(self) -> None:
-        for place, name, held in self._held:
-            place[name] = held
+        """Put the recorded tensors back into their modules."""
+        for holder, name, tensor in self._held:
+            holder[name] = tensor
 
 
 def _head(skeleton: Skeleton, held: Mapping[str, torch.dtype], machine: Machine, start: float) -> Table:
-    """Seconds of logits and their tokens by rows. Of a head too large for the memory, some rows stand for all."""
+    """Return seconds of logits and their greedy tokens by rows; if memory is short, extrapolated from a part of it."""
     name, (vocabulary, width) = skeleton.head
     name = name if name in held else skeleton.embedding[0]
     dtype, form = held[name], skeleton.forms[name].packed if name in skeleton.forms else None

@@ -1,4 +1,4 @@
-"""What the engine's own bookkeeping costs: a layer's modules, handing over tasks, sweeps and their sequences."""
+"""Measurement of the engine's own overhead: module calls per layer, tasks, sweeps and sequences."""
 
 import json
 import tempfile
@@ -29,14 +29,17 @@ from flexengine.worker.cache import Cache, packed
 
 SECONDS = 0.15  # for each figure
 LAYERS, BATCHES = 16, 4  # of an empty program
-SEQUENCES, PROMPT = 64, 200  # of a sweep: how many, of how many tokens
+SEQUENCES, PROMPT = 64, 200  # sequences of a sweep; tokens of each
 TINY = dict(architectures=["LlamaForCausalLM"], model_type="llama", vocab_size=64, hidden_size=64, num_hidden_layers=4,
             num_attention_heads=4, num_key_value_heads=2, intermediate_size=64, max_position_embeddings=64)  # fmt: skip
 
 
 def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
-    """Of one layer of a model so small that computing takes no time: calling modules, pausing and resuming. 0, not
-    known, on a machine that has no room even for that."""
+    """Return the overhead of one layer, in seconds: calling modules, pausing and resuming.
+
+    It is measured on a model so small that its computation takes almost no time. 0 means that even this model did not
+    fit in memory.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(TINY))
         skeleton = build(Path(folder), dtype)
@@ -47,7 +50,7 @@ def cell_seconds(machine: Machine, dtype: torch.dtype) -> float:
 
 
 def task_seconds(machine: Machine) -> float:
-    """Of one task that does nothing, in a program whose weights are streamed: each cell waits for another lane."""
+    """Return the seconds of an empty task in a program that streams weights, where each cell waits for another lane."""
     program = Program([("host",)] * LAYERS, LAYERS, 2, machine.routes)
     batches = [Batch((Piece(k, 0, 1, True),), "device", "device") for k in range(BATCHES)]
     counts: list[int] = []
@@ -63,10 +66,10 @@ def task_seconds(machine: Machine) -> float:
 
 
 def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
-    """Return the seconds of a sweep and of each sequence in it: forming batches, the cache's tables, inputs, booking.
+    """Return the overhead in seconds of a sweep, and of each sequence in it.
 
-    Both are the least squares fit, of relative errors, over several numbers of sequences. Return 0, not known, if not
-    even two sequences have room.
+    It includes forming batches, page tables, inputs and recording sampled tokens. Both are fitted by least squares of
+    relative errors over several numbers of sequences. 0 means that two sequences did not fit in memory.
     """
     pages = pages_for(PROMPT + MOST + 1, PAGE_TOKENS)
     count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
@@ -79,7 +82,7 @@ def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
 
 
 def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
-    """Seconds of one sweep in which `count` sequences are alive and decode."""
+    """Return the overhead in seconds of one sweep in which `count` sequences decode."""
     tensor = TensorFact("w", 1, 1, 1)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
     policy, workload = Policy(count, 1), Workload({(PROMPT, MOST + 2): count})

@@ -1,4 +1,4 @@
-"""What was measured, kept per machine, and put together with what is free now: `obtain` is what the engine calls."""
+"""Cache of measured rates per machine. The engine calls `obtain`, which adds the free memory of the moment."""
 
 import hashlib
 import json
@@ -34,8 +34,8 @@ from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.opened import Opened
 
-PATIENCE = 30.0  # seconds after which crosstalk is left out
-LEAST_FACTOR, MOST_FACTOR = 0.2, 5.0  # of all corrections of a figure together
+PATIENCE = 30.0  # seconds; if measuring has taken longer, crosstalk is left out
+MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 Say = Callable[[str], None]
 
 
@@ -43,11 +43,21 @@ def obtain(
     machine: Machine, offload_dir: Path, opened: Opened | None, measure: bool = False, say: Say | None = None,
     again: bool = False, dtype: torch.dtype | None = None,
 ) -> Hardware | None:  # fmt: skip
-    """This machine's Hardware with the model's own layers and head, and with what may be used of it now.
+    """Return this machine's Hardware with the model's own rates and the memory that is free now.
 
-    What the cache lacks is measured, within a minute, if `measure`; else it is missing, and without the machine itself
-    the answer is None. say: told what is being measured. again: whatever the cache has. dtype: of activations where
-    there is no model. Weights must not be loaded yet: measuring takes the room, and leaves the modules empty.
+    Weights must not be loaded yet: measuring needs the memory, and leaves the modules without weights.
+
+    Args:
+        machine: to measure.
+        offload_dir: of the spill file.
+        opened: the model; None for the machine's rates only.
+        measure: measure rates that the cache lacks, within a minute. Otherwise they are missing.
+        say: receives a message before each measurement.
+        again: ignore the cache.
+        dtype: of activations, if `opened` is None.
+
+    Returns:
+        None if the cache lacks the machine's rates and `measure` is false.
     """
     held = opened.dtype if opened else dtype or (torch.float16 if machine.kind == "cuda" else torch.float32)
     files = opened.files if opened else []
@@ -59,15 +69,15 @@ def obtain(
     if hardware is None:
         hardware = measure_machine(machine, held, files, say)
         if fault := keep(key, hardware):
-            say(f"the measured rates cannot be kept, and will be measured again: {fault}; set FLEXENGINE_CACHE to a"
-                " directory that can be written")  # fmt: skip
+            say(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set FLEXENGINE_CACHE"
+                " to a directory that can be written")  # fmt: skip
     if measure and opened is not None:
         hardware = _with_model(key, hardware, machine, opened, say)
     return with_capacity(hardware, machine)
 
 
 def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, say: Say) -> Hardware:
-    """The same with the model's own seconds, which are kept."""
+    """Return `hardware` with the model's own rates, and save them. Only missing ones are measured."""
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
     attention, delegation = dict[str, Mapping[str, Table]](), dict[str, float]()
@@ -94,7 +104,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
             delegation={**known.delegation, **delegation},
         )  # fmt: skip
 
-    keep(key, joined(cached(key) or hardware))  # other jobs may have added theirs meanwhile
+    keep(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
     return joined(hardware)
 
 
@@ -115,7 +125,7 @@ def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
 
 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:
-    """All that does not depend on the model, its capacities apart. Takes about twenty seconds."""
+    """Return the rates that do not depend on the model, without capacities. Takes about twenty seconds."""
     began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
     with noticing(say):
         say("measuring this machine's links")
@@ -123,7 +133,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
         say("measuring this machine's kernels")
         rates = measure_kernels(machine, dtype)
         if time.perf_counter() - began < PATIENCE:
-            say("measuring what slows what")
+            say("measuring how much compute and transfers slow each other")
             crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
         machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
@@ -132,7 +142,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
 
 
 def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
-    """The same with what may be used of this machine now, which changes from run to run."""
+    """Return `hardware` with the capacities of `machine`, which depend on the memory that is free now."""
     capacity = machine.capacity
     host = None if capacity.shared else capacity.host
     return replace(hardware, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk)
@@ -141,14 +151,20 @@ def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
 def corrected(
     hardware: Hardware, factors: Mapping[str, float], facts: ModelFacts, planned: Hardware | None = None
 ) -> Hardware:
-    """What a run has shown: `factors` by lane, its real seconds over those predicted with `planned`, which other runs
-    may have corrected since then (None: with `hardware` itself).
+    """Return `hardware` with rates corrected by the times of a job.
 
-    Links slow down by theirs, disk_read together with the reading of checkpoints; "device" lengthens the seconds of
-    this model's layers and head. Lanes that the hardware does not have, and models it does not know, stay, and so do
-    figures that have been measured anew since the job was planned, of which it says nothing. All
-    corrections together make 0.2 to 5 times what was measured, so that an error of another origin, which correcting
-    does not lessen, cannot make figures run away from job to job.
+    A link's factor divides its rates; that of disk_read also divides the rates of checkpoint reads. The factor of
+    "device" multiplies the seconds of this model's layers and head. Factors of unknown lanes and models are ignored,
+    and so are factors of rates that were measured again after the job was planned. The product of all corrections of a
+    rate is limited to 0.2 to 5: an error with another cause, which no correction reduces, could otherwise grow from job
+    to job.
+
+    Args:
+        hardware: to correct.
+        factors: by lane, actual seconds over seconds predicted with `planned`.
+        facts: of the job's model.
+        planned: rates that the job was planned with, as other jobs may have corrected `hardware` since; None for
+            `hardware`.
     """
     own = {facts.signature(j) for j in range(len(facts.layers))} | {facts.head_signature}
     names = {lane: {lane} for lane in hardware.links} | {"device": own & {*hardware.layers, *hardware.heads}}
@@ -157,7 +173,7 @@ def corrected(
         for name in names.get(lane, ()):
             if planned is not None and not _alike(_measured(planned, name), _measured(hardware, name)):
                 continue
-            now[name] = min(MOST_FACTOR, max(LEAST_FACTOR, before.get(name, 1.0) * factor))
+            now[name] = min(MAX_CORRECTION, max(MIN_CORRECTION, before.get(name, 1.0) * factor))
     more = {name: total / hardware.corrected.get(name, 1.0) for name, total in now.items()}
 
     def stretched(tables: Mapping[str, Table]) -> dict[str, Table]:
@@ -175,14 +191,17 @@ def _times(table: Table, factor: float) -> Table:
 
 
 def key_of(machine: Machine, offload_dir: Path, dtype: torch.dtype, checkpoint: Sequence[Path]) -> str:
-    """What to keep this machine's figures under; they depend on the dtype of activations and the model's disk too,
-    which is taken to be that of the offload directory where there is no model."""
+    """Return the cache key of this machine's rates.
+
+    They also depend on the dtype of activations and the disk of the checkpoint. Without a checkpoint, the disk of the
+    offload directory is used.
+    """
     disks = sorted({_device_of(path) for path in checkpoint or [offload_dir]})
     return _digest([fingerprint(machine, offload_dir), str(dtype), *map(str, disks)])
 
 
 def fingerprint(machine: Machine, offload_dir: Path) -> str:
-    """Of all that a machine's rates depend on: 32 hexadecimal digits."""
+    """Return a hash, 32 hexadecimal digits, of all properties that a machine's rates depend on."""
     rates = [(tier.rates, tier.latency) for tier in (machine.host, machine.disk) if isinstance(tier, Throttled)]
     parts = [
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
@@ -198,7 +217,7 @@ def _digest(parts: Sequence[str]) -> str:
 
 
 def machine_name(machine: Machine) -> str:
-    """The GPU's name, or the processor's and its number of cores."""
+    """Return the name of the GPU, or of the CPU with its number of cores."""
     if machine.kind == "cuda":
         return str(torch.get_device_module(machine.compute).get_device_name())
     model = next((line.partition(":")[2].strip() for line in _cpu().splitlines() if line.startswith("model name")), "")
@@ -206,17 +225,17 @@ def machine_name(machine: Machine) -> str:
 
 
 def _cpu() -> str:
-    """Model and instruction sets, as Linux tells them."""
+    """Return the CPU's model and instruction sets, from /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    wanted = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(wanted)))
+    fields = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
 
 
 def _device_of(path: Path) -> int:
-    """The number of the device that a file or directory lies on, or would."""
+    """Return the number of the device on which a file or directory lies or would be made."""
     return nearest(path).lstat().st_dev
 
 
@@ -225,7 +244,7 @@ def _file(key: str) -> Path:
 
 
 def cached(key: str) -> Hardware | None:
-    """What was kept under this key; None if nothing was, or nothing that can be used."""
+    """Return the rates saved under this key; None if there are none, or the file is not valid."""
     try:
         return Hardware.load(_file(key))
     except (ValueError, TypeError, ArithmeticError, AttributeError):
@@ -233,7 +252,7 @@ def cached(key: str) -> Hardware | None:
 
 
 def keep(key: str, hardware: Hardware) -> str:
-    """Write it where `cached` finds it, readable for this user alone. Return why it cannot be written, "" if it was."""
+    """Save rates under this key, readable for this user only. Return the reason of a failure, "" for success."""
     try:
         path = _file(key)
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -255,7 +274,7 @@ def _silent(_: str) -> None:
 
 
 def _measured(hardware: Hardware, name: str) -> Table:
-    """A link's bytes/s, or seconds of a layer or head, before they were corrected; () if there are none."""
+    """Return a link's bytes/s, or seconds of a layer or head, as measured, without corrections; () if missing."""
     by = hardware.corrected.get(name, 1.0)
     if name in hardware.links:
         return _times(hardware.links[name], by)

@@ -1,4 +1,4 @@
-"""What streaming weights and computing do to each other: some layers of the model, read and computed in lanes."""
+"""Measurement of the mutual slowdown of streamed weights and compute, with some layers of the model in lanes."""
 
 import time
 from collections.abc import Sequence
@@ -21,19 +21,25 @@ from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.weights import Weights
 
-PASS_BYTES = 256 << 20  # of the checkpoint, that a pass streams at most
-TURNS, PASSES_SECONDS = 3, 0.8  # alone and together, each after a pass that does not count
-WAITING = 16  # tokens of a pass whose device waits for every layer: few, so that waiting is much of its time
-TOKENS = 64  # of a gpu_batch, as many as one that decodes has
-LESS, MORE = 0.6, 1.4  # seconds of computing a layer, for all gpu_batches of a pass, over those of reading it
-MOST_BATCHES = 32
-TELLING = 0.1  # least share of the longest lane's time that the others' work takes; less says nothing
+PASS_BYTES = 256 << 20  # maximum bytes of the checkpoint that a pass streams
+TURNS, PASSES_SECONDS = 3, 0.8  # turns alone and together; seconds of each, after a warm-up pass
+WAITING = 16  # tokens of a pass whose device waits for every layer; with few tokens, most of its time is waiting
+TOKENS = 64  # tokens of a gpu_batch, as in a decoding one
+LESS, MORE = 0.6, 1.4  # ratios of compute time per layer, for all gpu_batches of a pass, to read time per layer
+MAX_BATCHES = 32  # maximum gpu_batches of a pass
+TELLING = 0.1  # minimum ratio of the shorter lanes' time to the longest lane's, below which a result is too inexact
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """Seconds of one layer: from one to the next, and the work of the device's lane, the disk's and, where there is
-    one, the link's between host and device."""
+    """Mean times of one layer in a pass.
+
+    Attributes:
+        seconds: from the start of a layer to the start of the next.
+        device: seconds of work on the device lane.
+        read: seconds of work on the disk lane.
+        link: seconds of work on the h2d lane; 0 if there is none.
+    """
 
     seconds: float
     device: float
@@ -42,8 +48,11 @@ class Streamed:
 
     @property
     def added(self) -> float | None:
-        """Seconds that each second of the shorter lanes adds to the longest, if `seconds` are those of an overlapped
-        pass and the lanes' those of a pass where nothing overlaps. None where the shorter ones do almost nothing."""
+        """Seconds that each second of the shorter lanes adds to the longest lane.
+
+        `seconds` must come from a pass with overlap, and the lanes' times from a pass without. None if the shorter
+        lanes have almost no work.
+        """
         alone = (self.device, self.read, self.link)
         rest = sum(alone) - max(alone)
         return (self.seconds - max(alone)) / rest if rest >= TELLING * max(alone) else None
@@ -51,12 +60,21 @@ class Streamed:
 
 @torch.no_grad()
 def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[str, float]:
-    """`Hardware.streaming` of this model: from passes over its first layers, all of them read from the checkpoint, some
-    where reading takes longer than computing and some where it does not (as far as MOST_BATCHES gpu_batches allow),
-    next to passes where nothing overlaps. All reads are direct.
+    """Return `Hardware.streaming` of this model.
 
-    layer: (tokens, seconds) of such a layer computed alone. {} where there is no room for two layers, the first two
-    differ, or there is nothing to read. Raises BadCheckpoint.
+    Passes over the model's first layers, read from the checkpoint by direct I/O, are timed with and without overlap. In
+    some passes reading takes longer than compute, in others not (as far as MAX_BATCHES gpu_batches allow).
+
+    Args:
+        opened: the model.
+        machine: to measure.
+        layer: (tokens, seconds) of such a layer computed alone.
+
+    Returns:
+        {} if two layers do not fit in memory, the first two layers differ, or there is no checkpoint.
+
+    Raises:
+        BadCheckpoint: a read failed.
     """
     if not opened.files or _depth(opened) < 2:
         return {}
@@ -78,12 +96,13 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
 
 
 def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
+    """Return `Hardware.streaming` from passes with one weight slot (no overlap) and two (overlap)."""
     machine, added = weights.machine, list[float]()
-    few = Trial(weights.skeleton, machine, WAITING)
-    waited = [_passes(weights, [few], depth, slots=1) for _ in range(TURNS)]
+    short = Trial(weights.skeleton, machine, WAITING)
+    waited = [_passes(weights, [short], depth, slots=1) for _ in range(TURNS)]
     read, wake = (median(x) for x in ([x.read for x in waited], [x.device - at(layer, WAITING) for x in waited]))
     batches = (round(ratio * read / at(layer, TOKENS)) for ratio in (LESS, MORE))
-    for count in sorted({min(MOST_BATCHES, max(1, number)) for number in batches}):
+    for count in sorted({min(MAX_BATCHES, max(1, number)) for number in batches}):
         trials = [Trial(weights.skeleton, machine, TOKENS) for _ in range(count)]
         for _ in range(TURNS):
             alone, both = (_passes(weights, trials, depth, slots) for slots in (1, 2))
@@ -91,13 +110,13 @@ def _compared(weights: Weights, layer: Table, depth: int) -> dict[str, float]:
             if (share := Streamed(both.seconds, device, alone.read, alone.link).added) is not None:
                 added.append(share)
     lost, wake = (min(MOST_SLOWED, max(0.0, x)) for x in (median(added or [0.0]), wake))
-    # At most 1: all seconds of the device are added to the disk's; with more, a disk that reads little would be
-    # predicted to end last.
+    # At most 1, which adds all of the device's seconds to the disk's. With more, a disk lane with few reads would be
+    # predicted to be the longest lane.
     return {"device": lost, "disk_read": min(1.0, lost), "wake": wake}
 
 
 def _depth(opened: Opened) -> int:
-    """Layers of a pass: the first ones that are alike."""
+    """Return the number of layers of a pass: the first ones that have the same signature, at least 2 if possible."""
     facts = opened.facts
     alike = next((j for j in range(len(facts.layers)) if facts.signature(j) != facts.signature(0)), len(facts.layers))
     nbytes = sum(t.stored_bytes for t in facts.layers[0])
@@ -105,7 +124,7 @@ def _depth(opened: Opened) -> int:
 
 
 def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -> Streamed:
-    """Passes over the first `depth` layers, each of them computed once for every trial."""
+    """Run passes over the first `depth` layers, each computed once for every trial. Return the mean times."""
     batches = [Batch((Piece(k, 0, trial.tokens, True),), "device", "device") for k, trial in enumerate(trials)]
 
     def perform(task: Task) -> None:

@@ -1,4 +1,4 @@
-"""How long a call takes, within a budget; what of a machine may be used meanwhile, and whether others used it."""
+"""Timing of calls within a time budget, memory available for it, and detection of load from other programs."""
 
 import os
 import time
@@ -16,12 +16,12 @@ from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 
-LEAST = 3  # calls that count, if the budget allows
-MOST = 1000
-DISTURBED = 0.25  # cores; what other programs may take without being mentioned
-NOTICED = 0.5  # seconds from which on that can be told: processor time is counted in hundredths
+LEAST = 3  # minimum number of timed calls, if the budget allows
+MOST = 1000  # maximum number of timed calls
+DISTURBED = 0.25  # cores; other programs may use this much before a message says so
+NOTICED = 0.5  # seconds; shorter measurements are not checked, as CPU time is counted in 1/100 s
 T = TypeVar("T")
-BURST = 8  # calls queued on a GPU between two waits, as a lane does
+BURST = 8  # calls queued on a GPU between two synchronisations, as a lane does
 
 
 def seconds_per_call(
@@ -29,17 +29,20 @@ def seconds_per_call(
     budget: float,
     machine: Machine | None = None,
 ) -> float:
-    """Seconds of call(0), call(1), ... over about `budget` seconds: what is typical, as a job meets good and bad
-    moments alike.
+    """Return the median seconds of call(0), call(1), ... over about `budget` seconds.
 
-    The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget. machine: what
-    the calls queue on its GPU is waited for.
+    The first call warms up caches, compiled code and pages, and counts only if it takes the whole budget.
+
+    Args:
+        call: receives its number.
+        budget: seconds.
+        machine: whose GPU work, queued by the calls, is waited for; None for none.
     """
     queued = machine is not None and machine.kind == "cuda"
     settle = machine.synchronize if machine is not None else _nothing
-    number, found = 0, list[float]()
+    number, times = 0, list[float]()
     began = time.perf_counter()
-    while len(found) < MOST:
+    while len(times) < MOST:
         start = time.perf_counter()
         count = BURST if queued and number else 1
         for _ in range(count):
@@ -48,14 +51,14 @@ def seconds_per_call(
         settle()
         now = time.perf_counter()
         if number > count or now - began >= budget:
-            found.append((now - start) / count)
-        if now - began >= budget and (len(found) >= LEAST or now - began >= 2 * budget):
+            times.append((now - start) / count)
+        if now - began >= budget and (len(times) >= LEAST or now - began >= 2 * budget):
             break
-    return median(found)
+    return median(times)
 
 
 def beside(call: Callable[[int], object], name: str, work: Callable[[], T]) -> tuple[float, T]:
-    """Calls per second, call(0), call(1), ..., in a lane while this thread does `work`, and what that returned."""
+    """Make calls in a lane of that name while this thread runs `work`. Return calls per second and work's result."""
     over, done, rates = Done(), Done(), list[float]()
 
     def calls() -> None:
@@ -90,7 +93,10 @@ def _nothing() -> None:
 
 
 def room(machine: Machine, *tiers: str) -> int:
-    """Bytes that measuring may take of these memories together: half of what is left, a quarter of the RAM there is."""
+    """Return the bytes that a measurement may allocate: half of the bytes free in each tier, at most 1/4 of the RAM.
+
+    If device and host share one memory and both are named, this is the size for each of them.
+    """
     sizes = [usable_memory() // 4]
     for tier in tiers:
         ledger = machine.tier(tier).ledger
@@ -104,7 +110,7 @@ def room(machine: Machine, *tiers: str) -> int:
 
 @contextmanager
 def unnoticed(machine: Machine) -> Iterator[None]:
-    """The ledgers' peaks, which tell of jobs, are afterwards what they were."""
+    """Restore the ledgers' peaks after the block, as peaks are reported for jobs only."""
     ledgers = [machine.tier(tier).ledger for tier in ("device", "host", "disk")]
     peaks = [ledger.peak for ledger in ledgers]
     try:
@@ -116,26 +122,35 @@ def unnoticed(machine: Machine) -> Iterator[None]:
 
 @contextmanager
 def noticing(say: Callable[[str], None]) -> Iterator[None]:
-    """Says afterwards if other programs took processor time that this one wanted."""
+    """Report after the block if other programs used cores that this process needed."""
     others, began = _others_seconds(), time.perf_counter()
     yield
     if (seconds := time.perf_counter() - began) < NOTICED:
         return
     cores = (_others_seconds() - others) / seconds
     if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
-        say(f"other programs kept {cores:.1f} cores busy meanwhile; the machine will be taken for a slower one")
+        say(f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low, so"
+            " measure again when the machine is idle")  # fmt: skip
 
 
 def _others_seconds() -> float:
-    """Processor seconds that other programs have used so far."""
+    """Return the CPU seconds that other programs have used so far."""
     machine, own = psutil.cpu_times(), os.times()
     idle = machine.idle + getattr(machine, "iowait", 0.0)
     return float(sum(machine) - getattr(machine, "guest", 0.0) - idle - own.user - own.system)
 
 
 def fill(target: Tensor, scale: float = 0.02) -> Tensor:
-    """Normal numbers, some of them repeated: pages nobody wrote to are all one page, which stays in the cache. Bytes
-    are such that any two of them, as fp16, are from 0 to 1: the scales of encoded weights lie among their codes."""
+    """Fill `target` with random numbers and return it.
+
+    All pages must be written, since unwritten pages map to one zero page, which stays in the CPU's cache. Numbers
+    repeat after 2^20 elements. uint8 tensors get bytes of which any two form an fp16 number from 0 to 1, as encoded
+    weights hold scales between their codes.
+
+    Args:
+        target: contiguous.
+        scale: standard deviation of the numbers.
+    """
     flat = target.view(-1)
     generator = torch.Generator().manual_seed(0)
     count = min(flat.numel(), 1 << 20)
@@ -143,7 +158,7 @@ def fill(target: Tensor, scale: float = 0.02) -> Tensor:
         block = torch.randint(0, 60, (count,), dtype=torch.uint8, generator=generator).to(flat.device)
     else:
         block = (torch.randn(count, generator=generator) * scale).to(flat.device, flat.dtype)
-    for at in range(0, flat.numel(), 1 << 20):
-        part = flat[at : at + (1 << 20)]
+    for start in range(0, flat.numel(), 1 << 20):
+        part = flat[start : start + (1 << 20)]
         part.copy_(block[: part.numel()])
     return target

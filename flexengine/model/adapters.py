@@ -1,8 +1,8 @@
-"""Families that compute attention themselves: their attention modules are made to ask for it as the others do.
+"""Adapters for families whose modules compute attention themselves: they call a registered attention function instead.
 
-ALiBi (Press et al., 2022, section 3) adds slope * distance to every score. Up to a constant per query, which softmax
-does not see, that is slope * position of the key; so it is one more dimension: queries get the slope there, keys their
-position, and the cache and its kernels stay as they are.
+ALiBi (Press et al., 2022, section 3) adds slope * distance to every score. Up to a constant per query, which cancels in
+the softmax, this equals slope * position of the key. So q and k get one more dimension, which holds the slope in q and
+the position in k, and the cache and the kernels need no change.
 """
 
 import math
@@ -20,10 +20,10 @@ ADAPTED = {"bloom", "codegen", "gpt_neo", "gptj"}
 
 
 def adapt(model: Any, attend: Any) -> None:
-    """Prepares a model of a family in ADAPTED. attend: what transformers calls an attention function."""
+    """Replace the attention of a model of a family in ADAPTED by `attend`, an attention function for transformers."""
     kind = model.config.model_type
     if kind == "bloom" and model.dtype != torch.float32:
-        raise UnsupportedModel(f"BLOOM's positions do not fit {model.dtype}; compute it with dtype float32")
+        raise UnsupportedModel(f"BLOOM's positions do not fit {model.dtype}; set dtype to float32")
     for module in model.modules():
         if type(module).__name__.endswith("Attention") and hasattr(module, "_attn"):
             module._attn = MethodType(_scores(kind, module, attend), module)
@@ -32,7 +32,7 @@ def adapt(model: Any, attend: Any) -> None:
 
 
 def _scores(kind: str, module: Any, attend: Any) -> Any:
-    """In place of the method that GPT-J, CodeGen and GPT-Neo give q, k and v, [1, heads, tokens, head_dim]."""
+    """Return a replacement for `_attn` of GPT-J, CodeGen and GPT-Neo; q, k, v are [1, heads, tokens, head_dim]."""
     scale = 1.0 if kind == "gpt_neo" else 1 / float(math.sqrt(module.head_dim))
     local = kind == "gpt_neo" and module.attention_type == "local"
     window = module.config.window_size if local else None
@@ -47,8 +47,11 @@ def _scores(kind: str, module: Any, attend: Any) -> Any:
 
 
 def slopes(heads: int) -> list[float]:
-    """ALiBi's slope of every head: a falling geometric series; with a number of heads that is no power of two, every
-    other term of the next finer series follows."""
+    """Return ALiBi's slope of every head.
+
+    The slopes are a falling geometric series. If `heads` is no power of two, every second term of the next finer series
+    follows.
+    """
     whole = 2 ** int(math.log2(heads))
     base = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
     return base + [2 ** (-4 * (2 * i + 1) / whole) for i in range(heads - whole)]
@@ -56,12 +59,13 @@ def slopes(heads: int) -> list[float]:
 
 @cache
 def _slopes(heads: int) -> Tensor:
-    """The slopes in fp64, in RAM."""
+    """Return the slopes in fp64, in RAM."""
     return torch.tensor(slopes(heads), dtype=torch.float64, device="cpu")
 
 
 def _bloom(attend: Any) -> Any:
-    made: dict[tuple[torch.device, torch.dtype], Tensor] = {}  # a GPU waits for what comes from a list
+    # Slopes by device and dtype: a tensor made from a list would synchronise a GPU with the host in every call.
+    made: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
     def forward(self: Any, hidden: Tensor, residual: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
         q, k, v = self._reshape(self.query_key_value(hidden))

@@ -1,4 +1,4 @@
-"""Where each tensor of a checkpoint lies: safetensors headers read and checked, no data touched."""
+"""Locations of the tensors of a checkpoint, read from safetensors headers, which are checked. No data is read."""
 
 import json
 import math
@@ -23,7 +23,15 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a shard: nbytes at byte `start` of `path`."""
+    """Location of one tensor in a shard.
+
+    Attributes:
+        path: of the shard.
+        start: first byte in the file.
+        nbytes: size in bytes.
+        dtype: of the elements.
+        shape: of the tensor.
+    """
 
     path: Path
     start: int
@@ -33,9 +41,13 @@ class Stored:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one safetensors file. Raises BadCheckpoint naming the file and the fault.
+    """Return the tensors of one safetensors file by name.
 
-    Held to the library's rules: no name twice, and the tensors fill the data without overlap, gap or rest.
+    The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
+    overlaps or gaps.
+
+    Raises:
+        BadCheckpoint: the file breaks a rule or cannot be read; the message names the file and the fault.
     """
     regular_file(path)
     try:
@@ -57,11 +69,11 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    entries = dict(pairs)
+    if len(entries) != len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{name!r} is there twice")
-    return found
+    return entries
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -85,19 +97,23 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
 
 
 def _check_filled(path: Path, tensors: dict[str, Stored], start: int, size: int) -> None:
-    """Raises BadCheckpoint unless the tensors, one after the other, fill bytes `start` to `size` of the file."""
-    at = start
+    """Raise BadCheckpoint if the tensors do not fill bytes `start` to `size` of the file without overlaps and gaps."""
+    end = start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
-        if stored.start != at:
-            fault = "overlaps another" if stored.start < at else "lies after a gap"
-            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {at})")
-        at += stored.nbytes
-    if at != size:
-        raise BadCheckpoint(f"{path}: {size - at} bytes after the last tensor belong to none")
+        if stored.start != end:
+            fault = "overlaps another" if stored.start < end else "lies after a gap"
+            raise BadCheckpoint(f"{path}: tensor {name} at byte {stored.start} {fault} (expected at {end})")
+        end += stored.nbytes
+    if end != size:
+        raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
 
 
 def read_checkpoint(directory: Path) -> dict[str, Stored]:
-    """All tensors of a model directory: model.safetensors, or the shards of its index. Raises BadCheckpoint."""
+    """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
+
+    Raises:
+        BadCheckpoint: a file is missing or damaged, or two files hold the same tensor.
+    """
     tensors: dict[str, Stored] = {}
     for shard in _shards(directory):
         for name, stored in read_header(shard).items():
@@ -109,11 +125,11 @@ def read_checkpoint(directory: Path) -> dict[str, Stored]:
 
 def _shards(directory: Path) -> list[Path]:
     single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if os.path.lexists(single):  # where there are both, transformers takes this one
+    if os.path.lexists(single):  # if both exist, transformers reads this one
         return [single]
     if not os.path.lexists(index):
-        found = sorted(directory.glob("*.safetensors"))
-        if not found:
+        shards = sorted(directory.glob("*.safetensors"))
+        if not shards:
             raise BadCheckpoint(f"{directory} holds no .safetensors file")
-        return found
+        return shards
     return indexed_files(index)

@@ -1,6 +1,6 @@
-"""The config of a model directory: read within limits, checked, and only then handed to transformers.
+"""The config of a model directory, which is checked against limits before transformers reads it.
 
-transformers builds whatever a config asks for; a number with a few zeros too many would keep it building for hours.
+transformers builds a model of any size that a config states; a number with a few zeros too many would take hours.
 """
 
 import math
@@ -13,8 +13,8 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import read_json
 
-_MOST_BYTES = 16 * 2**20
-# The first pattern that a key's name fits says how large its number may be; generous beside all known models.
+_MAX_BYTES = 16 * 2**20
+# Maximum of a number by its key: the first pattern that matches applies. All known models are far below these limits.
 _LIMITS = tuple((re.compile(pattern), most) for pattern, most in (
     (r"vocab", 10**8),
     (r"(layers?|depths?|blocks|stages|groups|block_count)$", 10**4),
@@ -25,19 +25,25 @@ _LIMITS = tuple((re.compile(pattern), most) for pattern, most in (
     (r"seed|param|flos|token|theta|base|date|version|id$", 2**64),
     (r"", 10**7),
 ))  # fmt: skip
-_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")  # there and above 0 in any model
-_FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # a skeleton of so many layers and experts is built in a second or two
+_COUNTS = ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads")  # at least 1 in any model
+_FEW_LAYERS, _FEW_EXPERTS = 200, 5_000  # up to these numbers a skeleton is built in a second or two, unchecked
 _KERNELS = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 
 
 def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
-    """The transformers config of a model directory. The directory's own Python code runs only with the flag.
+    """Return the transformers config of a model directory.
 
-    Raises BadCheckpoint (no readable config.json, or one that the checkpoint's headers contradict) or
-    UnsupportedModel (limits, quantised weights, code without the flag, what transformers refuses).
+    Args:
+        directory: holds config.json.
+        trust_remote_code: run the directory's own Python code if it has some.
+
+    Raises:
+        BadCheckpoint: config.json cannot be read, or the checkpoint's headers contradict it.
+        UnsupportedModel: a number exceeds its limit, the weights are quantised, the model needs its own code and
+            trust_remote_code is false, or transformers refuses the config.
     """
     path = directory / "config.json"
-    raw = read_json(path, _MOST_BYTES)
+    raw = read_json(path, _MAX_BYTES)
     if not isinstance(raw, dict):
         raise BadCheckpoint(f"{path} holds a JSON {type(raw).__name__}; a config is an object")
     check_limits(path, raw)
@@ -51,7 +57,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
         layers, experts = size_of(config)
         if not all(isinstance(name, str) for name in config.architectures or []):
             raise TypeError(f"architectures is {config.architectures!r}; it must be a list of class names")
-    except Exception as error:  # transformers checks configs in many ways, and some contradictions only by failing
+    except Exception as error:  # transformers raises errors of many types for bad configs
         raise UnsupportedModel(f"{directory}: {error or repr(error)}") from error
     counts["max_position_embeddings"] = getattr(config.get_text_config(), "max_position_embeddings", None)
     for name, value in counts.items():
@@ -64,7 +70,7 @@ def load_config(directory: Path, trust_remote_code: bool = False) -> Any:
 
 
 def check_limits(path: Path, values: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel naming the first number of a config, at any depth, that no model has."""
+    """Raise UnsupportedModel if a number of the config, at any depth, exceeds its limit; the message names it."""
     for key, value in _numbers(values):
         most = next(most for pattern, most in _LIMITS if pattern.search(key))
         if isinstance(value, int) and not abs(value) <= most:
@@ -74,23 +80,30 @@ def check_limits(path: Path, values: Mapping[str, Any]) -> None:
 
 
 def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None:
-    """Raises BadCheckpoint if tensors of that many elements cannot be a model of `size` (layers, experts of each)."""
+    """Raise BadCheckpoint if the checkpoint is too small for its config.
+
+    Args:
+        path: of the config, for the message.
+        size: (layers, experts per layer) that the config states.
+        elements: number of elements of each tensor of the checkpoint.
+    """
     layers, experts = size
     if layers > len(elements):
-        raise BadCheckpoint(f"{path} asks for {layers:,} layers, but there are only {len(elements):,} tensors")
+        raise BadCheckpoint(f"{path} states {layers:,} layers, but the checkpoint has only {len(elements):,} tensors")
     if layers * experts > (total := sum(elements)):
-        raise BadCheckpoint(f"{path} asks for {layers:,} times {experts:,} experts of {total:,} weights in all")
+        raise BadCheckpoint(f"{path} states {layers:,} times {experts:,} experts, but the checkpoint has only {total:,}"
+                            " weights")  # fmt: skip
 
 
 def size_of(config: Any) -> tuple[int, int]:
-    """Layers of a transformers config and the most experts a layer may have (1 if it is no mixture)."""
+    """Return (layers, maximum experts per layer) of a transformers config; 1 expert if it is no mixture of experts."""
     layers = config.get_text_config().num_hidden_layers
-    found = [v for key, v in _numbers(config.to_dict()) if key.endswith("experts") and isinstance(v, int)]
-    return (layers if isinstance(layers, int) else 1), max((1, *found))
+    experts = [v for key, v in _numbers(config.to_dict()) if key.endswith("experts") and isinstance(v, int)]
+    return (layers if isinstance(layers, int) else 1), max((1, *experts))
 
 
 def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
-    """(key, number) of every number, at any depth; those of a list go by the list's key."""
+    """Yield (key, number) for every number, at any depth. Numbers in a list have the list's key."""
     if isinstance(values, Mapping):
         for name, value in values.items():
             yield from _numbers(value, str(name))
@@ -102,13 +115,13 @@ def _numbers(values: Any, key: str = "") -> Iterator[tuple[str, int | float]]:
 
 
 def _check_quantisation(path: Path, raw: Mapping[str, Any]) -> None:
-    """Raises UnsupportedModel if the weights are in a quantisation's own format, which would be read as if plain."""
+    """Raise UnsupportedModel if the weights are quantised, as they would be read as plain numbers."""
     parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     for part in parts:
         for key in ("quantization_config", "compression_config"):
-            if not (found := part.get(key)):
+            if not (entry := part.get(key)):
                 continue
-            settings = found if isinstance(found, Mapping) else {}
+            settings = entry if isinstance(entry, Mapping) else {}
             method = settings.get("quant_method") or next((k for k in settings if k.startswith("load_in")), "unknown")
             if method == "gguf" and settings.get("dequantize") is True:
                 continue  # left over from a GGUF file that was saved as plain floating point
@@ -119,17 +132,18 @@ def _check_quantisation(path: Path, raw: Mapping[str, Any]) -> None:
 
 
 def _check_code(path: Path, raw: Mapping[str, Any], trust_remote_code: bool) -> None:
-    """Raises UnsupportedModel for what would run code from elsewhere, or hand transformers another config."""
+    """Raise UnsupportedModel if the config would run code from other sources, or refers to other config files."""
     from transformers import CONFIG_MAPPING
 
     kind = raw.get("model_type")
     if raw.get("auto_map") and not trust_remote_code and not (isinstance(kind, str) and kind in CONFIG_MAPPING):
         raise UnsupportedModel(
-            f"{path}: model type {kind!r} is unknown to transformers and brings Python code of its own,"
-            " which runs only with --trust-remote-code: read it before you do"
+            f"{path}: model type {kind!r} is unknown to transformers and has its own Python code,"
+            " which runs only with --trust-remote-code; read the code before you set it"
         )
     if "configuration_files" in raw:
-        raise UnsupportedModel(f"{path} refers to other config files (configuration_files); give it the one to use")
+        raise UnsupportedModel(f"{path} refers to other config files (configuration_files); remove that entry and use"
+                               " one config.json")  # fmt: skip
     parts = [raw, *(value for value in raw.values() if isinstance(value, Mapping))]
     if kernel := next((part[key] for part in parts for key in _KERNELS if "/" in str(part.get(key))), None):
-        raise UnsupportedModel(f"{path} asks for the downloaded kernel {kernel!r}; remove that entry")
+        raise UnsupportedModel(f"{path} needs the downloaded kernel {kernel!r}; remove that entry")

@@ -1,4 +1,4 @@
-"""Weights in a codec's form: which matrices, how each lies in bytes, and the files they are written to, once."""
+"""Encoded weights: the choice of matrices, the format of each, and the files that encoded weights are written to."""
 
 import json
 import os
@@ -24,28 +24,32 @@ from flexengine.model.skeleton import Skeleton, Slot
 from flexengine.model.verify import Verifier
 from flexengine.reading import opened
 
-FIT = 1  # part of the key of what is fitted to importances: raise it when codes come out otherwise
+FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
 Say = Callable[[str], None]
 
 
 def forms(skeleton: Skeleton, codec: str | None) -> dict[str, Form]:
-    """The forms of all matrices that products read: those of layers in `codec`, embedding and head in EDGES.
+    """Return the format of every matrix that is encoded: those of layers in `codec`, embedding and head in EDGES.
 
-    What decides which experts a token goes to stays as it is: a wrong one costs more than its few bytes.
+    Routers, which choose the experts of a token, are not encoded: they are small, and a wrong choice does much harm.
+
+    Args:
+        skeleton: the model.
+        codec: a name in codec.named.WEIGHTS; None encodes nothing.
     """
     if codec is None:
         return {}
-    found: dict[str, Form] = {}
+    formats: dict[str, Form] = {}
     for layer in skeleton.layers:
         experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
         for name, slot in layer.items():
             if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
-                found[name] = form
+                formats[name] = form
     for name, shape in (skeleton.embedding, skeleton.head):
         if name == skeleton.embedding[0] or not skeleton.tied:
-            found[name] = Form(Packed(EDGES, *shape))
-    return found
+            formats[name] = Form(Packed(EDGES, *shape))
+    return formats
 
 
 def _form(slot: Slot, codec: str) -> Form | None:
@@ -61,7 +65,7 @@ def _form(slot: Slot, codec: str) -> Form | None:
 
 
 def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
-    """Tells the modules in which form they will find their weights."""
+    """Set the format of every encoded weight on its module."""
     skeleton.forms = chosen
     for layer in skeleton.layers:
         for name, slot in layer.items():
@@ -74,11 +78,23 @@ def encoded(
     source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
     importances: Importances | None = None, verifier: Verifier | None = None,
 ) -> dict[str, Origin]:  # fmt: skip
-    """Where the encoded bytes of every parameter in `chosen` lie, written now if they were not.
+    """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
 
-    files, stored: of the checkpoint. importances: of a calibration, if there was one. verifier: see prepare.prepared.
-    Memory: about one parameter's bytes. What was interrupted goes on with the first file that is not finished. Raises
-    BadCheckpoint, OutOfMemory if the disk is full, InvalidInput.
+    At most about one parameter is in memory. An interrupted run continues with the first file that is missing.
+
+    Args:
+        source: the model directory.
+        files: files of the checkpoint.
+        stored: location of each parameter in the checkpoint.
+        chosen: format of each parameter to encode.
+        say: receives progress messages.
+        importances: of a calibration; None for equal weights of all columns.
+        verifier: see prepare.prepared.
+
+    Raises:
+        BadCheckpoint: the checkpoint or the encoded files cannot be read.
+        OutOfMemory: the disk is full.
+        InvalidInput: the cache cannot be written.
     """
     what = json.dumps({name: [form.packed.codec.name, *form.shape, form.transposed] for name, form in chosen.items()})
     if importances is not None:
@@ -88,21 +104,21 @@ def encoded(
         _write(directory, stored, chosen, say, importances)
 
     directory = prepared(source, files, build, what, verifier)
-    found: dict[str, Origin] = {}
+    origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
-        for name, there in read_header(file).items():
-            found[name] = Origin((Run(file, there.start, there.nbytes),), there.dtype, there.shape)
+        for name, tensor in read_header(file).items():
+            origins[name] = Origin((Run(file, tensor.start, tensor.nbytes),), tensor.dtype, tensor.shape)
     for name, form in chosen.items():
-        if name not in found or found[name].shape != form.shape:
-            raise BadCheckpoint(f"{directory} lacks {name}; remove it, and it will be made again")
-    return found
+        if name not in origins or origins[name].shape != form.shape:
+            raise BadCheckpoint(f"{directory} lacks {name}; remove the directory, and it will be made again")
+    return origins
 
 
 def _write(
     directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
     importances: Importances | None,
 ) -> None:  # fmt: skip
-    """One file per parameter, each put in place when it is whole."""
+    """Write one file per parameter, under a temporary name until it is complete."""
     total = sum(form.nbytes for form in chosen.values())
     done = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     check_room(directory, "encoded weights", max(0, total - done))
@@ -124,7 +140,7 @@ def _encoded(name: str, origin: Origin, form: Form, importances: Importances | N
     out = torch.empty(max(1, form.count), form.packed.nbytes, dtype=torch.uint8)
     each = origin.nbytes // len(out)
     for number, target in enumerate(out):
-        at, importance = 0, importances.of(name, number) if importances is not None else None
+        offset, importance = 0, importances.of(name, number) if importances is not None else None
         for part in _runs(origin, number * each, form):
             if not bool(torch.isfinite(part).all()):
                 raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
@@ -132,13 +148,13 @@ def _encoded(name: str, origin: Origin, form: Form, importances: Importances | N
                 data = Packed(form.packed.codec, *part.shape).encode(part, importance)
             except InvalidInput as error:
                 raise BadCheckpoint(f"tensor {name}: {error}") from error
-            target[at : at + len(data)] = data
-            at += len(data)
+            target[offset : offset + len(data)] = data
+            offset += len(data)
     return out.view(form.shape)
 
 
 def _runs(origin: Origin, start: int, form: Form) -> Iterator[Tensor]:
-    """One matrix, whose bytes begin at `start`, in runs of whole blocks of rows, in fp32."""
+    """Yield one matrix, whose bytes start at `start`, in fp32 pieces of whole blocks of rows."""
     rows, columns = form.packed.rows, form.packed.columns
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)
     size = origin.dtype.itemsize
@@ -153,15 +169,15 @@ def _runs(origin: Origin, start: int, form: Form) -> Iterator[Tensor]:
 
 
 def _read(origin: Origin, start: int, nbytes: int) -> Tensor:
-    """nbytes at byte `start` of a parameter, in the dtype it is stored in."""
-    data, at, done = np.empty(nbytes, dtype=np.uint8), 0, 0
+    """Return nbytes at byte `start` of a parameter, as a flat tensor of its stored dtype."""
+    data, begin, done = np.empty(nbytes, dtype=np.uint8), 0, 0
     for run in origin.runs:
-        low, high = max(start, at), min(start + nbytes, at + run.nbytes)
+        low, high = max(start, begin), min(start + nbytes, begin + run.nbytes)
         if low < high:
             with opened(run.path) as file:
-                file.seek(run.start + low - at)
+                file.seek(run.start + low - begin)
                 if file.readinto(memoryview(data)[done : done + high - low]) != high - low:  # type: ignore[arg-type]
-                    raise BadCheckpoint(f"{run.path} ends before byte {run.start + high - at}")
+                    raise BadCheckpoint(f"{run.path} ends before byte {run.start + high - begin}")
             done += high - low
-        at += run.nbytes
+        begin += run.nbytes
     return torch.from_numpy(data).view(origin.dtype)

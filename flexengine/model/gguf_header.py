@@ -1,4 +1,4 @@
-"""The header of a GGUF file: metadata and tensor table, parsed within the limits that the file's size sets."""
+"""The header of a GGUF file: metadata and tensor table. Counts and sizes are checked against the file's size."""
 
 import math
 import mmap
@@ -14,14 +14,22 @@ from flexengine.reading import opened
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_LONGEST_TEXT = 16 * 2**20  # bytes of a string that is kept; chat templates are the longest
+_MAX_TEXT_BYTES = 16 * 2**20  # limit in bytes of a string; chat templates are the longest
 _ALIGNMENTS = [2**power for power in range(3, 21)]
-_MOST_ENTRIES = 10**6  # of either table; real files have thousands of tensors and tens of values
+_MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousands of tensors and tens of values
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of the file. kind: a GGMLQuantizationType; shape: torch's order; offset, nbytes: in the file."""
+    """Location of one tensor in the file.
+
+    Attributes:
+        name: of the tensor.
+        kind: a GGMLQuantizationType.
+        shape: in torch's order of dimensions.
+        offset: first byte in the file.
+        nbytes: size in bytes in the file.
+    """
 
     name: str
     kind: Any
@@ -32,14 +40,20 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself: scalar and string metadata (arrays are left out) and its tensors."""
+    """Header of a GGUF file.
+
+    Attributes:
+        path: of the file.
+        values: scalar and string metadata, without arrays.
+        tensors: locations of all tensors.
+    """
 
     path: Path
     values: Mapping[str, Any]
     tensors: tuple[Stored, ...]
 
     def text(self, key: str) -> str:
-        """A string of the metadata, "" if it is not there."""
+        """Return a metadata value as a string, "" if the key is missing."""
         return str(self.values.get(key, ""))
 
     @property
@@ -49,10 +63,13 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Parses metadata and tensor table, checking every tensor against the file's size.
+    """Return the header of a GGUF file, with every tensor checked against the file's size.
 
-    gguf.GGUFReader does the same in seconds and hundreds of megabytes when there is a vocabulary.
-    Raises BadCheckpoint (no GGUF, damaged, cut off) and UnsupportedModel (one of several parts).
+    gguf.GGUFReader takes seconds and hundreds of megabytes for a file with a vocabulary.
+
+    Raises:
+        BadCheckpoint: the file is no GGUF file, or damaged, or cut off.
+        UnsupportedModel: the file is one of several parts.
     """
     with opened(path) as file:
         if (magic := file.read(4)) != b"GGUF":
@@ -68,16 +85,17 @@ def read_header(path: Path) -> Header:
 
 
 class _Cursor:
-    """Walks the header of a mapped GGUF file (version 2 or 3, little-endian)."""
+    """Parser of the header of a mapped GGUF file (version 2 or 3, little-endian)."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 4
 
     def tables(self) -> tuple[dict[str, Any], tuple[Stored, ...]]:
+        """Return metadata and tensors. Raise ValueError, KeyError or struct.error if the header is not valid."""
         version, tensor_count, value_count = self._numbers("IQQ")
         if version not in (2, 3):
             raise ValueError(f"version {version} is not 2 or 3")
-        if max(tensor_count, value_count) > _MOST_ENTRIES:
+        if max(tensor_count, value_count) > _MAX_ENTRIES:
             raise ValueError(f"{tensor_count} tensors and {value_count} values are more than any file has")
         values: dict[str, Any] = {}
         for _ in range(value_count):
@@ -95,9 +113,9 @@ class _Cursor:
         return values, tensors
 
     def _numbers(self, form: str) -> tuple[Any, ...]:
-        found = struct.unpack_from("<" + form, self._data, self._at)
+        numbers = struct.unpack_from("<" + form, self._data, self._at)
         self._at += struct.calcsize("<" + form)
-        return found
+        return numbers
 
     def _skip(self, size: int) -> None:
         if self._at + size > len(self._data):
@@ -106,7 +124,7 @@ class _Cursor:
 
     def _string(self) -> str:
         (size,) = self._numbers("Q")
-        if size > _LONGEST_TEXT:
+        if size > _MAX_TEXT_BYTES:
             raise ValueError(f"a string at {self._at} has {size} bytes")
         self._skip(size)
         return self._data[self._at - size : self._at].decode("utf-8", errors="replace")

@@ -1,8 +1,8 @@
-"""Marks of the files a user gave as a model, by which a job that goes on notices another model.
+"""Marks of a model's files, by which a resumed job detects that the model has changed.
 
-A mark holds a file's size, its time of change, a digest of samples of its contents and, where the whole model is small
-(`WHOLE` bytes), the SHA-256 of all of it. Times alone decide nothing: a file that was copied or touched keeps its
-digests. Converted files in the cache have no part in it, as they can be made again.
+A mark holds a file's size, its modification time, a digest of samples of its contents and, if the whole model has at
+most WHOLE bytes, the SHA-256 of the file. A modification time alone is no change: a file that was copied or touched
+keeps its digests. Converted files in the cache have no marks, as they can be made again.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from flexengine.model.checkpoint import read_header
 from flexengine.model.source import Source
 from flexengine.reading import opened
 
-WHOLE = 1 << 30  # bytes of a model up to which all of it is hashed, which takes about a second
+WHOLE = 1 << 30  # bytes; models up to this size are hashed completely, which takes about a second
 PLACES = 64  # samples spread evenly over a file of weights
-SPACING = 64 << 20  # bytes of a file per tensor whose first bytes are sampled, too; at least `PLACES` tensors are
+SPACING = 64 << 20  # bytes; the start of one tensor per SPACING bytes is sampled too, and of at least PLACES tensors
 SAMPLE = 1 << 16  # bytes of a sample
 _READ = (".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".tiktoken")
 _WEIGHTS = (".safetensors", ".gguf", ".bin")
@@ -26,13 +26,13 @@ _WEIGHTS = (".safetensors", ".gguf", ".bin")
 
 @dataclass(frozen=True)
 class Mark:
-    """What is remembered of a file.
+    """Mark of a file.
 
     Attributes:
-        bytes: its size.
-        mtime_ns: its time of change, in nanoseconds since 1970.
-        sample: digest of its size and samples; of a file that holds no weights, of all of it.
-        sha256: of all of it; None for weights of a model larger than `WHOLE`.
+        bytes: size of the file.
+        mtime_ns: modification time in nanoseconds since 1970.
+        sample: digest of the size and the samples; for a file without weights, of the whole content.
+        sha256: of the whole content; None for weights of a model larger than WHOLE.
     """
 
     bytes: int
@@ -46,8 +46,8 @@ def given_files(source: Source) -> dict[str, Path]:
     if source.given:
         return {path.name: path for path in source.given}
     directory = source.directory
-    found = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
-    return {str(path.relative_to(directory)): path for path in sorted(found) if path.suffix in _READ and path.is_file()}
+    paths = [*directory.iterdir(), *directory.glob("additional_chat_templates/*")]
+    return {str(path.relative_to(directory)): path for path in sorted(paths) if path.suffix in _READ and path.is_file()}
 
 
 def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -55,8 +55,8 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
 
     Args:
         files: by name.
-        loaded: the safetensors files that weights are read from; their headers were found to be right.
-        known: earlier marks. A file whose size, time and samples are those of its earlier mark is not hashed again.
+        loaded: the safetensors files that weights are read from; their headers have been checked.
+        known: earlier marks. A file whose size, time and samples equal those of its earlier mark is not hashed again.
 
     Raises:
         OSError, BadCheckpoint: a file cannot be read.
@@ -87,14 +87,14 @@ def _sampled(path: Path, size: int, starts: Sequence[int]) -> str:
     count = min(len(starts), max(PLACES, size // SPACING))  # of tensors
     even = (i * max(0, size - SAMPLE) // PLACES for i in range(PLACES + 1))
     with opened(path) as file:
-        for at in sorted({*even, *(starts[i * len(starts) // count] for i in range(count))}):
-            file.seek(at)
+        for start in sorted({*even, *(starts[i * len(starts) // count] for i in range(count))}):
+            file.seek(start)
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()
 
 
 def _tensor_starts(path: Path, loaded: bool) -> list[int]:
-    """Return the first byte of every tensor. A .bin file has none here: samples of its end hold a CRC of each."""
+    """Return the first byte of every tensor; none for a .bin file, whose end holds a CRC of each tensor."""
     if path.suffix.lower() == ".gguf":
         return sorted(tensor.offset for tensor in gguf_header.read_header(path).tensors)
     return sorted(stored.start for stored in read_header(path).values()) if loaded else []

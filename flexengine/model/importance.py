@@ -1,7 +1,7 @@
-"""How much an error in a column of a matrix matters: the mean square of the inputs that meet it, over a text's tokens.
+"""Importance of each column of a matrix: the mean square of its inputs over the tokens of a text.
 
-The squared error of a row's product with an input is, in the mean over inputs whose columns are taken to be
-independent, the sum of its columns' squared errors times these.
+If the columns of the inputs are independent, the mean squared error of an output is the sum, over the columns, of the
+squared error of the weight times the importance of the column.
 """
 
 import hashlib
@@ -20,28 +20,33 @@ from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.skeleton import Skeleton, Slot
 
 COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
-TOGETHER = 256  # tokens whose squares are held at a time
-PRIOR = 16  # tokens with alike columns that are thought to have come before the text, so that a few decide nothing
+TOGETHER = 256  # tokens whose squares are in memory at a time
+PRIOR = 16  # a prior of this many tokens with equal columns limits the weight of a few tokens
 
 
 @dataclass(frozen=True)
 class Importances:
-    """columns: fp32, by parameter [columns], of experts [experts, columns]; digest: of the file they are kept in."""
+    """Importances of all matrices of a model.
+
+    Attributes:
+        columns: by parameter, fp32 [columns]; for experts [experts, columns].
+        digest: of the file that holds the importances.
+    """
 
     columns: Mapping[str, Tensor]
     digest: str
 
     def of(self, name: str, number: int) -> Tensor | None:
-        """Of one matrix, `number` among its experts; None where no token met it."""
-        found = self.columns.get(name)
-        if found is None:
+        """Return the importances [columns] of expert `number` (0 for a single matrix), None if no token reached it."""
+        columns = self.columns.get(name)
+        if columns is None:
             return None
-        own = found[number] if found.dim() > 1 else found
+        own = columns[number] if columns.dim() > 1 else columns
         return own if bool(own.any()) else None
 
 
 def load(path: Path) -> Importances:
-    """What `Recorder.save` wrote. Raises BadCheckpoint."""
+    """Read the importances that `Calibration` saved. Raise BadCheckpoint if the file cannot be read."""
     from safetensors import SafetensorError
     from safetensors.torch import load as parse
 
@@ -53,11 +58,10 @@ def load(path: Path) -> Importances:
 
 
 class Recorder:
-    """Sum up the squares of what reaches the matrices of a model's layers. Memory: 16 bytes per column, and some MB.
+    """Sums of the squared inputs of all matrices in a model's layers. Memory: 16 bytes per column, and some MB.
 
-    The sums do not depend on which tokens were computed together: each square is split into a multiple of `COARSE` and
-    one of `FINE` (what is smaller is rounded off), and fp64 adds up 2^13 multiples of either exactly, for squares
-    below 2^30.
+    The sums are independent of the batches. Each square is split into a multiple of COARSE and a multiple of FINE;
+    smaller parts are rounded off. For squares below 2^30, fp64 adds up to 2^13 multiples of either unit exactly.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -71,7 +75,7 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """While it is open, what the modules compute is recorded; before and after they know nothing of it."""
+        """Record the inputs of the modules while the block runs. Hooks are installed before and removed after."""
         hooks, experts = [], [slot for slot in self._slots.values() if len(slot.shape) == 3]
         for name, slot in self._slots.items():
             if len(slot.shape) == 3:
@@ -100,25 +104,25 @@ class Recorder:
         self._tokens[name][number] += len(rows)
 
     def means(self) -> dict[str, Tensor]:
-        """As in `Importances`; 0 where no token came by."""
-        found = {}
+        """Return the importances as in `Importances.columns`; 0 for matrices that no token reached."""
+        result = {}
         for name, (coarse, fine) in self._sums.items():
             sums = coarse + fine
             tokens = torch.tensor(self._tokens[name], dtype=torch.float64)[:, None]
             flat = sums.mean(1, keepdim=True) / tokens.clamp(min=1)
             means = ((sums + PRIOR * flat) / (tokens + PRIOR)).float()
-            found[name] = means if len(self._slots[name].shape) == 3 else means[0]
-        return found
+            result[name] = means if len(self._slots[name].shape) == 3 else means[0]
+        return result
 
 
 def exact_parts(squares: Tensor) -> tuple[Tensor, Tensor]:
-    """Return fp64 numbers as multiples of `COARSE` and of `FINE`, which add up to them to within half of `FINE`."""
+    """Return multiples of COARSE and of FINE, fp64, whose sum differs from `squares` by at most FINE / 2."""
     coarse = torch.round(squares / COARSE) * COARSE
     return coarse, torch.round((squares - coarse) / FINE) * FINE
 
 
 def _columns(slot: Slot) -> int:
-    """Inputs of the matrix, or matrices, of this place; 0 if no Product reads it."""
+    """Return the number of columns (inputs) of a parameter's matrix or matrices; 0 if no Product reads it."""
     module = slot.module
     if slot.name == "weight" and isinstance(module, FastLinear | FastConv1D):
         return slot.shape[0 if isinstance(module, FastConv1D) else 1]

@@ -1,8 +1,8 @@
-"""Matrix products with weights held in fp32 or, half as large, in the 16 bits they were stored in.
+"""Matrix products with weights in fp32 or in the 16 bits they are stored in, which take half the memory.
 
-On a CPU a row's result does not depend on the rows it shares a batch with, to the last bit: else a job that is resumed
-with other batches could end in other words. So what computes is decided by the dtypes alone, never by a measurement or
-by the number of rows. The native kernel widens 16-bit weights to fp32 on the way, which is exact.
+On a CPU a row's result is bitwise independent of the other rows in its batch: otherwise a resumed job, with other
+batches, could generate other tokens. So the dtypes alone select the kernel, never a measurement or the number of rows.
+The native kernel widens 16-bit weights to fp32, which is exact.
 """
 
 from collections.abc import Mapping
@@ -18,41 +18,46 @@ from flexengine.kernels.build import version
 from flexengine.kernels.cpu import NativeKernels
 from flexengine.kernels.reference import linear_fp32
 
-# While active, functions of torch do not ask `products.Invariance`: a dozen questions take longer than all else that
-# comes before a kernel computes.
+# While active, torch functions do not call `products.Invariance`: a dozen calls take longer than all other work before
+# a kernel starts.
 unwatched = torch._C.DisableTorchFunction
 
 
 def numerics(device: torch.device | None = None) -> str:
-    """What decides the last bits of a device's results here, for a job's manifest: "onednn AVX512, native 512 bits" and
-    which version of them. None: of a CPU's."""
-    found = kernels.load_for(device or torch.device("cpu"))
-    if isinstance(found, kernels.CudaKernels):
-        return found.numerics()
+    """Return a text that names the kernels, for a job's manifest: they determine the last bits of results.
+
+    An example is "onednn AVX512, native 512 bits", followed by the version of the native kernels. None for the device
+    means a CPU.
+    """
+    kernel = kernels.load_for(device or torch.device("cpu"))
+    if isinstance(kernel, kernels.CudaKernels):
+        return kernel.numerics()
     library = f"onednn {torch.backends.cpu.get_cpu_capability()}"
-    if not isinstance(found, NativeKernels):
-        return f"{library}, {found.name}"
-    return f"{library}, {found.name} {found.simd} bits{' and bf16' if found.bf16 else ''}, {version()}"
+    if not isinstance(kernel, NativeKernels):
+        return f"{library}, {kernel.name}"
+    return f"{library}, {kernel.name} {kernel.simd} bits{' and bf16' if kernel.bf16 else ''}, {version()}"
 
 
 class Product:
-    """x @ weight.T + bias for one model, whatever dtype its weights are held in.
+    """Function that computes x @ weight.T + bias for one model, with weights of any supported dtype.
 
-    dtype: that of activations. 16-bit weights may also meet fp32 activations. compute: what fp32 activations are
-    rounded to where they meet encoded weights or, for bf16, those kept in bf16.
+    Attributes:
+        dtype: of activations. fp32 activations can be multiplied by 16-bit weights.
+        compute: dtype that fp32 activations are rounded to before products with encoded weights or, if compute is
+            "bf16", with bf16 weights; None for no rounding.
     """
 
     def __init__(self, dtype: torch.dtype, compute: Compute | None = None) -> None:
         self.dtype, self.compute = dtype, compute
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, form: Packed | None = None) -> Tensor:
-        """form: how the weight lies in its bytes, if it is encoded."""
+        """Return x @ weight.T + bias in x's dtype; `form` is the format of an encoded weight."""
         if x.dtype != self.dtype:
-            raise NotImplementedError(f"it computes a projection in {x.dtype}, not in {self.dtype} as it was told to")
+            raise NotImplementedError(f"it computes a projection in {x.dtype}, although its dtype is {self.dtype}")
         with unwatched():
             if form is not None:
-                bias, found = None if bias is None else bias.float(), kernels.load_for(x.device)
-                return found.product(x if found.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
+                bias, kernel = None if bias is None else bias.float(), kernels.load_for(x.device)
+                return kernel.product(x if kernel.narrow else x.float(), weight, form, bias, self.compute).to(x.dtype)
             if x.is_meta or weight.dtype == x.dtype != torch.float32:
                 return nn.functional.linear(x, weight.to(x.dtype), bias)
             if weight.dtype == x.dtype:
@@ -62,7 +67,12 @@ class Product:
 
 
 class FastLinear(nn.Linear):
-    """nn.Linear computed by a Product. forms: by parameter, how it is encoded."""
+    """nn.Linear computed by a Product.
+
+    Attributes:
+        product: of the model.
+        forms: format of each encoded parameter, by name.
+    """
 
     product: Product
     forms: Mapping[str, Packed] = {}
@@ -72,7 +82,7 @@ class FastLinear(nn.Linear):
 
 
 def use_fast_linear(model: nn.Module, product: Product) -> None:
-    """Gives the model's linear layers `product`; their parameters and names stay."""
+    """Make the model's linear layers compute by `product`. Parameters and their names stay."""
     for module in model.modules():
         if type(module) is nn.Linear:
             fast = cast(FastLinear, module)

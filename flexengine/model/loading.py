@@ -1,10 +1,9 @@
-"""Which bytes of a checkpoint make up each parameter, under the renames and merges that transformers applies on load.
+"""Byte ranges of a checkpoint that make up each parameter, after the renames and merges of transformers.
 
-transformers renames tensors, stacks experts and cuts fused projections when it loads a checkpoint. Its own conversions
-are run here on row numbers instead of weights: a tensor of shape [a, b, c] is represented by the numbers 0 .. a*b-1 in
-shape [a, b, 1]. What comes out says which rows of which tensor a parameter consists of, hence which runs of bytes,
-and weights still stream from the user's own files. A conversion that reaches into rows (a transpose) cannot be told
-this way and is refused.
+transformers renames tensors, stacks experts and cuts fused projections when it loads a checkpoint. Here its conversions
+run on row numbers instead of weights: the numbers 0 .. a*b-1 in shape [a, b, 1] represent a tensor of shape [a, b, c].
+The result gives the rows of which tensors a parameter consists of, and so its byte ranges, and weights can be streamed
+from the user's own files. A conversion that changes the order inside rows (a transpose) is refused.
 """
 
 import re
@@ -21,14 +20,14 @@ from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import Stored
 from flexengine.reading import opened
 
-# Buffers that old checkpoints carry along; models compute them.
+# Buffers that old checkpoints contain, although models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")
-_PIECE = 1 << 24
-_ROWS = 1 << 40  # more than a tensor has; source number * _ROWS + row names a row
+_PIECE = 1 << 24  # bytes compared at a time
+_ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
 
 class Run(NamedTuple):
-    """nbytes at byte `start` of `path`."""
+    """The nbytes at byte `start` of the file `path`."""
 
     path: Path
     start: int
@@ -37,7 +36,13 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Origin:
-    """A parameter of `shape` as the checkpoint holds it: `runs` of `dtype`, one after another."""
+    """Location of a parameter in the checkpoint.
+
+    Attributes:
+        runs: byte ranges whose concatenation is the parameter.
+        dtype: of the stored elements.
+        shape: of the parameter.
+    """
 
     runs: tuple[Run, ...]
     dtype: torch.dtype
@@ -45,11 +50,12 @@ class Origin:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the stored parameter."""
         return sum(run.nbytes for run in self.runs)
 
 
 class _Outline:
-    """A model as conversions look at it: its config, and how its parameters are shaped."""
+    """Stand-in of a model for conversions: its config and the shapes of its parameters."""
 
     def __init__(self, model: Any) -> None:
         self.config = model.config
@@ -61,7 +67,18 @@ class _Outline:
 
 
 class Loading:
-    """What transformers does to tensor names and tensors when it loads a model; taken from the uncut meta model."""
+    """Renames and conversions that transformers applies when it loads a model, taken from the meta model.
+
+    Must be made before the model's modules are replaced.
+
+    Attributes:
+        converters: conversions of tensors.
+        renamings: renames without conversion.
+        prefix: name of the base model.
+        shapes: shape of every parameter, by name.
+        tied: parameter to the one it shares its tensor with.
+        ignored: pattern of tensor names that are not loaded.
+    """
 
     def __init__(self, model: Any) -> None:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -78,7 +95,7 @@ class Loading:
         self.ignored = re.compile("|".join(f"(?:{pattern})" for pattern in ignored))
 
     def target(self, name: str) -> tuple[str, str | None]:
-        """The parameter a stored tensor goes to (of several, the first), and the converter's pattern if it has one."""
+        """Return the parameter (of several, the first) of a stored tensor, and its converter's pattern or None."""
         from transformers.core_model_loading import rename_source_key
 
         renamed, pattern = rename_source_key(name, self.renamings, self.converters, self.prefix, self.shapes)
@@ -89,7 +106,13 @@ class Loading:
 
 @dataclass
 class _Group:
-    """Tensors that become parameters together. key: the first of these; converter: None for a mere rename."""
+    """Stored tensors that one conversion turns into parameters.
+
+    Attributes:
+        key: the first of these parameters.
+        converter: None for a rename without conversion.
+        names: of the stored tensors.
+    """
 
     key: str
     converter: Any
@@ -99,30 +122,40 @@ class _Group:
 def origins(
     tensors: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], loading: Loading
 ) -> dict[str, Origin]:
-    """Where every wanted parameter lies. wanted: parameter name to shape.
+    """Return the location of every wanted parameter.
 
-    Raises BadCheckpoint listing what is missing, of another shape, no floating point, or in nobody's use, and
-    UnsupportedModel for a conversion that cannot be followed.
+    Args:
+        tensors: of the checkpoint, by name.
+        wanted: shape of each parameter to locate, by name.
+        loading: renames and conversions of transformers.
+
+    Raises:
+        BadCheckpoint: a parameter is missing, has another shape or is no floating point, or a tensor is not used; the
+            message lists them.
+        UnsupportedModel: a conversion changes the order inside rows.
     """
-    found: dict[str, Origin] = {}
+    located: dict[str, Origin] = {}
     used: set[str] = set()
     for group in _groups(tensors, loading).values():
         for name, origin in _convert(group, tensors, loading).items():
-            found[name] = origin
+            located[name] = origin
             if name in wanted or name in loading.shapes:
                 used.update(group.names)
-    for name in set(wanted) - set(found):  # tied parameters: any of their names will do
-        other = next((o for o in _same(name, loading.tied) if o in found), None)
+    for name in set(wanted) - set(located):  # tied parameters: the checkpoint may hold any of their names
+        other = next((o for o in _same(name, loading.tied) if o in located), None)
         if other:
-            found[name] = found[other]
+            located[name] = located[other]
     unused = sorted(n for n in tensors if n not in used and not loading.ignored.search(n))
-    _check(found, wanted, unused)
-    return {name: found[name] for name in wanted}
+    _check(located, wanted, unused)
+    return {name: located[name] for name in wanted}
 
 
 def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
-    """Whether the checkpoint holds an embedding and a head with other contents. Then transformers does not tie them,
-    whatever the config says. Only a checkpoint with both is read, a piece at a time."""
+    """Return whether the checkpoint holds an embedding and a head with different contents.
+
+    transformers then does not tie them, whatever the config states. The tensors are read, in pieces, only if the
+    checkpoint holds both.
+    """
     targets = {skeleton.loading.target(name)[0]: stored for name, stored in tensors.items()}
     one, other = targets.get(skeleton.embedding[0]), targets.get(skeleton.head[0])
     if one is None or other is None or one == other:
@@ -132,15 +165,15 @@ def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
     with opened(one.path) as first, opened(other.path) as second:
         first.seek(one.start)
         second.seek(other.start)
-        for at in range(0, one.nbytes, _PIECE):
-            size = min(_PIECE, one.nbytes - at)
+        for offset in range(0, one.nbytes, _PIECE):
+            size = min(_PIECE, one.nbytes - offset)
             if first.read(size) != second.read(size):
                 return True
     return False
 
 
 def _same(name: str, tied: Mapping[str, str]) -> set[str]:
-    """The parameters that are one with `name`."""
+    """Return the other parameters that share their tensor with `name`."""
     source = tied.get(name, name)
     return {source, *(target for target, other in tied.items() if other == source)} - {name}
 
@@ -150,7 +183,7 @@ def _groups(tensors: Mapping[str, Stored], loading: Loading) -> dict[str, _Group
 
     by_pattern = {pattern: c for c in loading.converters for pattern in c.source_patterns}
     groups: dict[str, _Group] = {}
-    for name in sorted(tensors, key=dot_natural_key):  # experts are stacked in this order
+    for name in sorted(tensors, key=dot_natural_key):  # transformers stacks experts in this order
         key, pattern = loading.target(name)
         if key not in loading.shapes:
             continue
@@ -164,7 +197,7 @@ def _groups(tensors: Mapping[str, Stored], loading: Loading) -> dict[str, _Group
 
 
 def _numbers(stored: Stored, source: int) -> torch.Tensor:
-    """The row numbers of a stored tensor; of a vector, its element numbers."""
+    """Return the row numbers of a stored tensor; for a vector, its element numbers."""
     shape = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
     count = 1
     for n in shape:
@@ -199,23 +232,24 @@ def _convert(group: _Group, tensors: Mapping[str, Stored], loading: Loading) -> 
 
 
 def _runs(numbers: torch.Tensor, sources: list[Stored], nbytes: int) -> tuple[Run, ...]:
-    """Neighbouring rows of one source joined. nbytes: of one row."""
+    """Return the byte ranges of rows, with neighbouring rows of one source joined. nbytes: of one row."""
     breaks = (numbers.diff() != 1).nonzero().view(-1) + 1
     ends = [0, *breaks.tolist(), len(numbers)]
     runs = []
     for low, high in pairwise(ends):
-        source, at = divmod(int(numbers[low]), _ROWS)
-        runs.append(Run(sources[source].path, sources[source].start + at * nbytes, (high - low) * nbytes))
+        source, row = divmod(int(numbers[low]), _ROWS)
+        runs.append(Run(sources[source].path, sources[source].start + row * nbytes, (high - low) * nbytes))
     return tuple(runs)
 
 
-def _check(found: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], unused: Iterable[str]) -> None:
-    there = {name: found[name] for name in wanted if name in found}
+def _check(located: Mapping[str, Origin], wanted: Mapping[str, tuple[int, ...]], unused: Iterable[str]) -> None:
+    """Raise BadCheckpoint if a wanted parameter is missing or unfit, or a tensor is unused."""
+    have = {name: located[name] for name in wanted if name in located}
     faults = {
-        "missing": sorted(set(wanted) - set(there)),
-        "of another shape": [f"{n} {o.shape} instead of {wanted[n]}" for n, o in there.items() if o.shape != wanted[n]],
-        "not floating point": sorted(n for n, o in there.items() if not o.dtype.is_floating_point),
-        "in nobody's use": list(unused),
+        "missing": sorted(set(wanted) - set(have)),
+        "of another shape": [f"{n} {o.shape} instead of {wanted[n]}" for n, o in have.items() if o.shape != wanted[n]],
+        "not floating point": sorted(n for n, o in have.items() if not o.dtype.is_floating_point),
+        "not used by the model": list(unused),
     }
     if any(faults.values()):
         lines = "; ".join(f"{what}: {', '.join(names[:8])}{' ...' * (len(names) > 8)} ({len(names)})"

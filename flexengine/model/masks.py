@@ -1,8 +1,8 @@
-"""Which tokens a layer's queries see, told from the masks that a model asks transformers for.
+"""Sliding windows of a model's layers, found from the masks that the model requests from transformers.
 
-A real pass makes no masks: packed sequences are kept apart by the kernels, and causality and windows are theirs too.
-But some models put a window into the mask alone, and others mask in ways the kernels do not know. So the trial pass on
-the meta device gets markers in place of masks, and what they say is checked against a causal window.
+A real forward pass uses no masks: the kernels separate packed sequences and apply causality and windows. But some
+models define a window by the mask alone, and others use masks that the kernels do not support. So the trial pass on the
+meta device gets markers instead of masks, and each marker's mask function is compared with a causal window.
 """
 
 import threading
@@ -15,16 +15,16 @@ from torch import Tensor
 
 from flexengine.errors import UnsupportedModel
 
-_LARGEST = 1 << 17  # of windows that are looked at as a whole
-_lock = threading.Lock()  # what is patched is everybody's
+_LARGEST = 1 << 17  # tokens; the mask function is tried on at most about twice as many
+_lock = threading.Lock()  # `marked` patches global state of transformers
 
 
 @contextmanager
 def marked(name: str) -> Iterator[None]:
-    """While it is open, masks made for the attention implementation `name` are markers."""
+    """Make transformers return markers as masks of the attention implementation `name` while the block runs."""
     from transformers import AttentionMaskInterface, masking_utils
 
-    # It looks at values, of which a meta tensor has none; a trial pass has a single sequence.
+    # find_packed_sequence_indices reads tensor values, which meta tensors lack; a trial pass has a single sequence.
     masks = AttentionMaskInterface._global_mapping
     with _lock:
         find = masking_utils.find_packed_sequence_indices
@@ -38,9 +38,9 @@ def marked(name: str) -> Iterator[None]:
 
 
 def window_of(mask: Tensor) -> int | None:
-    """The window of a marker; None if it is all that came before. Raises UnsupportedModel for any other mask."""
+    """Return the window of a marker in tokens, None for a causal mask. Raise UnsupportedModel for any other mask."""
     if not hasattr(mask, "pattern"):
-        raise UnsupportedModel("its attention changes the mask or has one of its own, which the engine does not honour")
+        raise UnsupportedModel("its attention changes the mask or makes its own, which the engine does not support")
     pattern = mask.pattern
     if isinstance(pattern, str):
         raise UnsupportedModel(pattern)
@@ -54,17 +54,22 @@ def _marker(*_: Any, mask_function: Any = None, local_size: int | None = None, c
 
 
 def _pattern(mask_function: Any, hint: int) -> int | str | None:
-    """The window, None for none, or why it is neither. hint: a size that plays a part in the mask."""
+    """Return the window in tokens, None for a causal mask, or a text that says why the mask is neither.
+
+    Args:
+        mask_function: of transformers.
+        hint: size of a window or chunk in the mask, in tokens; 0 if unknown.
+    """
     end = 2 * min(max(hint, 64), _LARGEST) + 3
     keys, zero = torch.arange(end + 64), torch.tensor(0)
     queries = torch.tensor([0, 1, 2, 7, end // 2 - 2, end // 2 - 1, end // 2, end // 2 + 1, end - 1])
     try:
         seen = mask_function(zero, zero, queries[:, None], keys[None, :])
     except Exception:
-        return "its mask depends on more than the distance of two tokens (it attends in chunks, or looks at the tokens)"
+        return "its mask depends on more than the distance of two tokens (such as chunks, or the tokens themselves)"
     seen = seen.expand(len(queries), len(keys))
     width = int(seen[-1].sum())
     window = None if width == end else width
     distance = queries[:, None] - keys[None, :]
-    wanted = (distance >= 0) & (distance < (window or end))
-    return window if torch.equal(seen, wanted) else "its mask is neither causal nor a sliding window"
+    expected = (distance >= 0) & (distance < (window or end))
+    return window if torch.equal(seen, expected) else "its mask is neither causal nor a sliding window"

@@ -1,4 +1,4 @@
-"""Old checkpoints: pytorch_model*.bin, read with weights_only=True and turned into safetensors."""
+"""Conversion of old checkpoints, pytorch_model*.bin, into safetensors. They are read with weights_only=True."""
 
 import ctypes
 import mmap
@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def bin_shards(path: Path) -> list[Path]:
-    """The pytorch_model*.bin files of a directory, by its index if it has one. Raises BadCheckpoint."""
+    """Return the pytorch_model*.bin files of a directory, from its index if it has one.
+
+    Raises:
+        BadCheckpoint: a file is missing or no regular file.
+    """
     index = path / "pytorch_model.bin.index.json"
     if not os.path.lexists(index):
         return [regular_file(file) for file in sorted(path.glob("pytorch_model*.bin"))]
@@ -26,10 +30,18 @@ def bin_shards(path: Path) -> list[Path]:
 
 
 def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path) -> None:
-    """Writes the tensors of .bin files as safetensors and copies the small files. One file is mapped at a time.
+    """Write the tensors of .bin files as safetensors, and copy small files. One .bin file is mapped at a time.
 
-    Pickles are read with weights_only=True: one that holds anything but tensors is refused, never executed.
-    Raises BadCheckpoint naming the file, OutOfMemory if the disk is too small.
+    Pickles are read with weights_only=True: a file with other objects than tensors is refused, never executed.
+
+    Args:
+        shards: the .bin files.
+        copied: files to copy.
+        directory: to write to.
+
+    Raises:
+        BadCheckpoint: a .bin file is refused; the message names the file.
+        OutOfMemory: the disk is too small.
     """
     check_room(directory, f"weights of {shards[0].parent}", sum(file.stat().st_size for file in shards))
     writer = ShardWriter(directory)
@@ -50,7 +62,7 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
 def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
     import torch
 
-    try:  # files of before torch 1.6 are no zip archives and cannot be mapped
+    try:  # files written before torch 1.6 are no zip archives and cannot be mapped
         state = torch.load(file, map_location="cpu", weights_only=True, mmap=_is_stored_zip(file))
     except BadCheckpoint:
         raise
@@ -67,7 +79,7 @@ def _load_bin(file: Path) -> "dict[str, torch.Tensor]":
 
 
 def _is_stored_zip(file: Path) -> bool:
-    """Whether it is a zip archive; raises BadCheckpoint if it is compressed, which no size of the file would bound."""
+    """Return whether the file is a zip archive. Raise BadCheckpoint if it is compressed: its content is unbounded."""
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
@@ -77,7 +89,7 @@ def _is_stored_zip(file: Path) -> bool:
 
 
 def _check_plain(file: Path, name: str, tensor: "torch.Tensor") -> None:
-    """Raises BadCheckpoint unless the tensor is dense, on the CPU and no larger than the memory behind it."""
+    """Raise BadCheckpoint if the tensor is not dense, not on the CPU, or larger than its storage."""
     import torch
 
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
@@ -88,10 +100,10 @@ def _check_plain(file: Path, name: str, tensor: "torch.Tensor") -> None:
 
 
 def _forget(tensor: "torch.Tensor") -> None:
-    """Drops the resident pages of a mapped, unmodified tensor, which would else count as memory until the file ends.
+    """Drop the resident pages of a mapped, unmodified tensor, which otherwise count as memory until the file is closed.
 
-    Only for tensors of torch.load(mmap=True): a private file mapping is read again when touched. The mapping's
-    pages are whole pages inside the storage; memory of the heap is left alone.
+    Only for tensors of torch.load(mmap=True), as a private file mapping is read again on access. Only whole pages
+    inside the storage are dropped; heap memory is not touched.
     """
     storage = tensor.untyped_storage()
     if storage.filename is None:

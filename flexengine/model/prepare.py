@@ -1,10 +1,10 @@
 """The prepared-weights cache: checkpoints in other formats and encoded weights, made once, in safetensors directories.
 
 $FLEXENGINE_CACHE or ~/.cache/flexengine
-  prepared/<key>/           a model directory, or encoded weights of one, and SHA256SUMS of all files in it; complete
-                            because it appears by rename
-  prepared/<key>.part/      encoded weights so far: whoever is interrupted goes on with them, within ABANDONED seconds
-  prepared/<key>.tmp-<pid>/ being written by the process that holds the lock; garbage if nobody does
+  prepared/<key>/           a model directory, or encoded weights of one, and SHA256SUMS of all files in it; always
+                            complete, as it is made by a rename
+  prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
+  prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
 """
 
@@ -26,8 +26,8 @@ from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.verify import Verifier, write_sums
 from flexengine.reading import opened
 
-FORMAT = 1  # part of every key: raise it when the conversion changes
-ABANDONED = 30 * 24 * 3600  # seconds since something was added
+FORMAT = 1  # part of every key; raise it when the conversion changes
+ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
 _MIB = 2**20
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -35,7 +35,16 @@ log = logging.getLogger(__name__)
 
 
 def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
-    """The model directory of a GGUF file, converted now if it was not. Raises BadCheckpoint, UnsupportedModel."""
+    """Return the model directory of a GGUF file, after converting the file if the cache lacks it.
+
+    Args:
+        path: of the GGUF file.
+        verifier: see `prepared`.
+
+    Raises:
+        BadCheckpoint: the file is damaged.
+        UnsupportedModel: the file needs a feature that is not supported.
+    """
 
     def build(directory: Path) -> None:
         from flexengine.model import gguf
@@ -46,9 +55,15 @@ def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
 
 
 def prepared_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Path:
-    """The model directory of a directory with pytorch_model*.bin, converted now if it was not. Raises BadCheckpoint.
+    """Return the safetensors directory of a directory with pytorch_model*.bin, after converting it if necessary.
 
-    trust_remote_code: its Python files are copied too.
+    Args:
+        path: the directory with the .bin files.
+        trust_remote_code: copy its Python files too.
+        verifier: see `prepared`.
+
+    Raises:
+        BadCheckpoint: a file is damaged or refused.
     """
     shards, copied = bin_files(path, trust_remote_code)
     return prepared(
@@ -57,15 +72,17 @@ def prepared_bin(path: Path, trust_remote_code: bool = False, verifier: Verifier
 
 
 def bin_files(path: Path, trust_remote_code: bool) -> tuple[list[Path], list[Path]]:
-    """Return the pytorch_model*.bin files of a directory, and its other files that are copied. Raises BadCheckpoint."""
+    """Return the pytorch_model*.bin files of a directory and the files to copy. Raise BadCheckpoint for a bad file."""
     patterns = (*_COPIED, *(("*.py",) if trust_remote_code else ()))
     small = sorted({file for pattern in patterns for file in path.glob(pattern) if not file.is_dir()})
     return bin_shards(path), [regular_file(file) for file in small if not file.name.endswith(".bin.index.json")]
 
 
 def fingerprint(files: Iterable[Path], what: str = "") -> str:
-    """Key of a checkpoint, and of `what` was made of it: format version and each file's name, size, mtime and first and
-    last MiB. Reads no more."""
+    """Return the cache key of a checkpoint, and of `what` was made from it.
+
+    The key is a hash of FORMAT, `what`, and each file's name, size, modification time, first and last MiB.
+    """
     digest = hashlib.sha256(f"flexengine {FORMAT}\n{what}".encode())
     for file in files:
         stat = file.stat()
@@ -80,13 +97,23 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 def prepared(
     source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "", verifier: Verifier | None = None
 ) -> Path:
-    """The finished directory for `files`; if there is none, `build` fills one under a temporary name first.
+    """Return the finished directory for `files`; if it does not exist, `build` fills one under a temporary name first.
 
-    what: made of the files, if there are several things; then `build` finds what an earlier one had finished.
-    verifier: compares the directory with the sums it was written with.
-    Racing processes wait for each other; what killed ones left behind is removed.
-    Raises InvalidInput if the cache cannot be written, BadCheckpoint if the files cannot be read, and whatever `build`
-    raises (leaving nothing behind).
+    Processes that need the same directory wait for each other. Remains of killed processes are removed.
+
+    Args:
+        source: the model, for messages.
+        files: of the checkpoint.
+        build: writes files into the directory that it is called with.
+        what: kind of data made from the files; "" for a converted model. If it is not "", an interrupted `build`
+            is called again with the unfinished directory.
+        verifier: compares the directory with its checksums; None for no check.
+
+    Raises:
+        InvalidInput: the cache cannot be written.
+        BadCheckpoint: the files cannot be read.
+
+    Errors of `build` are raised too; if what is "", the unfinished directory is then removed.
     """
     root = cache_root() / "prepared"
     try:
@@ -115,7 +142,7 @@ def prepared(
 
 
 def _build(source: Path, final: Path, build: Callable[[Path], None], keep: bool) -> None:
-    """keep: what there is so far, if it ends early."""
+    """Fill a temporary directory by `build` and rename it to `final`. keep: do not remove it after an error."""
     temporary = final.with_name(f"{final.name}.part" if keep else f"{final.name}.tmp-{os.getpid()}")
     temporary.mkdir(mode=0o700, exist_ok=keep)
     try:
@@ -144,18 +171,20 @@ def _lock(final: Path) -> Iterator[None]:
 
 
 def _sweep(final: Path) -> None:
-    """Removes temporary directories whose writer is gone: those of `final`, whose lock the caller holds, and others;
-    and others' unfinished weights that nobody went on with."""
+    """Remove temporary directories whose writer has ended, and unfinished weights of other keys after ABANDONED.
+
+    The caller holds the lock of `final`.
+    """
     for temporary in final.parent.glob("*.tmp-*"):
         _remove_unlocked(temporary, final.name)
     for part in final.parent.glob("*.part"):
-        with suppress(FileNotFoundError):  # it is finished now
+        with suppress(FileNotFoundError):  # another process has finished and renamed it
             if part.stem != final.name and part.stat().st_mtime < time.time() - ABANDONED:
                 _remove_unlocked(part, final.name)
 
 
 def _remove_unlocked(temporary: Path, held: str) -> None:
-    """held: the key whose lock the caller holds."""
+    """Remove a temporary directory if no process holds its lock. held: key whose lock the caller holds."""
     key = temporary.name.partition(".")[0]
     if key == held:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -165,7 +194,7 @@ def _remove_unlocked(temporary: Path, held: str) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(temporary, ignore_errors=True)
     except BlockingIOError:
-        pass  # somebody writes there now
+        pass  # another process is writing to it
     finally:
         os.close(descriptor)
 
@@ -176,7 +205,7 @@ def _private_directory(path: Path) -> None:
 
 
 def _seal(directory: Path) -> None:
-    """Makes every file private and durable, then the directory."""
+    """Set every file to mode 0600, then fsync the files and the directory."""
     for file in directory.iterdir():
         file.chmod(0o600)
         _sync(file)

@@ -1,7 +1,7 @@
-"""Matrix products of a model that are not in an nn.Linear (experts, transposed projections, routers); activations.
+"""Matrix products of a model outside nn.Linear (experts, transposed projections, routers), and activation functions.
 
-Products go through the model's Product, for speed and because its result for a row does not depend on the other rows,
-which torch's own does not promise; nor do its activation functions.
+All products go through the model's Product, for speed, and because its result for a row is independent of the other
+rows. torch's own products and activation functions do not guarantee this.
 """
 
 import math
@@ -23,18 +23,19 @@ EXPERTS, GROUPED = "flexengine", "grouped_mm"
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is a mixture of experts whose implementation transformers lets one choose."""
+    """Return whether `module` is a mixture of experts whose implementation can be chosen in transformers."""
     return hasattr(module, "is_transposed") and hasattr(module, "has_gate") and hasattr(module, "down_proj")
 
 
 def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-    """One expert after another over the tokens that chose it, added up in that order. The pass pauses before that if
-    the module's experts are loaded by rows: see `load_by_rows`.
+    """Return the weighted sum of the chosen experts' outputs, [tokens, hidden], added in the order of the experts.
 
-    On a GPU this waits once for the router's choice. Where the GPU multiplies groups of rows by different matrices in
-    one call, nothing waits: see `_grouped`.
+    The pass pauses before that if the module's experts are loaded by rows: see `load_by_rows`.
+
+    On a GPU this synchronises once, to read the router's choice, unless the GPU supports grouped products (`_grouped`).
 
     Args:
+        module: the experts.
         hidden: [tokens, hidden].
         chosen: expert numbers, [tokens, top_k].
         weights: shares of the experts, [tokens, top_k].
@@ -48,15 +49,15 @@ def _experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Te
         return cast(Tensor, ALL_EXPERTS_FUNCTIONS[GROUPED](module, hidden, chosen, weights))
     out = torch.zeros_like(hidden)
     experts, order = chosen.reshape(-1).sort(stable=True)
-    shares, at = weights.reshape(-1), 0
+    shares, start = weights.reshape(-1), 0
     for expert, count in enumerate(_counts(experts, len(module.down_proj))):
         if not count:
             continue
-        picked = order[at : at + count]
+        picked = order[start : start + count]
         tokens = picked // chosen.shape[-1]
         result = _expert(module, hidden[tokens], expert) * shares[picked, None]
         out.index_add_(0, tokens, result.to(out.dtype))
-        at += count
+        start += count
     return out
 
 
@@ -73,14 +74,16 @@ def load_by_rows(module: nn.Module, layer: int, names: tuple[str, ...]) -> None:
 
 
 def _grouped(module: Any, hidden: Tensor) -> bool:
-    """Return whether transformers' own grouped product computes these experts: their weights are plain bf16 on a GPU
-    that has such products, and no Recorder watches them."""
+    """Return whether transformers' grouped product computes these experts.
+
+    It does if the weights are plain bf16, the GPU supports grouped products, and no Recorder is active.
+    """
     plain = not getattr(module, "forms", {}) and "watch" not in module.__dict__
     return plain and module.down_proj.dtype == hidden.dtype and has_grouped_product(hidden)
 
 
 def _counts(experts: Tensor, number: int) -> list[int]:
-    """Return how often each of `number` experts occurs."""
+    """Return how often each of `number` experts occurs in `experts`."""
     counts = torch.zeros(number, dtype=torch.int64, device=experts.device)
     return counts.scatter_add_(0, experts, torch.ones_like(experts)).tolist()  # type: ignore[no-any-return]
 
@@ -105,7 +108,7 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
 
 
 class FastConv1D(Conv1D):  # type: ignore[misc]
-    """GPT-2's linear layer, whose weight is [in, out], computed by a Product."""
+    """GPT-2's linear layer, whose weight is [in, out], computed by a Product. Attributes are as in FastLinear."""
 
     product: Product
     forms: Mapping[str, Packed] = {}
@@ -116,13 +119,14 @@ class FastConv1D(Conv1D):  # type: ignore[misc]
 
 
 _VECTOR = 32  # elements of torch's unrolled vector loop
-_GRAIN, _GELU = 32768, 16384  # elements from which on torch computes with more threads, one per grain; gelu with all
+# torch uses one thread per _GRAIN elements, but all threads for gelu of _GELU elements or more.
+_GRAIN, _GELU = 32768, 16384
 _F = nn.functional
 _UNSTEADY = {_F.silu, _F.gelu, _F.sigmoid, _F.mish, _F.softplus, _F.elu, torch.sigmoid, Tensor.sigmoid}
 
 
 def padded_size(count: int, threads: int) -> int:
-    """The least size from `count` on of which every thread gets a multiple of _VECTOR elements."""
+    """Return the smallest size, at least `count`, that gives every thread a multiple of _VECTOR elements."""
     size = count
     while True:
         unit = _VECTOR * math.lcm(min(threads, -(-size // _GRAIN)), threads if size >= _GELU else 1)
@@ -132,9 +136,10 @@ def padded_size(count: int, threads: int) -> int:
 
 
 def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """function(x), elementwise, such that a value's result does not depend on where in the tensor it stands.
+    """Return function(x), elementwise, such that a value's result is independent of its position in the tensor.
 
-    torch computes what does not fill a vector by other code, which rounds otherwise; so the tensor is made to fill all.
+    torch computes elements that do not fill a vector by other code, which rounds differently. So the tensor is padded
+    to fill all vectors.
     """
     count = x.numel()
     size = padded_size(count, torch.get_num_threads())
@@ -146,8 +151,10 @@ def steady(function: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Invariance(TorchFunctionMode):
-    """While it is active, what models compute for a token does not depend on the tokens beside it: products written
-    out as functional.linear (routers) go through a Product, and activation functions are made steady."""
+    """Torch function mode that makes a token's results independent of the other tokens in its batch.
+
+    Calls of functional.linear (routers) go through a Product, and activation functions through `steady`.
+    """
 
     def __init__(self, product: Product) -> None:
         super().__init__()
@@ -165,7 +172,7 @@ class Invariance(TorchFunctionMode):
 
 
 def use_product(model: nn.Module, product: Product) -> None:
-    """Gives `product` to the model's experts and transposed layers."""
+    """Make the model's experts and transposed layers compute by `product`."""
     for module in model.modules():
         if type(module) is Conv1D:
             module.__class__ = FastConv1D

@@ -1,5 +1,8 @@
-"""The next token of each row. Noise is a pure function of (seed, row, sample, token index), and a row is computed
-alone, so batching cannot change what it gets."""
+"""Sampling of the next token of each row.
+
+Noise is a pure function of (seed, row, sample, token index), and each row is computed alone, so a row's tokens are
+independent of its batch.
+"""
 
 import hashlib
 import sys
@@ -12,15 +15,19 @@ from torch import Tensor
 
 from flexengine.config import SamplingParams
 
-NONFINITE = -1  # in place of a token: the logits held NaN or +inf, or nothing but -inf
+NONFINITE = -1  # replaces a token id if the logits hold NaN or +inf, or only -inf
 
 
 class Draw(NamedTuple):
-    """How one row of logits becomes a token.
+    """Parameters of the choice of one row's next token.
 
-    row, sample: which prompt of the job and which of its n continuations; with the seed they choose the noise.
-    prompt, generated: token ids so far; len(generated) is the index of the token to come.
-    forced: tokens to take instead of choosing, if there are any.
+    Attributes:
+        sampling: of the job.
+        row: number of the prompt in the job; with `sample` and the seed it determines the noise.
+        sample: number of the continuation, of n continuations of the prompt.
+        prompt: token ids.
+        generated: token ids so far; the next token has index len(generated).
+        forced: tokens to take instead of sampling; empty for none.
     """
 
     sampling: SamplingParams
@@ -34,10 +41,11 @@ class Draw(NamedTuple):
 class Sampled(NamedTuple):
     """A row's next token.
 
-    token: its id, or NONFINITE.
-    logprob: natural logarithm of the model's own probability of it; None if not asked for.
-    top: (token id, logprob) of the most likely tokens, likeliest first, the lower id first where they are equal;
-    tokens of probability 0 are left out.
+    Attributes:
+        token: its id, or NONFINITE.
+        logprob: natural logarithm of its probability without penalties and temperature; None if not requested.
+        top: (token id, logprob) of the most likely tokens, most likely first, of equal ones the lower id first. Tokens
+            of probability 0 are left out.
     """
 
     token: int
@@ -46,24 +54,32 @@ class Sampled(NamedTuple):
 
 
 def uniform(seed: int, row: int, sample: int, token: int) -> float:
-    """A number in [0, 1) that depends on its four arguments and nothing else; token 0 is the first generated."""
+    """Return a number in [0, 1) that is a pure function of its arguments; token 0 is the first generated one."""
     digest = hashlib.blake2b(f"{seed}/{row}/{sample}/{token}".encode(), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
-    """The next token of each row of logits `[rows, vocabulary]`, fp32, on any device; -inf forbids a token.
+    """Return the next token of each row.
 
-    In this order, as in transformers: repetition penalty; presence and frequency penalty; at temperature 0 the
-    largest logit, the lowest id among equals; otherwise temperature, top-k, top-p, min-p and one draw.
-    top-k keeps tokens no less likely than the k-th, so more than k where others equal it. top-p is about the
-    distribution that top-k left: a token stays if those ahead of it, by probability and then by lower id, have less
-    than p together. min-p keeps tokens at least min_p times as likely as the likeliest. The draw is the first token,
-    by id, at which the running sum of what is left exceeds `uniform` times its total.
+    The steps are, in this order and as in transformers: repetition penalty; presence and frequency penalty; at
+    temperature 0 the largest logit, of equal ones the lowest id; otherwise temperature, top-k, top-p, min-p, one draw.
 
-    All but the largest logit is computed in fp64, one row after the other: a few vectors of the vocabulary's size.
+    * top-k keeps the tokens that are at least as likely as the k-th, so more than k if several equal the k-th.
+    * top-p applies to the distribution after top-k: a token stays if the tokens before it, ordered by probability and
+      then by lower id, have a sum below p.
+    * min-p keeps tokens that are at least min_p times as likely as the most likely one.
+    * The draw takes the first token, by id, at which the running sum of the remaining weights exceeds `uniform` times
+      their total.
+
+    The largest logit is found in fp32. All other steps run in fp64, row by row, with a few vectors of the vocabulary's
+    size as scratch memory.
+
+    Args:
+        logits: fp32 [rows, vocabulary], on any device; -inf forbids a token.
+        draws: one per row.
     """
-    largest = logits.argmax(dim=-1)  # of a row with NaN: where a NaN is
+    largest = logits.argmax(dim=-1)  # for a row with NaN, the position of a NaN
     finite = logits.gather(-1, largest[:, None])[:, 0].isfinite()
     tokens: list[int] = torch.where(finite, largest, NONFINITE).tolist()
     return [
@@ -73,14 +89,14 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[Sampled]:
 
 
 def logprob_entry(sampled: Sampled, tokenizer: Any) -> dict[str, Any]:
-    """A `Sampled` that has a logprob, as an entry of `Completion.logprobs`; "token" is None without a tokenizer."""
+    """Return a Sampled with a logprob as an entry of `Completion.logprobs`; "token" is None without a tokenizer."""
     pairs = [(sampled.token, sampled.logprob), *sampled.top]
     first, *top = ({"token_id": t, "token": _text(t, tokenizer), "logprob": value} for t, value in pairs)
     return {**first, "top_logprobs": top}
 
 
 def _text(token: int, tokenizer: Any) -> str | None:
-    """What a token adds to a text; decoded alone, it would lose its leading space with some tokenizers."""
+    """Return the text that a token adds. Some tokenizers drop the leading space of a token that is decoded alone."""
     if tokenizer is None:
         return None
     once: str = tokenizer.decode([token])
@@ -89,7 +105,7 @@ def _text(token: int, tokenizer: Any) -> str | None:
 
 
 def _plain(draw: Draw) -> bool:
-    """Whether the largest logit is all there is to know."""
+    """Return whether the row needs only its largest logit."""
     s = draw.sampling
     return not draw.forced and s.temperature == 0 and s.logprobs is None and not _penalises(s)
 
@@ -99,7 +115,7 @@ def _penalises(s: SamplingParams) -> bool:
 
 
 def _row(row: Tensor, draw: Draw) -> Sampled:
-    """The next token of one row `[vocabulary]`, fp64, whose largest value is finite."""
+    """Return the next token of one row, fp64 [vocabulary], whose largest value is finite."""
     s = draw.sampling
     if draw.forced:
         token = draw.forced[len(draw.generated)]
@@ -126,7 +142,7 @@ def _penalised(row: Tensor, draw: Draw) -> Tensor:
 
 
 def _counts(tokens: Sequence[int], row: Tensor) -> tuple[Tensor, Tensor]:
-    """Distinct tokens below the row's length, and how often each occurs, fp64; on the row's device."""
+    """Return the distinct tokens below the row's length, int64, and their counts, fp64, on the row's device."""
     # The embedding may have more rows than the head.
     counts = {token: count for token, count in Counter(tokens).items() if token < len(row)}
     ids = torch.tensor(list(counts), dtype=torch.int64, device=row.device)
@@ -137,7 +153,7 @@ def _choose(row: Tensor, draw: Draw) -> int:
     s = draw.sampling
     if s.temperature == 0:
         return int(row.argmax())
-    # From the top down, so that a temperature near 0 gives exp(-inf) = 0 and not inf - inf.
+    # Relative to the largest logit, so that a temperature near 0 gives exp(-inf) = 0 and not inf - inf.
     ids, weights = _candidates((row - row.max()) / s.temperature, s)
     running = weights.cumsum(0)
     total = running[-1]
@@ -147,11 +163,11 @@ def _choose(row: Tensor, draw: Draw) -> int:
 
 
 def _candidates(scaled: Tensor, s: SamplingParams) -> tuple[Tensor, Tensor]:
-    """Ids, ascending, that may be drawn, and their weights: probabilities relative to the likeliest token's."""
+    """Return the ids that may be drawn, ascending, and their probabilities relative to the most likely token."""
     weights = scaled.exp()
     if 0 < s.top_k < len(scaled):
         weights = weights.masked_fill(scaled < scaled.topk(s.top_k).values[-1], 0)
-    # Those without weight go: a parallel running sum need not stand still at them.
+    # Tokens of weight 0 are removed: a parallel running sum may change at them by rounding.
     ids = weights.nonzero()[:, 0]
     weights = weights[ids]
     if s.top_p < 1:
@@ -164,9 +180,9 @@ def _candidates(scaled: Tensor, s: SamplingParams) -> tuple[Tensor, Tensor]:
 
 
 def _nucleus(weights: Tensor, p: float) -> Tensor:
-    """Positions, ascending, of the tokens that top-p keeps."""
+    """Return the positions, ascending, of the tokens that top-p keeps."""
     total = weights.sum()
-    # Tokens this small have at most half of 1 - p together, so top-p cuts them in any case; the rest sort faster.
+    # Tokens below this weight sum to at most (1 - p) / 2, so top-p removes them in any case; fewer tokens sort faster.
     likely = (weights > (1 - p) / 2 * total / len(weights)).nonzero()[:, 0]
     falling, order = weights[likely].sort(descending=True, stable=True)
     ahead = torch.nn.functional.pad(falling.cumsum(0)[:-1], (1, 0))
@@ -174,7 +190,7 @@ def _nucleus(weights: Tensor, p: float) -> Tensor:
 
 
 def _most_likely(logprobs: Tensor, k: int) -> tuple[tuple[int, float], ...]:
-    """The k most likely tokens; topk alone leaves open which of several equals it takes."""
+    """Return the k most likely tokens. torch.topk alone does not define which of several equal ones it takes."""
     if k == 0:
         return ()
     least = logprobs.topk(min(k, len(logprobs))).values[-1]

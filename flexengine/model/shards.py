@@ -1,4 +1,4 @@
-"""Writing safetensors shards tensor by tensor, with bounded memory."""
+"""Writer of safetensors shards, tensor by tensor, with bounded memory."""
 
 import errno
 import json
@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def check_room(directory: Path, what: str, needed: int) -> None:
-    """Raises OutOfMemory if the disk under `directory` has fewer than `needed` bytes free."""
+    """Raise OutOfMemory if the disk of `directory` has fewer than `needed` bytes free."""
     disk = shutil.disk_usage(directory)
     if disk.free < needed:
         used = disk.total - disk.free
@@ -26,7 +26,7 @@ def check_room(directory: Path, what: str, needed: int) -> None:
 
 
 def save(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
-    """Write a safetensors file. Raises OSError naming it, where the library has an error of its own (a full disk)."""
+    """Write a safetensors file. Raise OSError with its name if that fails, also for the library's own errors."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -37,9 +37,13 @@ def save(tensors: "Mapping[str, torch.Tensor]", path: Path) -> None:
 
 
 class ShardWriter:
-    """Writes tensors, given one at a time, into safetensors shards of at most `limit` bytes and their index.
+    """Writer of tensors, added one at a time, into safetensors shards with an index.
 
-    It holds at most one shard (or one tensor, if that is larger). Tensors must be contiguous and own their memory.
+    At most one shard, or one tensor if it is larger, is in memory. Tensors must be contiguous and own their memory.
+
+    Args:
+        directory: to write to.
+        limit: bytes of a shard.
     """
 
     def __init__(self, directory: Path, limit: int = SHARD_BYTES) -> None:
@@ -49,7 +53,7 @@ class ShardWriter:
         self._shards: list[list[str]] = []
 
     def add(self, name: str, tensor: "torch.Tensor") -> None:
-        """Takes one tensor; raises BadCheckpoint if it is not finite or was given before."""
+        """Add one tensor. Raise BadCheckpoint if it is not finite or its name was added before."""
         if name in self._held or any(name in shard for shard in self._shards):
             raise BadCheckpoint(f"tensor {name} is there twice")
         check_finite(name, tensor)
@@ -60,7 +64,7 @@ class ShardWriter:
         self._total_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes the last shard, gives the shards their final names and writes the index."""
+        """Write the last shard, rename the shards to their final names and write the index."""
         self._flush()
         weight_map = {}
         for number, names in enumerate(self._shards, start=1):
@@ -79,7 +83,7 @@ class ShardWriter:
 
 
 def check_finite(name: str, tensor: "torch.Tensor") -> None:
-    """Raises BadCheckpoint if a floating-point tensor holds NaN or infinity. Needs no memory to speak of."""
+    """Raise BadCheckpoint if a floating-point tensor holds NaN or infinity. Needs no copy of the tensor."""
     import torch
 
     if tensor.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and tensor.numel():

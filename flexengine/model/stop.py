@@ -1,4 +1,4 @@
-"""When a continuation ends: end tokens, stop tokens, stop strings; and its text up to there."""
+"""End of a continuation: end tokens, stop tokens and stop strings, and the text before the end."""
 
 from collections.abc import Collection
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 
-# Characters at the start of a decoded tail that may differ from the same place in the whole text: decoders drop a
-# leading space or keep a joining mark, and tidy up spaces around a few punctuation marks.
+# Characters at the start of a decoded tail that may differ from the whole text: decoders drop a leading space or keep a
+# joining mark, and remove spaces around some punctuation marks.
 _MARGIN = 8
-_BROKEN = "\ufffd"  # what decoders write for bytes that are no character (yet)
+_BROKEN = "\ufffd"  # decoders write it for bytes that are no complete character
 
 
 def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
-    """Raises InvalidInput if stop strings are asked for and there is no tokenizer to make text with."""
+    """Raise InvalidInput if there are stop strings but no tokenizer to decode text."""
     if sampling.stop and tokenizer is None:
         raise InvalidInput(
             f"stop is {list(sampling.stop)!r:.80}, but the checkpoint has no tokenizer, so there is no text to search;"
@@ -22,12 +22,18 @@ def check_stops(sampling: SamplingParams, tokenizer: Any) -> None:
 
 
 class Stops:
-    """Watches one continuation.
+    """End conditions of one continuation.
 
-    tokenizer: a transformers tokenizer or None. eos: the model's end tokens, which sampling.ignore_eos switches off.
-    A stop string is looked for in the text that `text` gives: of generated tokens only, without special tokens. One
-    that is the name of a special token, such as <|im_end|>, never shows in that text and means the token.
-    Raises InvalidInput as check_stops does.
+    Stop strings are searched in the text that `text` returns: of generated tokens only, without special tokens. A stop
+    string that is the name of a special token, such as <|im_end|>, never occurs in this text and stands for the token.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None.
+        sampling: gives stop strings and stop tokens.
+        eos: the model's end tokens; ignored if sampling.ignore_eos is set.
+
+    Raises:
+        InvalidInput: there are stop strings but no tokenizer.
     """
 
     def __init__(self, tokenizer: Any, sampling: SamplingParams, eos: Collection[int]) -> None:
@@ -38,19 +44,19 @@ class Stops:
         self._longest = max(map(len, sampling.stop), default=0)
 
     def reason(self, generated: list[int]) -> str | None:
-        """ "stop" if the last of these tokens ends the continuation, else None. To be asked after every token."""
+        """Return "stop" if the last token ends the continuation, else None. Must be called after every token."""
         if not generated:
             return None
         if generated[-1] in self._tokens:
             return "stop"
-        # A tail may show what the whole text does not, so it is the whole that decides.
-        found = self._strings and self._first(self._tail(generated)) >= 0 and self._first(self._decode(generated)) >= 0
-        return "stop" if found else None
+        # A decoded tail may contain a stop string that the whole text does not, so the whole text is searched too.
+        match = self._strings and self._first(self._tail(generated)) >= 0 and self._first(self._decode(generated)) >= 0
+        return "stop" if match else None
 
     def text(self, generated: list[int]) -> str | None:
-        """The text without special tokens, up to the first stop string; None without a tokenizer.
+        """Return the text without special tokens, up to the first stop string; None without a tokenizer.
 
-        A stop token that is no special token shows in the text.
+        The text includes a stop token that is no special token.
         """
         if self._tokenizer is None:
             return None
@@ -59,11 +65,11 @@ class Stops:
         return text if end < 0 else text[:end]
 
     def _tail(self, generated: list[int]) -> str:
-        """The end of the text, long enough for any stop string that the last token completes.
+        """Return the end of the text, long enough to contain any stop string that the last token completes.
 
-        Such a string reaches into what the last token changed: its own characters, and those before that it made
-        whole. So the tail starts before the change by the longest string. It must not start with a broken
-        character: byte tokens in a row are decoded together, and a start in the middle of one would break them all.
+        Such a string overlaps the characters that the last token added or completed. So the tail starts earlier than
+        these by the longest stop string. It must not start with a broken character: byte tokens in succession are
+        decoded together, and a start in the middle of a character would break all of them.
         """
         needed = self._longest + _MARGIN
         count = 8 + self._longest // 2
@@ -75,15 +81,15 @@ class Stops:
         return self._decode(generated)
 
     def _first(self, text: str) -> int:
-        """Where the first stop string begins; -1 if there is none."""
-        return min((at for string in self._strings if (at := text.find(string)) >= 0), default=-1)
+        """Return the position of the first stop string in `text`; -1 if there is none."""
+        return min((start for string in self._strings if (start := text.find(string)) >= 0), default=-1)
 
     def _decode(self, tokens: list[int]) -> str:
         text: str = self._tokenizer.decode(tokens, skip_special_tokens=True)
         return text
 
     def _special(self, text: str) -> int | None:
-        """The special token of this name: one whose text is just that, and which decoding leaves out."""
+        """Return the special token whose text is `text`, and which decoding skips; None if there is none."""
         token = self._tokenizer.convert_tokens_to_ids(text)
         if not isinstance(token, int) or self._decode([token]) or self._tokenizer.decode([token]) != text:
             return None

@@ -1,4 +1,4 @@
-"""What stands beside the weights and turns text into tokens and back: the tokenizer, and which tokens end a text."""
+"""The tokenizer of a model directory, and the tokens that end a text."""
 
 import json
 import os
@@ -11,13 +11,19 @@ from flexengine.model.files import regular_file
 _CONFIG = "tokenizer_config.json"
 _NAMES = ("tokenizer.json", "tokenizer.model", _CONFIG, "vocab.json")
 _READ = ("*.json", "*.model", "tokenizer.model*", "*.jinja", "*.txt", "*.tiktoken", "additional_chat_templates/*.jinja")
-_HINT = "; it brings Python code of its own, which runs only with --trust-remote-code: read it before you do"
+_HINT = "; it has its own Python code, which runs only with --trust-remote-code: read the code before you set it"
 
 
 def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
-    """The tokenizer beside the weights, None if there is none; its own Python code runs only with the flag.
+    """Return the tokenizer of a model directory, None if it has none.
 
-    Raises BadCheckpoint for a file that lies elsewhere and InvalidInput for a tokenizer that cannot load.
+    Args:
+        directory: of the model.
+        trust_remote_code: run the tokenizer's own Python code if it has some.
+
+    Raises:
+        BadCheckpoint: a file is a link to a place outside the directory.
+        InvalidInput: the tokenizer cannot be loaded.
     """
     if not any(os.path.lexists(directory / name) for name in _NAMES):
         return None
@@ -31,7 +37,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
-    except BaseException as error:  # the Rust library's panics are no Exceptions
+    except BaseException as error:  # panics of the Rust library do not derive from Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         hint = _HINT if "auto_map" in settings and not trust_remote_code else ""
@@ -50,9 +56,11 @@ def _settings(directory: Path) -> dict[str, Any]:
 
 
 def eos_tokens(directory: Path, config: Any) -> set[int]:
-    """End-of-sequence ids: those of generation_config.json, else the config's.
+    """Return the end-of-sequence ids, from generation_config.json or else from the config.
 
-    Raises BadCheckpoint for a file that lies elsewhere and InvalidInput for one that makes no sense.
+    Raises:
+        BadCheckpoint: generation_config.json is a link to a place outside the directory.
+        InvalidInput: generation_config.json cannot be read, or the value is no token id or list of ids.
     """
     value = getattr(config.get_text_config(), "eos_token_id", None)
     path = directory / "generation_config.json"
@@ -68,18 +76,19 @@ def eos_tokens(directory: Path, config: Any) -> set[int]:
 
 
 def opening(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before any text, such as <bos>."""
+    """Return the tokens that a tokenizer puts before any text, such as <bos>."""
     whole, bare = token_ids(tokenizer, "a", special=True), token_ids(tokenizer, "a", special=False)
-    at = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
-    return whole[: next(at, 0)]
+    starts = (n for n in range(len(whole)) if whole[n : n + len(bare)] == bare)
+    return whole[: next(starts, 0)]
 
 
 def token_ids(tokenizer: Any, text: str, special: bool) -> list[int]:
-    """special: with the tokens that are put around a text."""
+    """Return the token ids of a text. special: include the tokens that the tokenizer puts around a text."""
     return [int(i) for i in tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]]
 
 
 def spread(begin: list[int], ids: list[int], rows: int, length: int) -> list[list[int]]:
-    """`rows` times `begin` and `length` of the ids, spread evenly over them; none if there are not enough."""
-    apart = len(ids) // rows
-    return [begin + ids[i * apart :][:length] for i in range(rows)] if 1 <= length <= apart else []
+    """Return `rows` excerpts of `ids`, each `begin` plus `length` ids, at even distances; [] if there are too few ids.
+    """
+    distance = len(ids) // rows
+    return [begin + ids[i * distance :][:length] for i in range(rows)] if 1 <= length <= distance else []

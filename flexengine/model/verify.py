@@ -1,10 +1,10 @@
-"""Checksums: whether the files of a model are what they were, and the sums that prepared weights are written with.
+"""Checksums of a model's files: verification, and writing of the sums of prepared weights.
 
-Sums stand in SHA256SUMS, in the format of sha256sum of coreutils, beside the files they are of. A file in the hub's
-cache needs none: there it is a link to a blob that is named by its hash (SHA-256, or git's SHA-1 for small files); nor
-does the demo model: whoever installs a package notes the sums of its files.
+Sums are in a file SHA256SUMS beside the files, in the format of sha256sum of coreutils. Files in the hub's cache need
+no sums, as they are links to blobs named by their hash (SHA-256, or git's SHA-1 for small files). The demo model needs
+none either, as the package installer records the sums of installed files.
 
-This finds damage, not malice: whoever can write the files can write their sums.
+Verification detects damage, not malice: a process that can change a file can change its sum.
 """
 
 import base64
@@ -23,15 +23,15 @@ from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, reg
 from flexengine.reading import opened
 
 SUMS = "SHA256SUMS"
-# Whatever transformers or flexengine may open in a model directory; the last ones are vocabularies of tokenizers.
+# All files that transformers or flexengine may read in a model directory; the last ones are vocabularies of tokenizers.
 READ = ("*.safetensors", "*.json", "*.jinja", "additional_chat_templates/*", "*.py", "tokenizer*",
         "*.model", "*.txt", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.tokenizer")  # fmt: skip
-_BIN = "pytorch_model*.bin"  # read where there are no safetensors
+_BIN = "pytorch_model*.bin"  # read if there are no safetensors
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
-_MOST = 10_000_000  # bytes of SHA256SUMS; those of a model with 1,000 shards are 100,000
-_NAMED = 8  # files in a message
-_CHUNK = 1 << 20
+_MAX_SUMS_BYTES = 10_000_000  # limit in bytes of SHA256SUMS; a model with 1,000 shards needs 100,000
+_NAMED = 8  # maximum number of files in a message
+_CHUNK = 1 << 20  # bytes read at a time
 _QUIET = 2.0  # seconds before a progress bar is shown
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
@@ -41,15 +41,23 @@ Tick = Callable[[int], Any]
 
 
 class Verifier:
-    """Compares files with their sums, and counts what was found to be right: files, bytes, seconds."""
+    """Comparison of files with their checksums.
+
+    Attributes:
+        files: number of files verified.
+        bytes: of the files verified.
+        seconds: spent so far.
+    """
 
     def __init__(self) -> None:
         self.files, self.bytes, self.seconds = 0, 0, 0.0
 
     def directory(self, directory: Path) -> None:
-        """A model directory as it was given: all that its sums list, and all that may be read is listed.
+        """Verify a model directory: every file in its sums must match, and every file that may be read must be listed.
 
-        Raises InvalidInput if it has no sums, BadCheckpoint naming what is missing, differs or is not listed.
+        Raises:
+            InvalidInput: the directory has no sums.
+            BadCheckpoint: a file is missing, differs or is not listed; the message names it.
         """
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
         if is_snapshot(directory.resolve()):
@@ -66,13 +74,18 @@ class Verifier:
             self._listed(directory, read_sums(sums), read)
 
     def gguf(self, file: Path) -> None:
-        """A GGUF file, by FILE.sha256 or SHA256SUMS beside it. Raises InvalidInput if it has no sum, BadCheckpoint."""
-        places = [place for place in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS))
-                  if os.path.lexists(place)]  # fmt: skip
-        if places:
-            if (digest := read_sums(places[0]).get(file.name)) is None:
-                raise BadCheckpoint(f"{places[0]} does not list {file.name}")
-            says = f"{places[0]} says"
+        """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package.
+
+        Raises:
+            InvalidInput: there is no sum of the file.
+            BadCheckpoint: the file differs.
+        """
+        lists = [path for path in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS))
+                 if os.path.lexists(path)]  # fmt: skip
+        if lists:
+            if (digest := read_sums(lists[0]).get(file.name)) is None:
+                raise BadCheckpoint(f"{lists[0]} does not list {file.name}")
+            says = f"{lists[0]} says"
         elif (target := file.resolve()).parent.name == "blobs" and _HASH.fullmatch(target.name):
             digest, says = target.name, "the name of its blob says"
         elif (digest := _installed(file)) is not None:
@@ -85,10 +98,9 @@ class Verifier:
             self._compare({file: digest}, None, says)
 
     def prepared(self, directory: Path) -> None:
-        """A directory that flexengine made. Raises BadCheckpoint.
+        """Verify a directory that flexengine made. Raise BadCheckpoint if a file is missing or differs.
 
-        It is not thrown away at once: another job may be reading it, and people will want to know of a disk that
-        forgets.
+        The directory is not removed: another job may be reading it, and the user should learn of a faulty disk.
         """
         with _remedy(f"remove {directory}, and it will be made again"):
             if not os.path.lexists(directory / SUMS):
@@ -105,8 +117,14 @@ class Verifier:
         self._compare({f: digest for f, digest in others.items() if f not in first}, directory, says, len(sums))
 
     def _compare(self, sums: Mapping[Path, str], directory: Path | None, says: str, count: int = 1) -> None:
-        """directory: where they all must lie; None: wherever a link that somebody gave leads. count: of all files that
-        are compared, these among them."""
+        """Compare files with their digests. Raise BadCheckpoint if a file is missing or differs.
+
+        Args:
+            sums: digest of each file.
+            directory: all files must lie in it; None for no check, as for a file that the user named.
+            says: source of the digests, for the message.
+            count: number of files of the whole model, for the message.
+        """
         if not sums:
             return
         began, faults, sizes = time.perf_counter(), [], 0
@@ -116,13 +134,13 @@ class Verifier:
                 try:
                     if directory:
                         regular_file(file, directory)
-                    found = digest_of(file, tick, git=len(digest) == 40)
+                    actual = digest_of(file, tick, git=len(digest) == 40)
                     sizes += file.stat().st_size
                 except (BadCheckpoint, OSError) as error:
                     faults.append(f"{name} ({error if os.path.lexists(file) else 'missing'})")
                 else:
-                    if found != digest:
-                        faults.append(f"{name} (has {found}, expected {digest})")
+                    if actual != digest:
+                        faults.append(f"{name} (has {actual}, expected {digest})")
         if faults:
             raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(faults)}")
         self.files, self.bytes = self.files + len(sums), self.bytes + sizes
@@ -136,17 +154,17 @@ def _check_listed(directory: Path, sums: Mapping[str, str], read: Iterable[Path]
 
 
 def _indexes(directory: Path) -> list[Path]:
-    """Shard indexes. They are compared before they are read, as a damaged one names other files."""
+    """Return the shard indexes of a directory. They are verified first, as a damaged one may name other files."""
     return [directory / name for name in _INDEXES if os.path.lexists(directory / name)]
 
 
 def _named(indexes: Iterable[Path]) -> list[Path]:
-    """Weight files that shard indexes name; they may have any name."""
+    """Return the weight files that shard indexes name; a file can have any name."""
     return sorted({file for index in indexes for file in indexed_files(index)})
 
 
 def write_sums(directory: Path) -> None:
-    """Writes SHA256SUMS of all files below a directory, as they can be read now."""
+    """Write SHA256SUMS of all files below a directory, with the digests of their present contents."""
     files = [file for file in _files(directory, ("**/*",)) if file != directory / SUMS]
     with _progress("checksums", files) as tick:
         lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
@@ -154,18 +172,19 @@ def write_sums(directory: Path) -> None:
 
 
 def read_sums(file: Path) -> dict[str, str]:
-    """What sha256sum wrote: names, relative to the file's directory and below it, to digests; but for the file's own.
+    """Return the digests in a file that sha256sum wrote, by name relative to its directory, without its own entry.
 
-    Raises BadCheckpoint naming the line and the fault.
+    Raises:
+        BadCheckpoint: the file cannot be read, or a line is not valid; the message names the line and the fault.
     """
     try:
-        if (size := regular_file(file).stat().st_size) > _MOST:
-            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MOST:,} are read")
+        if (size := regular_file(file).stat().st_size) > _MAX_SUMS_BYTES:
+            raise BadCheckpoint(f"{file} has {size:,} bytes; at most {_MAX_SUMS_BYTES:,} are read")
         with opened(file) as stream:
             lines = os.fsdecode(stream.read()).removesuffix("\n").split("\n")
     except OSError as error:
         raise BadCheckpoint(f"{file} cannot be read: {error}") from error
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         if (match := _LINE.fullmatch(line)) is None:
             raise BadCheckpoint(f"{file}, line {number}: {line[:100]!r} is not what sha256sum writes, 64 hex digits,"
@@ -175,15 +194,24 @@ def read_sums(file: Path) -> dict[str, str]:
         except (KeyError, ValueError) as error:
             raise BadCheckpoint(f"{file}, line {number}: {match[3][:100]!r} is not the name of a file below that"
                                 f" directory ({error})") from error  # fmt: skip
-        if name in found:
+        if name in digests:
             raise BadCheckpoint(f"{file}, line {number}: {name[:100]!r} is there twice")
-        found[name] = match[2].lower()
-    found.pop(file.name, None)  # `sha256sum * > SHA256SUMS` the second time: no file can list itself
-    return found
+        digests[name] = match[2].lower()
+    digests.pop(file.name, None)  # a second `sha256sum * > SHA256SUMS` lists the file itself, with an old digest
+    return digests
 
 
 def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
-    """SHA-256 of a file, or git's name for its content. tick: told of the bytes read. Raises OSError."""
+    """Return the digest of a file.
+
+    Args:
+        file: to read.
+        tick: called with the number of bytes after each read.
+        git: return git's SHA-1 of the content as a blob, instead of SHA-256.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     with opened(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False) if git else hashlib.sha256()
@@ -195,9 +223,9 @@ def digest_of(file: Path, tick: Tick, git: bool = False) -> str:
 
 
 def _name(name: str, escaped: bool) -> str:
-    """A name without `.` in it. Raises KeyError for a wrong escape, ValueError for one that could lead elsewhere."""
+    """Return a relative path without `.` parts. Raise KeyError for a wrong escape, ValueError for a path outside."""
     if escaped:
-        name = re.sub(r"\\.?", lambda found: _ESCAPES[found[0]], name)
+        name = re.sub(r"\\.?", lambda match: _ESCAPES[match[0]], name)
     elif name.endswith("\r"):
         raise ValueError("its line ends with a carriage return")
     path = PurePosixPath(name)
@@ -213,12 +241,12 @@ def _line(name: str, digest: str) -> str:
 
 
 def _files(directory: Path, patterns: Iterable[str]) -> list[Path]:
-    """Links that lead nowhere are among them."""
+    """Return the files that match a pattern, dead links included."""
     return sorted({file for pattern in patterns for file in directory.glob(pattern) if not file.is_dir()})
 
 
 def _blob(file: Path) -> str:
-    """The hash by which the hub's cache names a file of a snapshot. Raises BadCheckpoint if it does not."""
+    """Return the hash that names a file's blob in the hub's cache. Raise BadCheckpoint if the file is no such link."""
     target = regular_file(file).resolve()
     if target.parent.name != "blobs" or not _HASH.fullmatch(target.name):
         raise BadCheckpoint(f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
@@ -227,7 +255,7 @@ def _blob(file: Path) -> str:
 
 
 def _installed(file: Path) -> str | None:
-    """The sum that the installer of the demo model's package noted for this file."""
+    """Return the sum of this file that the installer of the demo package recorded; None if there is none."""
     from importlib import metadata
 
     try:
@@ -257,7 +285,7 @@ def _remedy(text: str) -> Iterator[None]:
 
 @contextmanager
 def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
-    """A bar in bytes, for those who have to wait."""
+    """Show a progress bar in bytes while the block runs, after _QUIET seconds."""
     from flexengine.bar import Bar
 
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))

@@ -123,15 +123,15 @@ class DiskTier(Tier):
         The helper threads do the short reads (single embedding rows) at the same time, since each of these waits for
         the disk.
         """
-        runs = _runs([(region, target.view(-1)) for region, target in pairs])
-        short = [run for run in runs if run.nbytes < SHORT]
-        long = [run for run in runs if run.nbytes >= SHORT]
-        if len(runs) == 1 == len(short):
-            self._read_run(short.pop())
-        waiting = [self._pool().submit(self._read_run, run) for run in short]
+        reads = _disk_reads([(region, target.view(-1)) for region, target in pairs])
+        short = [read for read in reads if read.nbytes < SHORT]
+        long = [read for read in reads if read.nbytes >= SHORT]
+        if len(reads) == 1 == len(short):
+            self._read_short(short.pop())
+        waiting = [self._pool().submit(self._read_short, read) for read in short]
         try:
-            for run in long:
-                self._stream_run(run, self._buffers(), waiting)
+            for read in long:
+                self._stream(read, self._buffers(), waiting)
         finally:
             wait(waiting)  # for all reads even on error: helper threads still write to the targets
         for done in waiting:
@@ -181,27 +181,27 @@ class DiskTier(Tier):
                     self._ring.put(aligned_buffer(CHUNK))
             return self._ring
 
-    def _stream_run(self, run: "Run", ring: Ring, waiting: list[Future[None]]) -> None:
-        """Read `run` chunk by chunk and add the conversions, which may still run, to `waiting`."""
-        low = run.start // ALIGN * ALIGN
-        while low < run.end:
+    def _stream(self, read: "DiskRead", ring: Ring, waiting: list[Future[None]]) -> None:
+        """Do a long read chunk by chunk, and add the conversions, which may still run, to `waiting`."""
+        low = read.start // ALIGN * ALIGN
+        while low < read.end:
             buffer = ring.get()
             # Chunks start at multiples of CHUNK in the file, so that large folios of the page cache are dropped whole.
-            high = min(low // CHUNK * CHUNK + CHUNK, aligned(run.end))
+            high = min(low // CHUNK * CHUNK + CHUNK, aligned(read.end))
             try:
                 began = time.perf_counter()
-                self._read(run.file, buffer[: high - low], low, min(high, run.end))
-                if run.file is not self._spill and run.file.direct is not None:  # direct and cached reads are possible
+                self._read(read.file, buffer[: high - low], low, min(high, read.end))
+                if read.file is not self._spill and read.file.direct is not None:  # else `way` has no choice
                     self.way.note(high - low, began, time.perf_counter())
             except BaseException:
                 ring.put(buffer)
                 raise
-            waiting.append(self._pool().submit(self._convert_block, run, buffer, low, high, ring))
+            waiting.append(self._pool().submit(self._convert_block, read, buffer, low, high, ring))
             low = high
 
-    def _convert_block(self, run: "Run", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
+    def _convert_block(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int, ring: Ring) -> None:
         try:
-            self._deliver(run, buffer, low, high)
+            self._deliver(read, buffer, low, high)
         finally:
             ring.put(buffer)
 
@@ -212,12 +212,12 @@ class DiskTier(Tier):
         buffer: torch.Tensor = self._local.short
         return buffer
 
-    def _read_run(self, run: "Run") -> None:
+    def _read_short(self, read: "DiskRead") -> None:
         """Do a short read and its conversion in this thread."""
-        low, high = run.start // ALIGN * ALIGN, aligned(run.end)
+        low, high = read.start // ALIGN * ALIGN, aligned(read.end)
         buffer = self._short()[: high - low]
-        self._read(run.file, buffer, low, run.end)
-        self._deliver(run, buffer, low, high)
+        self._read(read.file, buffer, low, read.end)
+        self._deliver(read, buffer, low, high)
 
     def _read(self, file: File, buffer: torch.Tensor, low: int, needed: int) -> None:
         """Fill `buffer` from byte `low` of the file on, and drop the bytes from the page cache.
@@ -235,9 +235,9 @@ class DiskTier(Tier):
             grid = low // CHUNK * CHUNK
             os.posix_fadvise(file.cached, grid, low - grid + len(buffer), os.POSIX_FADV_DONTNEED)
 
-    def _deliver(self, run: "Run", buffer: torch.Tensor, low: int, high: int) -> None:
-        """Convert the part of each region of `run` that lies in file bytes low .. high, which `buffer` holds."""
-        for region, flat in run.parts:
+    def _deliver(self, read: "DiskRead", buffer: torch.Tensor, low: int, high: int) -> None:
+        """Convert the part of each region of `read` that lies in file bytes low .. high, which `buffer` holds."""
+        for region, flat in read.parts:
             begin, end = max(region.start, low), min(region.start + region.nbytes, high)
             if begin >= end:
                 continue
@@ -286,7 +286,7 @@ class DiskTier(Tier):
 
 
 @dataclass
-class Run:
+class DiskRead:
     """One read of neighbouring regions of a file.
 
     Attributes:
@@ -337,12 +337,12 @@ def _row_ranges(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
             a += within
 
 
-def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
+def _disk_reads(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[DiskRead]:
     """Return one read per group of neighbouring regions.
 
     A region whose start is no multiple of its itemsize is read alone, in short pieces: its elements straddle chunks.
     """
-    runs: list[Run] = []
+    reads: list[DiskRead] = []
     for region, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
         end = region.start + region.nbytes
         if region.start % region.dtype.itemsize:
@@ -351,10 +351,10 @@ def _runs(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[Run]:
                 part = region.part(offset, min(step, region.nbytes - offset))
                 width = region.dtype.itemsize
                 target = flat[offset // width : (offset + part.nbytes) // width]
-                runs.append(Run(region.place, part.start, part.start + part.nbytes, [(part, target)]))
-        elif runs and runs[-1].file is region.place and runs[-1].end == region.start:
-            runs[-1].end = end
-            runs[-1].parts.append((region, flat))
+                reads.append(DiskRead(region.place, part.start, part.start + part.nbytes, [(part, target)]))
+        elif reads and reads[-1].file is region.place and reads[-1].end == region.start:
+            reads[-1].end = end
+            reads[-1].parts.append((region, flat))
         else:
-            runs.append(Run(region.place, region.start, end, [(region, flat)]))
-    return runs
+            reads.append(DiskRead(region.place, region.start, end, [(region, flat)]))
+    return reads

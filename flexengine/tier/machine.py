@@ -29,7 +29,7 @@ KINDS = ("auto", "cpu", "cuda", "sim")
 HEADROOM = 0.92  # share of the free memory that is used if no size is set
 RAM_DISK = 8  # an offload directory in RAM gets 1/8 of that share if no size is set
 NO_DISK = 1  # bytes; capacity of a disk tier whose directory cannot be used: Hardware refuses 0, and no page fits in 1
-LEAST_DISK = 2 * ALIGN  # bytes; minimum capacity of an offload directory in RAM, enough to measure its rates
+MIN_DISK_BYTES = 2 * ALIGN  # bytes; minimum capacity of an offload directory in RAM, enough to measure its rates
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ def _ram_and_disk(ram_limit: int | None, offload_dir: Path) -> tuple[int, int, s
     if not in_ram(offload_dir):
         return ram_limit or usable, free, ""
     ram = ram_limit or usable - min(free, usable // RAM_DISK)
-    return ram, min(free, max(usable - ram, LEAST_DISK)), ""
+    return ram, min(free, max(usable - ram, MIN_DISK_BYTES)), ""
 
 
 def _cpu(size: int, disk: Tier, free_disk: int, fault: str) -> Machine:

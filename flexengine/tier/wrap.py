@@ -10,14 +10,14 @@ import torch
 from flexengine.tier.base import Home, Tier
 from flexengine.tier.disk import DiskTier
 
-OWED = 1e-4  # seconds; shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, more on a busy one
+MAX_DEBT_SECONDS = 1e-4  # shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, or more if busy
 
 
 class Throttled(Tier):
     """A tier behind slower links: each call copies, then sleeps until a link of the given rate would have finished.
 
-    Each direction carries one transfer at a time. A transfer that ends at most OWED seconds too early does not sleep:
-    the next transfer sleeps for both.
+    Each direction carries one transfer at a time. A transfer that ends at most MAX_DEBT_SECONDS too early does not
+    sleep: the next transfer sleeps for both.
 
     Args:
         inner: the tier that does the copies.
@@ -53,8 +53,8 @@ class Throttled(Tier):
             seconds = self.latency + (nbytes / rate if rate is not None else 0.0)
             end = self._free[way] = (free if began < free else began + owed) + seconds
             pause = end - time.perf_counter()
-            self._owed[way] = pause if 0 < pause <= OWED else 0.0
-        if pause > OWED:
+            self._owed[way] = pause if 0 < pause <= MAX_DEBT_SECONDS else 0.0
+        if pause > MAX_DEBT_SECONDS:
             time.sleep(pause)
 
     def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
