@@ -25,7 +25,7 @@ from bench.harness import Record
 
 PATIENCE = 60  # seconds until a run counts as hanging
 HUNG = 98
-TOLD = (0, 1, 2, 3)  # exit codes of a run that ended by itself
+EXIT_CODES = (0, 1, 2, 3)  # exit codes of a run that ended by itself
 BATCH_TIME = re.compile(rb'"created": \d+')
 
 
@@ -46,11 +46,11 @@ class Ended:
     struck: str
     seconds: float
 
-    def told(self) -> bool:
+    def ended_well(self) -> bool:
         """Return whether the run ended as a command should: by itself, with a message and without a traceback."""
         lines = self.said.strip().splitlines()
         failed = self.code in (2, 3)
-        return self.code in TOLD and "Traceback" not in self.said and not (failed and not _is_message(lines))
+        return self.code in EXIT_CODES and "Traceback" not in self.said and not (failed and not _is_message(lines))
 
 
 def _is_message(lines: Sequence[str]) -> bool:
@@ -85,8 +85,8 @@ def forked(
         finally:
             os._exit(code)
     code = _waited(child, seconds)
-    told = counts.read_text() if counts.exists() else ""
-    made, struck = json.loads(told) if told else (0, "")
+    text = counts.read_text() if counts.exists() else ""
+    made, struck = json.loads(text) if text else (0, "")
     said = log.read_text(errors="replace") if log.exists() else ""
     return Ended(code, said, made, struck, time.monotonic() - began)
 
@@ -236,7 +236,7 @@ class Trials:
     def judge(self, fault: Fault, ended: Ended, tally: Tally, prepare: Callable[[], None] = lambda: None) -> None:
         """Finish the job after a fault, and record the outcome. `prepare` is called before."""
         wrong, killed = [], ended.code == -signal.SIGKILL
-        if not killed and not ended.told():
+        if not killed and not ended.ended_well():
             wrong.append(f"exit code {ended.code}: {ended.said.strip()[-400:]}")
         if killed is not fault.how.startswith("kill"):
             wrong.append(f"exit code {ended.code}")

@@ -51,17 +51,17 @@ SMOKE = GpuKernelCase(((2, 40, 4, 4, 64), (2, 40, 4, 2, 64)), (48, 128), (1, 20)
 
 def seconds_of(call: Call, device: str, least: float) -> float:
     """Return the seconds of one call, from as many calls as fill `least` seconds. call(i) makes the i-th call."""
-    settle: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    synchronize: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
     numbers = count()
     for _ in range(3):  # the first calls compile kernels
         call(next(numbers))
     repeats = 4
     while True:
-        settle()
+        synchronize()
         start = time.perf_counter()
         for _ in range(repeats):
             call(next(numbers))
-        settle()
+        synchronize()
         if (spent := time.perf_counter() - start) >= least:
             return spent / repeats
         repeats *= 2

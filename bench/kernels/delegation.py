@@ -199,13 +199,13 @@ def crossover(case: DelegationCase, model: Path, runs: int) -> Record:
     lengths = [cached + case.tokens / 2 for cached in case.cached]
     by_layer = [[sides[c][d].layer for c in case.cached] for d in (False, True)]
     by_sweep = [[sides[c][d].sweep for c in case.cached] for d in (False, True)]
-    measured, told = crossing(lengths, *by_layer), rule.crossover
+    measured, predicted = crossing(lengths, *by_layer), rule.crossover
     return {
         "lengths": lengths, "moved_layer_seconds": by_layer[0], "delegated_layer_seconds": by_layer[1],
         "moved_seconds": by_sweep[0], "delegated_seconds": by_sweep[1],
         "measured_crossover": measured, "measured_crossover_of_sweeps": crossing(lengths, *by_sweep),
-        "rule_crossover": told,
-        "ratio": told / measured if measured else None,
+        "rule_crossover": predicted,
+        "ratio": predicted / measured if measured else None,
         "rates": {name: getattr(rule, name) for name in ("up", "host", "device", "computing", "fixed", "latency")},
         "moved_bytes": {str(c): sides[c][False].summary["bytes"] for c in case.cached},
         "delegated_bytes": {str(c): sides[c][True].summary["bytes"] for c in case.cached},

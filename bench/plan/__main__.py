@@ -151,15 +151,15 @@ def judged(line: Record, case: Case) -> Record:
 
 
 def kept(line: Record) -> Record:
-    """What is recorded of a run."""
+    """Return the recorded fields of a run."""
     if "summary" not in line:
         return harness.brief(line)
     summary, predicted = line["summary"], line["predicted"]
-    told = summary["plan"]["lanes"]
+    made = summary["plan"]["lanes"]
     lanes = {
-        lane: {"predicted": predicted["lanes"].get(lane, 0.0), "predicted_of_sweeps_made": told[lane]["predicted"],
-               "measured": told[lane]["measured"]}
-        for lane in told
+        lane: {"predicted": predicted["lanes"].get(lane, 0.0), "predicted_of_sweeps_made": made[lane]["predicted"],
+               "measured": made[lane]["measured"]}
+        for lane in made
     }  # fmt: skip
     rest = {k: v for k, v in harness.brief(line).items() if k not in ("summary", "predicted")}
     return {
