@@ -33,7 +33,7 @@ def header(folder: Path) -> Any:
 
 def matrix(folder: Path) -> Any:
     stored = header(folder)["x"]
-    run = loading.Run(stored.path, stored.start, stored.nbytes)
+    run = loading.ByteRange(stored.path, stored.start, stored.nbytes)
     return encoding._read(loading.Origin((run,), stored.dtype, stored.shape), 40, 4000).tolist()
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from bench import harness
 from bench.harness import Record
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.kernels.cuda import CudaKernels
@@ -75,7 +75,7 @@ def attention(case: GpuKernelCase, device: str) -> list[Record]:
         q = torch.randn(sequences, heads, dim, device=device).bfloat16()
         lengths = torch.full((sequences,), tokens, dtype=torch.int32, device=device)
         for bits in (16, BITS):
-            form = None if bits == 16 else CacheForm(bits, kv_heads, PAGE_TOKENS, dim)
+            form = None if bits == 16 else CacheFormat(bits, kv_heads, PAGE_TOKENS, dim)
             page = form.page_bytes if form else 2 * kv_heads * PAGE_TOKENS * dim * 2
             copies = max(2, -(-case.held // (sequences * pages * page)))
             pool = _pool(copies * sequences * pages, kv_heads, dim, form, device)
@@ -85,9 +85,9 @@ def attention(case: GpuKernelCase, device: str) -> list[Record]:
 
                 def call(
                     i: int, kernels: CudaKernels = kernels, q: Tensor = q, pool: Tensor = pool, at: Tensor = places,
-                    held: Tensor = lengths, form: CacheForm | None = form,
+                    held: Tensor = lengths, form: CacheFormat | None = form,
                 ) -> object:  # fmt: skip
-                    return kernels.decode(q, pool, at[i % len(at)], held, q.shape[-1] ** -0.5, form=form)
+                    return kernels.decode_attention(q, pool, at[i % len(at)], held, q.shape[-1] ** -0.5, form=form)
 
                 spent = seconds_of(call, device, case.seconds)
                 rates[name] = sequences * tokens * page / PAGE_TOKENS / spent / 1e9
@@ -96,7 +96,7 @@ def attention(case: GpuKernelCase, device: str) -> list[Record]:
     return found
 
 
-def _pool(pages: int, kv_heads: int, dim: int, form: CacheForm | None, device: str) -> Tensor:
+def _pool(pages: int, kv_heads: int, dim: int, form: CacheFormat | None, device: str) -> Tensor:
     """Return random numbers. For codes, scales and minima are 1."""
     if form is None:
         return torch.randn(pages, 2, kv_heads, PAGE_TOKENS, dim, device=device, dtype=torch.bfloat16)

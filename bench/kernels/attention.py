@@ -25,7 +25,7 @@ from bench.harness import Record
 from bench.kernels import peak
 from bench.kernels.peak import Peak
 from flexengine import kernels
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Kernels
 from flexengine.tier.memory import aligned_buffer
 
@@ -65,10 +65,10 @@ class Case:
         """Return the pages of all sequences."""
         return sum(-(-n // self.page_tokens) for n in self.lengths)
 
-    def form(self, kind: str) -> CacheForm | None:
+    def form(self, kind: str) -> CacheFormat | None:
         """Return the format of the codes; None for floats."""
         bits = kind.removesuffix("-bit")
-        return None if kind in FLOATS else CacheForm(int(bits), self.kv_heads, self.page_tokens, self.dim)
+        return None if kind in FLOATS else CacheFormat(int(bits), self.kv_heads, self.page_tokens, self.dim)
 
     def token_bytes(self, kind: str) -> int:
         """Return the bytes of K and V of one token in all heads."""
@@ -146,7 +146,7 @@ def ours(case: Case, kind: str, kernel: Kernels, q: Tensor) -> Run:
             table[i, :n], free = free[:n], free[n:]
         tables.append(table)
     pools = [held(pool) for _ in range(count)]
-    call = functools.partial(kernel.decode, q, lengths=lengths, scale=case.dim**-0.5, form=case.form(kind))
+    call = functools.partial(kernel.decode_attention, q, lengths=lengths, scale=case.dim**-0.5, form=case.form(kind))
     return lambda i: call(pools[i % count], tables[i % count])
 
 

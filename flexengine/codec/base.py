@@ -48,7 +48,7 @@ class Codec(ABC):
         """
 
     @abstractmethod
-    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
+    def dequantize(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
         """Return the dequantized matrix, fp32 [rows, columns]."""
 
     @abstractmethod

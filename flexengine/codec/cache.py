@@ -54,7 +54,7 @@ class Panels(NamedTuple):
 
 
 @dataclass(frozen=True)
-class CacheForm:
+class CacheFormat:
     """Format of the encoded K and V of one layer. Groups run along the elements of a head, token by token.
 
     Attributes:
@@ -145,7 +145,7 @@ class CacheForm:
         nan = float("nan")
         return pack(together, self.bits), scale.masked_fill(bad, nan), minimum.masked_fill(bad, nan)
 
-    def decode(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
+    def dequantize(self, codes: Tensor, scale: Tensor, minimum: Tensor) -> Tensor:
         """Return the dequantized rows, fp32 [..., dim]."""
         together = unpack(codes, self.bits).reshape(*scale.shape, -1, 8 // self.bits)
         groups = together.transpose(-1, -2).flatten(-2).float()

@@ -79,7 +79,7 @@ class Groupwise(Codec):
             scale, minimum = search(groups, matters, low, high)
         return self._codes(groups, scale, minimum), scale, minimum
 
-    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
+    def dequantize(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> Tensor:
         groups = _values(unpack(parts["codes"], self.bits), parts["scale"], parts["minimum"])
         return self._ungrouped(groups, rows, columns)
 

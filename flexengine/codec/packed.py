@@ -91,11 +91,11 @@ class Packed:
             low += bits
         return torch.cat(pieces, 2).flatten()
 
-    def decode(self, data: Tensor) -> Tensor:
+    def dequantize(self, data: Tensor) -> Tensor:
         """Return the dequantized matrix, fp32 [rows, columns]."""
-        return self.decode_rows(data, torch.arange(self.rows, device=data.device))
+        return self.dequantize_rows(data, torch.arange(self.rows, device=data.device))
 
-    def decode_rows(self, data: Tensor, ids: Tensor) -> Tensor:
+    def dequantize_rows(self, data: Tensor, ids: Tensor) -> Tensor:
         """Return some dequantized rows, fp32 [n, columns]; ids: int64 [n]. Only the bytes of these rows are copied."""
         out = torch.empty(len(ids), self.columns, device=data.device)
         for rows, target in zip(torch.split(ids, TOGETHER), torch.split(out, TOGETHER), strict=True):

@@ -265,7 +265,7 @@ class Planner:
             key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
-            store.keep(key, corrected)
+            store.save_rates(key, corrected)
             if self._hardware is not None:  # else the rates are read from the store when needed
                 self._hardware = store.with_capacity(corrected, self.machine)
 

@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, overload
 
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 
 ACTS = ("silu", "gelu_tanh")  # in the order of enum Act of elementwise.h
@@ -33,7 +33,7 @@ class Past(NamedTuple):
     pool: Tensor
     table: Tensor
     length: int
-    form: CacheForm | None = None
+    form: CacheFormat | None = None
 
 
 class Kernels(ABC):
@@ -53,7 +53,7 @@ class Kernels(ABC):
 
     @abstractmethod
     def append(
-        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
         """Write token t's K to pool[pages[t], 0, :, offsets[t]] and its V to pool[pages[t], 1, :, offsets[t]].
 
@@ -67,22 +67,22 @@ class Kernels(ABC):
 
     @overload
     @abstractmethod
-    def decode(
+    def decode_attention(
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
-        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheForm | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheFormat | None = ...,
         topk: float | None = ..., with_lse: Literal[False] = ...,
     ) -> Tensor: ...  # fmt: skip
 
     @overload
     @abstractmethod
-    def decode(
+    def decode_attention(
         self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None = ...,
-        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheForm | None = ...,
+        softcap: float | None = ..., sinks: Tensor | None = ..., form: CacheFormat | None = ...,
         topk: float | None = ..., *, with_lse: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     @abstractmethod
-    def decode(
+    def decode_attention(
         self,
         q: Tensor,
         pool: Tensor,
@@ -92,7 +92,7 @@ class Kernels(ABC):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -131,14 +131,14 @@ class Kernels(ABC):
         topk: float,
         window: int | None = None,
         softcap: float | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
     ) -> Tensor:
-        """Return a mask of the positions whose V `decode` with the same arguments reads.
+        """Return a mask of the positions whose V `decode_attention` with the same arguments reads.
 
         Other V need not be loaded. No V is read here.
 
         Args:
-            q, pool, tables, lengths, scale, topk, window, softcap, form: as in `decode`.
+            q, pool, tables, lengths, scale, topk, window, softcap, form: as in `decode_attention`.
 
         Returns:
             bool [n, kv_heads, max_pages * page_tokens]: whether any query head of the kv head uses the V at a position.
@@ -164,7 +164,7 @@ class Kernels(ABC):
         Args:
             q: [B, T, heads, head_dim], any strides. Query t has position P + S - T + t; P is past.length, or 0.
             k, v: [B, S, kv_heads, head_dim], any strides, S >= T: tokens P to P + S - 1.
-            scale, window, softcap, sinks: as in `decode`.
+            scale, window, softcap, sinks: as in `decode_attention`.
             past: tokens 0 to P - 1, read from their pages; B must be 1. None if there are none.
 
         Returns:
@@ -215,7 +215,7 @@ class Kernels(ABC):
             weight: uint8 [form.nbytes], contiguous.
             form: format of the weight.
             bias: fp32 [form.rows], or None.
-            compute: None multiplies by the weight that form.decode returns. "bf16" rounds x to bf16 first, and the
+            compute: None multiplies by the weight that form.dequantize returns. "bf16" rounds x to bf16 first, and the
                 dequantized weight too if the CPU multiplies pairs of bf16. "int8": see above.
 
         Returns:

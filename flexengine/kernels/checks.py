@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import ACTS, Past, Room
 
 
-def check_pool(pool: Tensor, form: CacheForm | None) -> Room:
+def check_pool(pool: Tensor, form: CacheFormat | None) -> Room:
     """Return the sizes of `pool`. Raise InvalidInput if its shape or dtype differs from the one in kernels/base.py."""
     if form is not None:
         fits = pool.dim() == 2 and pool.shape[1] == form.page_bytes and pool.is_contiguous()
@@ -28,7 +28,7 @@ def check_pool(pool: Tensor, form: CacheForm | None) -> Room:
 
 
 def check_options(window: int | None, softcap: float | None, sinks: Tensor | None, heads: int) -> None:
-    """Raise InvalidInput if an option of `decode` or `attend_prompt` has a value that is not allowed."""
+    """Raise InvalidInput if an option of `decode_attention` or `attend_prompt` has a value that is not allowed."""
     if window is not None and window < 1:
         raise InvalidInput(f"window is {window}; it must be None or at least 1")
     if softcap is not None and not softcap > 0:
@@ -37,7 +37,7 @@ def check_options(window: int | None, softcap: float | None, sinks: Tensor | Non
         raise InvalidInput(f"sinks has shape {list(sinks.shape)}; it must be [{heads}], one per query head")
 
 
-def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> Room:
+def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None) -> Room:
     """Return the sizes of `pool`. Raise InvalidInput if the shapes do not fit together."""
     room = check_pool(pool, form)
     expected = (k.shape[0], room.kv_heads, room.dim)
@@ -52,7 +52,7 @@ def check_append(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Ten
     return room
 
 
-def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None) -> Room:
+def check_decode(q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheFormat | None) -> Room:
     """Return the sizes of `pool`. Raise InvalidInput if the shapes do not fit together."""
     room = check_pool(pool, form)
     if q.dim() != 3 or q.shape[2] != room.dim or q.shape[1] % room.kv_heads:

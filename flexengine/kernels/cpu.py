@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import base, build, checks, structs
-from flexengine.kernels.pages import bad_place, bad_sequence
+from flexengine.kernels.pages import bad_sequence, bad_token
 from flexengine.kernels.reference import ReferenceKernels
 
 STREAM = 2 << 20  # bytes; stores of `convert` to targets of this size or more bypass the CPU's cache
@@ -47,7 +47,7 @@ class NativeKernels(ReferenceKernels):
         self.simd, self.bf16 = int(library.flex_simd()), bool(library.flex_bf16())
 
     def append(
-        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
         if not _native(k, v, pool, pages, offsets):
             return super().append(k, v, pool, pages, offsets, form)
@@ -60,9 +60,9 @@ class NativeKernels(ReferenceKernels):
             *(CODES[k.dtype], _stored(pool, form), torch.get_num_threads()),
         )
         if bad := self._append(ctypes.addressof(call)):
-            raise bad_place(bad - 1, room)
+            raise bad_token(bad - 1, room)
 
-    def decode(
+    def decode_attention(
         self,
         q: Tensor,
         pool: Tensor,
@@ -72,12 +72,14 @@ class NativeKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
         if not _native(q, pool, tables, lengths):
-            return super().decode(q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse)
+            return super().decode_attention(
+                q, pool, tables, lengths, scale, window, softcap, sinks, form, topk, with_lse
+            )
         checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, sinks, q.shape[1])
         checks.check_topk(topk, with_lse)
@@ -99,7 +101,7 @@ class NativeKernels(ReferenceKernels):
         topk: float,
         window: int | None = None,
         softcap: float | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
     ) -> Tensor:
         if not _native(q, pool, tables, lengths):
             return super().choose(q, pool, tables, lengths, scale, topk, window, softcap, form)
@@ -112,13 +114,13 @@ class NativeKernels(ReferenceKernels):
         return chosen
 
     def _attend(
-        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheForm | None,
+        self, q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, form: CacheFormat | None,
         options: tuple[int, float, float, float], others: tuple[Tensor | None, ...],
     ) -> None:  # fmt: skip
         """Call flex_decode.
 
         Args:
-            q, pool, tables, lengths, form: as in `decode`.
+            q, pool, tables, lengths, form: as in `decode_attention`.
             options: (window, topk, scale, softcap).
             others: (out, sinks, lse, chosen).
         """
@@ -288,7 +290,7 @@ def _fp32(*tensors: Tensor) -> bool:
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in tensors)
 
 
-def _stored(pool: Tensor, form: CacheForm | None) -> int:
+def _stored(pool: Tensor, form: CacheFormat | None) -> int:
     """Return the code of a pool's format: enum Dtype of simd.h for floats, enum Codes of codes.h if encoded."""
     return CODES[pool.dtype] if form is None else form.bits * 16
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, checks
 from flexengine.kernels.pages import read, write
@@ -49,14 +49,14 @@ class CudaKernels(ReferenceKernels):
         return not q.is_cuda or (q.dtype != torch.float32 and is_ampere(q))
 
     def append(
-        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
         room = checks.check_append(k, v, pool, pages, offsets, form)
         step = len(k) if form is None else max(1, BUFFER // (ENCODED * room.kv_heads * room.dim))
         for some in _slices(len(k), step):
             write(k[some], v[some], pool, pages[some], offsets[some], form)
 
-    def decode(
+    def decode_attention(
         self,
         q: Tensor,
         pool: Tensor,
@@ -66,7 +66,7 @@ class CudaKernels(ReferenceKernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
@@ -76,7 +76,9 @@ class CudaKernels(ReferenceKernels):
         if topk is None and len(q) and (fused := self._triton(q.device.type)):
             tile = fused.attention.tiles(room, q.shape[1], form, q.dtype, pool.dtype)
             if tile is not None:
-                out, lse = fused.attention.decode(q, pool, tables, lengths, scale, window, softcap, sinks, tile)
+                out, lse = fused.attention.decode_attention(
+                    q, pool, tables, lengths, scale, window, softcap, sinks, tile
+                )
                 return (out, lse) if with_lse else out
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
@@ -96,14 +98,14 @@ class CudaKernels(ReferenceKernels):
         topk: float,
         window: int | None = None,
         softcap: float | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
     ) -> Tensor:
         room = checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, None, q.shape[1])
         checks.check_topk(topk)
         chosen = torch.empty((len(q), room.kv_heads, tables.shape[1] * room.page_tokens), dtype=torch.bool,
                              device=q.device)  # fmt: skip
-        for part in _parts(tables, room):  # as in `decode`, since products of one shape round equally
+        for part in _parts(tables, room):  # as in `decode_attention`, since products of one shape round equally
             pages = read(pool, tables[part].long(), form, values=False).float()
             scores, _, seen = _scores(q[part], pages, lengths[part], scale, window)
             chosen[part] = _largest(_masked(capped(scores, softcap), seen), seen, topk).any(2)
@@ -194,7 +196,7 @@ def _scores(
     """Return scores [n, kv_heads, group, tokens], V [n, kv_heads, tokens, dim] and the mask of seen tokens [n, tokens].
 
     Args:
-        q, lengths, scale, window: as in `Kernels.decode`.
+        q, lengths, scale, window: as in `Kernels.decode_attention`.
         pages: gathered pages [n, pages, 2, kv_heads, page_tokens, dim], padded to the longest sequence. If they hold K
             only, the third dimension is 1, and the V returned must not be used.
     """

@@ -11,7 +11,7 @@ def merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> Tensor:
 
     Args:
         outs: [n, heads, head_dim] per set.
-        lses: fp32 [n, heads] per set, logs of the denominators, see `with_lse` of Kernels.decode; -inf for
+        lses: fp32 [n, heads] per set, logs of the denominators, see `with_lse` of Kernels.decode_attention; -inf for
             a set without keys, whose `outs` is ignored. Sinks may be part of one set's denominator only.
 
     Returns:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import base
 
@@ -16,12 +16,12 @@ def bad_sequence(i: int, room: base.Room) -> InvalidInput:
     )
 
 
-def bad_place(t: int, room: base.Room) -> InvalidInput:
+def bad_token(t: int, room: base.Room) -> InvalidInput:
     """Return the error for token t, whose page or offset lies outside the pool."""
     return InvalidInput(f"token {t}: its page must be below {room.pages} and its offset below {room.page_tokens}")
 
 
-def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None) -> None:
+def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None) -> None:
     """Write K and V as base.Kernels.append does, without checking pages and offsets."""
     page, offset = pages.long()[:, None], offsets.long()[:, None]
     head = torch.arange(k.shape[1], device=pool.device)[None]
@@ -35,7 +35,7 @@ def write(k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, fo
             panels.minimum[page, number, head, :, offset] = minimum
 
 
-def read(pool: Tensor, pages: Tensor, form: CacheForm | None, values: bool = True) -> Tensor:
+def read(pool: Tensor, pages: Tensor, form: CacheFormat | None, values: bool = True) -> Tensor:
     """Return pages of a pool, dequantized: [*pages.shape, 2, kv_heads, page_tokens, dim].
 
     Args:
@@ -46,7 +46,7 @@ def read(pool: Tensor, pages: Tensor, form: CacheForm | None, values: bool = Tru
     if form is None:
         return pool[:, parts][pages]
     codes, scale, minimum = (x[:, parts][pages] for x in form.panels(pool))
-    return form.decode(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
+    return form.dequantize(codes, scale.transpose(-1, -2), minimum.transpose(-1, -2))
 
 
 def check_pages(pages: Tensor, room: base.Room) -> None:

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.kernels import base, checks
-from flexengine.kernels.pages import bad_place, bad_sequence, check_pages, read, write
+from flexengine.kernels.pages import bad_sequence, bad_token, check_pages, read, write
 
 SCORES = 2**21  # number of fp32 scores (8 MiB) that the blockwise path holds at once
 EXPLICIT = 21  # maximum bytes per score: the score, its query, value, sum and product in fp32, and its mask
@@ -26,15 +26,15 @@ class ReferenceKernels(base.Kernels):
     name = "reference"
 
     def append(
-        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheForm | None = None
+        self, k: Tensor, v: Tensor, pool: Tensor, pages: Tensor, offsets: Tensor, form: CacheFormat | None = None
     ) -> None:
         room = checks.check_append(k, v, pool, pages, offsets, form)
         bad = (pages < 0) | (pages >= room.pages) | (offsets < 0) | (offsets >= room.page_tokens)
         if bad.any():
-            raise bad_place(int(bad.nonzero()[0]), room)
+            raise bad_token(int(bad.nonzero()[0]), room)
         write(k, v, pool, pages, offsets, form)
 
-    def decode(  # type: ignore[override]  # the overloads of the base class are not repeated
+    def decode_attention(  # type: ignore[override]  # the overloads of the base class are not repeated
         self,
         q: Tensor,
         pool: Tensor,
@@ -44,7 +44,7 @@ class ReferenceKernels(base.Kernels):
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
         topk: float | None = None,
         with_lse: bool = False,
     ) -> Any:
@@ -74,7 +74,7 @@ class ReferenceKernels(base.Kernels):
         topk: float,
         window: int | None = None,
         softcap: float | None = None,
-        form: CacheForm | None = None,
+        form: CacheFormat | None = None,
     ) -> Tensor:
         room = checks.check_decode(q, pool, tables, lengths, form)
         checks.check_options(window, softcap, None, q.shape[1])
@@ -150,7 +150,7 @@ class ReferenceKernels(base.Kernels):
         step = max(1, WIDENED // max(1, form.columns * 4 * ROWS))
         for low in range(0, len(blocks), step):
             run = slice(low * ROWS, min(form.rows, (low + step) * ROWS))
-            decoded = Packed(form.codec, run.stop - run.start, form.columns).decode(blocks[low : low + step])
+            decoded = Packed(form.codec, run.stop - run.start, form.columns).dequantize(blocks[low : low + step])
             # contiguous: oneDNN takes 1000 times as long for rows that are slices of longer ones
             out[..., run] = linear_fp32(x, decoded.contiguous(), None if bias is None else bias[run])
         return out
@@ -240,7 +240,7 @@ def has_onednn() -> bool:
 
 def scored(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
-    form: CacheForm | None,
+    form: CacheFormat | None,
 ) -> Iterator[tuple[int, Tensor, Tensor]]:  # fmt: skip
     """Yield (first position seen, capped scores [kv_heads, group, seen], V [kv_heads, seen, dim]) per sequence."""
     room = checks.check_pool(pool, form)
@@ -271,7 +271,7 @@ def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def largest(scores: Tensor, topk: float) -> Tensor:
-    """Return the mask, bool [..., S], of positions whose V `decode` uses with topk; the last is always used."""
+    """Return the mask, bool [..., S], of positions whose V `decode_attention` uses with topk; the last always is."""
     past = scores[..., :-1]
     order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)

@@ -1,4 +1,4 @@
-"""Decode attention over a paged cache in Triton: base.Kernels.decode without topk.
+"""Decode attention over a paged cache in Triton: base.Kernels.decode_attention without topk.
 
 A sequence's tokens are cut into spans at multiples of SPAN. One program computes attention over one span for the query
 heads of one kv head, so that a page is read once for all of them. A second kernel merges the spans of a sequence in
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Room
 
 SPAN = 512  # tokens; at 4 bits a span's partial result, fp32, has 1/80 of the bytes of the span's KV
@@ -63,7 +63,7 @@ class Tiles:
         return 8 if self.DOT and not self.NARROW else 4
 
 
-def tiles(room: Room, heads: int, form: CacheForm | None, q: torch.dtype, pool: torch.dtype) -> Tiles | None:
+def tiles(room: Room, heads: int, form: CacheFormat | None, q: torch.dtype, pool: torch.dtype) -> Tiles | None:
     """Return the constants for attention of `heads` query heads; None if the kernel does not support the case.
 
     A single query head per kv head is summed in fp32. Several are multiplied by tl.dot: in 16 bits if q has 16 bits and
@@ -93,14 +93,14 @@ def tiles(room: Room, heads: int, form: CacheForm | None, q: torch.dtype, pool: 
     )  # fmt: skip
 
 
-def decode(
+def decode_attention(
     q: Tensor, pool: Tensor, tables: Tensor, lengths: Tensor, scale: float, window: int | None, softcap: float | None,
     sinks: Tensor | None, tile: Tiles,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the result, [n, heads, head_dim], and the logs of the denominators, fp32 [n, heads].
 
     Args:
-        q, pool, tables, lengths, scale, window, softcap, sinks: as in `Kernels.decode`, already checked.
+        q, pool, tables, lengths, scale, window, softcap, sinks: as in `Kernels.decode_attention`, already checked.
         tile: the constants that `tiles` returned.
     """
     n, heads, dim = q.shape
@@ -134,7 +134,7 @@ def probe(device: torch.device) -> None:
     pool, one = torch.zeros(1, 2, 1, 16, 16, device=device), torch.ones(1, dtype=torch.int32, device=device)
     tile = tiles(Room(1, 1, 16, 16), 1, None, pool.dtype, pool.dtype)
     assert tile is not None
-    out, _ = decode(pool[0, 0, :, 0, None], pool, one[None] - 1, one, 1.0, None, None, None, tile)
+    out, _ = decode_attention(pool[0, 0, :, 0, None], pool, one[None] - 1, one, 1.0, None, None, None, tile)
     if out.cpu().any():
         raise RuntimeError(f"Triton {version()} computes {out.tolist()} of zeros")
 

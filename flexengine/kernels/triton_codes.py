@@ -69,7 +69,7 @@ def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: 
     step = max(1, DECODED // (form.columns * x.itemsize) // ROWS) * ROWS
     for low in range(0, form.rows, step):
         run = slice(low, min(form.rows, low + step))
-        columns, decoded = out[:, run], decode(weight, form, run, x.dtype).t()
+        columns, decoded = out[:, run], dequantize(weight, form, run, x.dtype).t()
         if bias is None:
             torch.mm(x, decoded, out=columns)
         else:
@@ -77,7 +77,7 @@ def product(x: Tensor, weight: Tensor, form: Packed, bias: Tensor | None, int8: 
         del decoded  # free it before the next one is allocated
 
 
-def decode(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> Tensor:
+def dequantize(weight: Tensor, form: Packed, run: slice, dtype: torch.dtype) -> Tensor:
     """Return the dequantized rows `run`, [n, columns], rounded to dtype; run starts at a multiple of ROWS."""
     count, right = run.stop - run.start, form.blocks[1]
     out = torch.empty((count, form.columns), dtype=dtype, device=weight.device)

@@ -128,7 +128,7 @@ def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
     q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
     native, at = available.load(), cache.tables(view, event.layer)
     native.append(k, v, pool, at.pages, at.offsets, form)
-    return native.decode(q, pool, at.tables, at.lengths, event.scale, event.window, event.softcap, None, form)
+    return native.decode_attention(q, pool, at.tables, at.lengths, event.scale, event.window, event.softcap, None, form)
 
 
 @torch.no_grad()

@@ -90,7 +90,9 @@ class _Cell:
             machine.host.load(self.host_buffer, machine.device.view(self.device_buffer))
         elif task.op is Op.ATTEND:
             queries = machine.host.view(self.host_buffer)
-            out = self.kernels.decode(queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale)
+            out = self.kernels.decode_attention(
+                queries.view(self.heads), self.pool, self.tables, self.lengths, self.scale
+            )
             queries.copy_(out.view(-1))
         elif task.op is Op.FINISH:
             trial.resume(self.answer)

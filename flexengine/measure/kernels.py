@@ -188,7 +188,7 @@ def _decode(
             tables, held = tables.to(pool.device), torch.full((SEQUENCES,), length, dtype=torch.int32).to(pool.device)
 
             def call(i: int, tables: Tensor = tables, held: Tensor = held) -> object:
-                return kernels.decode(q, pool, tables[i % len(tables)], held, HEAD_DIM**-0.5)
+                return kernels.decode_attention(q, pool, tables[i % len(tables)], held, HEAD_DIM**-0.5)
 
             seconds = seconds_per_call(call, SECONDS, machine)
             points.append((float(length), SEQUENCES * length * page / PAGE_TOKENS / seconds))

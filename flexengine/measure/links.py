@@ -16,7 +16,7 @@ from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
-from flexengine.tier.base import ALIGN, Home
+from flexengine.tier.base import ALIGN, Region
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
@@ -30,7 +30,7 @@ SPILLS = (64 * KIB, 256 * KIB, MIB, 8 * MIB)
 READS = (32 * KIB, 256 * KIB, 2 * MIB, 16 * MIB, 64 * MIB)
 COPIED = 128 * MIB  # bytes of each memory, more than the caches hold
 SPILLED = 256 * MIB  # maximum bytes in the offload directory
-LEAST_CHECKPOINT = 256 * MIB  # bytes; a smaller checkpoint is not representative, so a file is written instead
+MIN_CHECKPOINT_BYTES = 256 * MIB  # bytes; a smaller checkpoint is not representative, so a file is written instead
 WRITTEN = 128 * MIB  # bytes of this file
 TOUCHED, PAGE = 640 * MIB, 4096  # bytes of fresh memory for page faults; bytes of a page
 WIDTH = 512  # rows and columns of products that keep the CPU busy
@@ -179,7 +179,7 @@ def _offset(total: int, size: int, i: int) -> int:
     return i % max(1, total // size) * size
 
 
-def _part(region: Home, size: int, i: int) -> Home:
+def _part(region: Region, size: int, i: int) -> Region:
     return region.part(_offset(region.nbytes, size, i), size)
 
 
@@ -238,7 +238,7 @@ def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:
         regions.free()
 
 
-def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Home]:
+def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterator[Region]:
     """Yield regions of `size` bytes, in order through all files, endlessly."""
     while True:
         for path, length in files.items():
@@ -250,7 +250,7 @@ def stretches(machine: Machine, files: Mapping[Path, int], size: int) -> Iterato
 def readable(machine: Machine, checkpoint: Sequence[Path]) -> Iterator[dict[Path, int]]:
     """Yield files to read, with their bytes, none in the page cache: the model's own, or a new file if it is small."""
     own = {path: path.stat().st_size // 2 * 2 for path in checkpoint}
-    if sum(own.values()) >= LEAST_CHECKPOINT or (own and machine.no_offload):
+    if sum(own.values()) >= MIN_CHECKPOINT_BYTES or (own and machine.no_offload):
         for path in own:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -18,7 +18,7 @@ from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed, without_falls
 from flexengine.model.forward import Attend, Forward, Inputs, Layer, Pause, Rows
 from flexengine.model.sample import Draw, sample
-from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Table
 from flexengine.plan.sizes import aligned
@@ -256,19 +256,19 @@ def _give(
     return len(names)
 
 
-def _size(skeleton: Skeleton, slots: Mapping[str, Slot], held: Mapping[str, torch.dtype]) -> int:
+def _size(skeleton: Skeleton, slots: Mapping[str, ParamRef], held: Mapping[str, torch.dtype]) -> int:
     """Return the bytes of random weights of these parameters, at least 1."""
     return sum(aligned(prod(_shape(skeleton, n, slots[n])) * held[n].itemsize) for n in slots) or 1
 
 
-def _shape(skeleton: Skeleton, name: str, slot: Slot) -> tuple[int, ...]:
+def _shape(skeleton: Skeleton, name: str, slot: ParamRef) -> tuple[int, ...]:
     """Return the shape of a parameter's tensor, which holds bytes if the parameter is encoded."""
     return skeleton.forms[name].shape if name in skeleton.forms else slot.shape
 
 
 def _random(
     skeleton: Skeleton,
-    slots: Mapping[str, Slot],
+    slots: Mapping[str, ParamRef],
     held: Mapping[str, torch.dtype],
     machine: Machine,
     regions: Regions,
@@ -282,7 +282,7 @@ def _random(
     return tensors
 
 
-def _bind(slots: Mapping[str, Slot], tensors: Sequence[Tensor]) -> None:
+def _bind(slots: Mapping[str, ParamRef], tensors: Sequence[Tensor]) -> None:
     for slot, tensor in zip(slots.values(), tensors, strict=True):
         slot.bind(torch.nn.Parameter(tensor, requires_grad=False))
 

@@ -10,7 +10,7 @@ from scipy.optimize import nnls
 from flexengine import kernels as available
 from flexengine.config import SamplingParams
 from flexengine.measure.model import random_weights, time_layers
-from flexengine.measure.timing import MOST, room, seconds_per_call
+from flexengine.measure.timing import MAX_CALLS, room, seconds_per_call
 from flexengine.model.skeleton import build
 from flexengine.model.stop import Stops
 from flexengine.plan.capacity import Capacity
@@ -71,7 +71,7 @@ def sweep_seconds(machine: Machine, dtype: torch.dtype) -> tuple[float, float]:
     It includes forming batches, page tables, inputs and recording sampled tokens. Both are fitted by least squares of
     relative errors over several numbers of sequences. 0 means that two sequences did not fit in memory.
     """
-    pages = pages_for(PROMPT + MOST + 1, PAGE_TOKENS)
+    pages = pages_for(PROMPT + MAX_CALLS + 1, PAGE_TOKENS)
     count = min(SEQUENCES, room(machine, "device") // (pages * PAGE_TOKENS * 2 * dtype.itemsize))
     if count < 2:
         return 0.0, 0.0
@@ -85,14 +85,14 @@ def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
     """Return the overhead in seconds of one sweep in which `count` sequences decode."""
     tensor = TensorFact("w", 1, 1, 1)
     facts = ModelFacts(((tensor,),), (), tensor, None, 1, 1, 1, 1, 1, 1, dtype.itemsize)
-    policy, workload = Policy(count, 1), Workload({(PROMPT, MOST + 2): count})
+    policy, workload = Policy(count, 1), Workload({(PROMPT, MAX_CALLS + 2): count})
     endless = Capacity(None, None, None, machine.capacity.shared, machine.capacity.staged)
     layout = lay_out(facts, policy, workload, endless)
     cache = Cache(facts, layout, machine, available.load(), dtype)
     try:
         sweeps = Sweeps(policy, layout.pools)
         for i in range(count):
-            sweeps.add(Sequence(i, PROMPT, MOST + 2))
+            sweeps.add(Sequence(i, PROMPT, MAX_CALLS + 2))
         stops, generated = Stops(None, SamplingParams(), {-1}), list(range(PROMPT))
 
         def sweep(_: int) -> None:

@@ -68,7 +68,7 @@ def obtain(
         return None
     if hardware is None:
         hardware = measure_machine(machine, held, files, say)
-        if fault := keep(key, hardware):
+        if fault := save_rates(key, hardware):
             say(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set FLEXENGINE_CACHE"
                 " to a directory that can be written")  # fmt: skip
     if measure and opened is not None:
@@ -104,7 +104,7 @@ def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, 
             delegation={**known.delegation, **delegation},
         )  # fmt: skip
 
-    keep(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
+    save_rates(key, joined(cached(key) or hardware))  # other jobs may have saved rates of other models
     return joined(hardware)
 
 
@@ -251,7 +251,7 @@ def cached(key: str) -> Hardware | None:
         return None
 
 
-def keep(key: str, hardware: Hardware) -> str:
+def save_rates(key: str, hardware: Hardware) -> str:
     """Save rates under this key, readable for this user only. Return the reason of a failure, "" for success."""
     try:
         path = _file(key)

@@ -16,8 +16,8 @@ from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
 
-LEAST = 3  # minimum number of timed calls, if the budget allows
-MOST = 1000  # maximum number of timed calls
+MIN_CALLS = 3  # minimum number of timed calls, if the budget allows
+MAX_CALLS = 1000  # maximum number of timed calls
 DISTURBED = 0.25  # cores; other programs may use this much before a message says so
 NOTICED = 0.5  # seconds; shorter measurements are not checked, as CPU time is counted in 1/100 s
 T = TypeVar("T")
@@ -42,7 +42,7 @@ def seconds_per_call(
     settle = machine.synchronize if machine is not None else _nothing
     number, times = 0, list[float]()
     began = time.perf_counter()
-    while len(times) < MOST:
+    while len(times) < MAX_CALLS:
         start = time.perf_counter()
         count = BURST if queued and number else 1
         for _ in range(count):
@@ -52,7 +52,7 @@ def seconds_per_call(
         now = time.perf_counter()
         if number > count or now - began >= budget:
             times.append((now - start) / count)
-        if now - began >= budget and (len(times) >= LEAST or now - began >= 2 * budget):
+        if now - began >= budget and (len(times) >= MIN_CALLS or now - began >= 2 * budget):
             break
     return median(times)
 

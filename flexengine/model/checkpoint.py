@@ -22,7 +22,7 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorLocation:
     """Location of one tensor in a shard.
 
     Attributes:
@@ -40,7 +40,7 @@ class Stored:
     shape: tuple[int, ...]
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, TensorLocation]:
     """Return the tensors of one safetensors file by name.
 
     The rules of the safetensors library apply: no name occurs twice, and the tensors fill the data of the file without
@@ -80,7 +80,7 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON number")
 
 
-def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
+def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> TensorLocation:
     begin, end = entry["data_offsets"]
     shape: tuple[int, ...] = tuple(entry["shape"])
     if entry["dtype"] not in _DTYPES:
@@ -93,10 +93,10 @@ def _stored(path: Path, name: str, entry: Any, base: int, size: int) -> Stored:
             f"{path}: tensor {name} of shape {shape} lies at bytes {begin}..{end} of a file of {size}:"
             " the file is truncated or its header wrong"
         )
-    return Stored(path, base + begin, end - begin, dtype, shape)
+    return TensorLocation(path, base + begin, end - begin, dtype, shape)
 
 
-def _check_filled(path: Path, tensors: dict[str, Stored], start: int, size: int) -> None:
+def _check_filled(path: Path, tensors: dict[str, TensorLocation], start: int, size: int) -> None:
     """Raise BadCheckpoint if the tensors do not fill bytes `start` to `size` of the file without overlaps and gaps."""
     end = start
     for name, stored in sorted(tensors.items(), key=lambda item: (item[1].start, item[1].nbytes)):
@@ -108,13 +108,13 @@ def _check_filled(path: Path, tensors: dict[str, Stored], start: int, size: int)
         raise BadCheckpoint(f"{path}: {size - end} bytes after the last tensor belong to no tensor")
 
 
-def read_checkpoint(directory: Path) -> dict[str, Stored]:
+def read_checkpoint(directory: Path) -> dict[str, TensorLocation]:
     """Return all tensors of a model directory by name, from model.safetensors or the shards of its index.
 
     Raises:
         BadCheckpoint: a file is missing or damaged, or two files hold the same tensor.
     """
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, TensorLocation] = {}
     for shard in _shards(directory):
         for name, stored in read_header(shard).items():
             if name in tensors:

@@ -13,14 +13,14 @@ from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.checkpoint import read_header
-from flexengine.model.form import Form
+from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.linear import FastLinear
-from flexengine.model.loading import Origin, Run
+from flexengine.model.loading import ByteRange, Origin
 from flexengine.model.prepare import prepared
 from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room, save
-from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import Verifier
 from flexengine.reading import opened
 
@@ -29,7 +29,7 @@ CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of
 Say = Callable[[str], None]
 
 
-def forms(skeleton: Skeleton, codec: str | None) -> dict[str, Form]:
+def forms(skeleton: Skeleton, codec: str | None) -> dict[str, WeightFormat]:
     """Return the format of every matrix that is encoded: those of layers in `codec`, embedding and head in EDGES.
 
     Routers, which choose the experts of a token, are not encoded: they are small, and a wrong choice does much harm.
@@ -40,7 +40,7 @@ def forms(skeleton: Skeleton, codec: str | None) -> dict[str, Form]:
     """
     if codec is None:
         return {}
-    formats: dict[str, Form] = {}
+    formats: dict[str, WeightFormat] = {}
     for layer in skeleton.layers:
         experts = {slot.shape[0] for slot in layer.values() if len(slot.shape) == 3 and is_experts(slot.module)}
         for name, slot in layer.items():
@@ -48,23 +48,23 @@ def forms(skeleton: Skeleton, codec: str | None) -> dict[str, Form]:
                 formats[name] = form
     for name, shape in (skeleton.embedding, skeleton.head):
         if name == skeleton.embedding[0] or not skeleton.tied:
-            formats[name] = Form(Packed(EDGES, *shape))
+            formats[name] = WeightFormat(Packed(EDGES, *shape))
     return formats
 
 
-def _form(slot: Slot, codec: str) -> Form | None:
+def _form(slot: ParamRef, codec: str) -> WeightFormat | None:
     if slot.name == "weight" and isinstance(slot.module, FastLinear | FastConv1D):
         turned = isinstance(slot.module, FastConv1D)
         rows, columns = reversed(slot.shape) if turned else slot.shape
-        return Form(Packed(WEIGHTS[codec], rows, columns), transposed=turned)
+        return WeightFormat(Packed(WEIGHTS[codec], rows, columns), transposed=turned)
     if len(slot.shape) == 3 and is_experts(slot.module):
         turned = bool(slot.module.is_transposed)
         count, *shape = slot.shape
-        return Form(Packed(WEIGHTS[codec], *(reversed(shape) if turned else shape)), count, turned)
+        return WeightFormat(Packed(WEIGHTS[codec], *(reversed(shape) if turned else shape)), count, turned)
     return None
 
 
-def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
+def use_forms(skeleton: Skeleton, chosen: dict[str, WeightFormat]) -> None:
     """Set the format of every encoded weight on its module."""
     skeleton.forms = chosen
     for layer in skeleton.layers:
@@ -75,7 +75,7 @@ def use_forms(skeleton: Skeleton, chosen: dict[str, Form]) -> None:
 
 
 def encoded(
-    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
+    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], say: Say,
     importances: Importances | None = None, verifier: Verifier | None = None,
 ) -> dict[str, Origin]:  # fmt: skip
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
@@ -107,7 +107,7 @@ def encoded(
     origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
         for name, tensor in read_header(file).items():
-            origins[name] = Origin((Run(file, tensor.start, tensor.nbytes),), tensor.dtype, tensor.shape)
+            origins[name] = Origin((ByteRange(file, tensor.start, tensor.nbytes),), tensor.dtype, tensor.shape)
     for name, form in chosen.items():
         if name not in origins or origins[name].shape != form.shape:
             raise BadCheckpoint(f"{directory} lacks {name}; remove the directory, and it will be made again")
@@ -115,7 +115,7 @@ def encoded(
 
 
 def _write(
-    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, Form], say: Say,
+    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], say: Say,
     importances: Importances | None,
 ) -> None:  # fmt: skip
     """Write one file per parameter, under a temporary name until it is complete."""
@@ -136,7 +136,7 @@ def _write(
         writing.rename(final)
 
 
-def _encoded(name: str, origin: Origin, form: Form, importances: Importances | None) -> Tensor:
+def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importances | None) -> Tensor:
     out = torch.empty(max(1, form.count), form.packed.nbytes, dtype=torch.uint8)
     each = origin.nbytes // len(out)
     for number, target in enumerate(out):
@@ -153,7 +153,7 @@ def _encoded(name: str, origin: Origin, form: Form, importances: Importances | N
     return out.view(form.shape)
 
 
-def _runs(origin: Origin, start: int, form: Form) -> Iterator[Tensor]:
+def _runs(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
     """Yield one matrix, whose bytes start at `start`, in fp32 pieces of whole blocks of rows."""
     rows, columns = form.packed.rows, form.packed.columns
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)

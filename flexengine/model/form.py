@@ -7,7 +7,7 @@ from flexengine.codec.packed import Packed
 
 
 @dataclass(frozen=True)
-class Form:
+class WeightFormat:
     """Format of one encoded parameter.
 
     Attributes:

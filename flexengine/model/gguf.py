@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
-from flexengine.model.gguf_header import Header, Stored, read_header
+from flexengine.model.gguf_header import GgufTensor, Header, read_header
 from flexengine.model.shards import ShardWriter, check_room
 from flexengine.reading import opened
 
@@ -108,7 +108,7 @@ def _carry_shape(header: Header, config: Any) -> None:
         config.sliding_window = window
 
 
-def _dtype_name(tensors: Iterable[Stored]) -> str:
+def _dtype_name(tensors: Iterable[GgufTensor]) -> str:
     """Return the dtype for the config: float32 if any tensor is quantised, else a 16-bit dtype if any tensor has it."""
     types = {tensor.kind.name for tensor in tensors}
     if not types <= set(_KEPT):
@@ -143,7 +143,7 @@ class _Names:
         return self._children
 
 
-def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[Stored, str]]:
+def _targets(header: Header, processor: Any, model: Any) -> tuple[dict[str, str], dict[GgufTensor, str]]:
     """Return transformers' map of names, and the parameter name of each tensor.
 
     Raises:
@@ -188,7 +188,7 @@ def _tensors(header: Header, config: Any, model: Any) -> "Iterator[tuple[str, to
         yield from merged.items()
 
 
-def _read(path: Path, tensor: Stored) -> "np.ndarray[Any, Any]":
+def _read(path: Path, tensor: GgufTensor) -> "np.ndarray[Any, Any]":
     """Return one tensor as float32. It is read, not mapped, so that file pages do not count as process memory."""
     import numpy as np
     from gguf.quants import dequantize
@@ -222,7 +222,7 @@ def _as_stored(weights: "np.ndarray[Any, Any]", kind: str) -> "torch.Tensor":
     return tensor
 
 
-def _result_bytes(tensor: Stored) -> int:
+def _result_bytes(tensor: GgufTensor) -> int:
     return math.prod(tensor.shape) * (2 if tensor.kind.name in ("F16", "BF16") else 4)
 
 

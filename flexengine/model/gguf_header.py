@@ -20,7 +20,7 @@ _MAX_ENTRIES = 10**6  # limit of tensors, and of values; real files have thousan
 
 
 @dataclass(frozen=True)
-class Stored:
+class GgufTensor:
     """Location of one tensor in the file.
 
     Attributes:
@@ -50,7 +50,7 @@ class Header:
 
     path: Path
     values: Mapping[str, Any]
-    tensors: tuple[Stored, ...]
+    tensors: tuple[GgufTensor, ...]
 
     def text(self, key: str) -> str:
         """Return a metadata value as a string, "" if the key is missing."""
@@ -90,7 +90,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self._data, self._at = data, 4
 
-    def tables(self) -> tuple[dict[str, Any], tuple[Stored, ...]]:
+    def tables(self) -> tuple[dict[str, Any], tuple[GgufTensor, ...]]:
         """Return metadata and tensors. Raise ValueError, KeyError or struct.error if the header is not valid."""
         version, tensor_count, value_count = self._numbers("IQQ")
         if version not in (2, 3):
@@ -153,19 +153,19 @@ class _Cursor:
         shape = self._numbers(f"{dimensions}Q")
         return name, tuple(reversed(shape)), *self._numbers("IQ")
 
-    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> Stored:
+    def _stored(self, start: int, name: str, shape: tuple[int, ...], kind: int, offset: int) -> GgufTensor:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
         if 0 in shape or shape[-1] % block:
             raise ValueError(f"rows of tensor {name} of shape {shape} are no multiple of the block of {block}")
-        stored = Stored(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
+        stored = GgufTensor(name, GGMLQuantizationType(kind), shape, start + offset, math.prod(shape) // block * size)
         if stored.offset + stored.nbytes > len(self._data):
             raise ValueError(f"tensor {name} goes beyond the end of the file")
         return stored
 
 
-def _check_apart(tensors: tuple[Stored, ...]) -> None:
+def _check_apart(tensors: tuple[GgufTensor, ...]) -> None:
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise ValueError("two tensors have one name")
     ordered = sorted(tensors, key=lambda tensor: tensor.offset)

@@ -17,7 +17,7 @@ from torch import Tensor
 from flexengine.errors import BadCheckpoint
 from flexengine.model.linear import FastLinear
 from flexengine.model.products import FastConv1D, is_experts
-from flexengine.model.skeleton import Skeleton, Slot
+from flexengine.model.skeleton import ParamRef, Skeleton
 
 COARSE, FINE = 2.0**-10, 2.0**-50  # units that squares are split into
 TOGETHER = 256  # tokens whose squares are in memory at a time
@@ -121,7 +121,7 @@ def exact_parts(squares: Tensor) -> tuple[Tensor, Tensor]:
     return coarse, torch.round((squares - coarse) / FINE) * FINE
 
 
-def _columns(slot: Slot) -> int:
+def _columns(slot: ParamRef) -> int:
     """Return the number of columns (inputs) of a parameter's matrix or matrices; 0 if no Product reads it."""
     module = slot.module
     if slot.name == "weight" and isinstance(module, FastLinear | FastConv1D):

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
-from flexengine.model.checkpoint import Stored
+from flexengine.model.checkpoint import TensorLocation
 from flexengine.reading import opened
 
 # Buffers that old checkpoints contain, although models compute them.
@@ -26,7 +26,7 @@ _PIECE = 1 << 24  # bytes compared at a time
 _ROWS = 1 << 40  # more than any tensor has; a row is numbered source * _ROWS + row
 
 
-class Run(NamedTuple):
+class ByteRange(NamedTuple):
     """The nbytes at byte `start` of the file `path`."""
 
     path: Path
@@ -44,7 +44,7 @@ class Origin:
         shape: of the parameter.
     """
 
-    runs: tuple[Run, ...]
+    runs: tuple[ByteRange, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
 
@@ -106,7 +106,7 @@ class Loading:
 
 @dataclass
 class _Group:
-    """Stored tensors that one conversion turns into parameters.
+    """TensorLocation tensors that one conversion turns into parameters.
 
     Attributes:
         key: the first of these parameters.
@@ -120,7 +120,7 @@ class _Group:
 
 
 def origins(
-    tensors: Mapping[str, Stored], wanted: Mapping[str, tuple[int, ...]], loading: Loading
+    tensors: Mapping[str, TensorLocation], wanted: Mapping[str, tuple[int, ...]], loading: Loading
 ) -> dict[str, Origin]:
     """Return the location of every wanted parameter.
 
@@ -150,7 +150,7 @@ def origins(
     return {name: located[name] for name in wanted}
 
 
-def differ(tensors: Mapping[str, Stored], skeleton: Any) -> bool:
+def differ(tensors: Mapping[str, TensorLocation], skeleton: Any) -> bool:
     """Return whether the checkpoint holds an embedding and a head with different contents.
 
     transformers then does not tie them, whatever the config states. The tensors are read, in pieces, only if the
@@ -178,7 +178,7 @@ def _same(name: str, tied: Mapping[str, str]) -> set[str]:
     return {source, *(target for target, other in tied.items() if other == source)} - {name}
 
 
-def _groups(tensors: Mapping[str, Stored], loading: Loading) -> dict[str, _Group]:
+def _groups(tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, _Group]:
     from transformers.core_model_loading import dot_natural_key
 
     by_pattern = {pattern: c for c in loading.converters for pattern in c.source_patterns}
@@ -196,7 +196,7 @@ def _groups(tensors: Mapping[str, Stored], loading: Loading) -> dict[str, _Group
     return groups
 
 
-def _numbers(stored: Stored, source: int) -> torch.Tensor:
+def _numbers(stored: TensorLocation, source: int) -> torch.Tensor:
     """Return the row numbers of a stored tensor; for a vector, its element numbers."""
     shape = stored.shape if len(stored.shape) < 2 else (*stored.shape[:-1], 1)
     count = 1
@@ -205,12 +205,12 @@ def _numbers(stored: Stored, source: int) -> torch.Tensor:
     return (torch.arange(count) + source * _ROWS).view(shape)
 
 
-def _convert(group: _Group, tensors: Mapping[str, Stored], loading: Loading) -> dict[str, Origin]:
+def _convert(group: _Group, tensors: Mapping[str, TensorLocation], loading: Loading) -> dict[str, Origin]:
     first = tensors[group.names[0]]
     if group.converter is None:
         if len(group.names) > 1:
             raise BadCheckpoint(f"the tensors {', '.join(group.names)} are all {group.key}")
-        return {group.key: Origin((Run(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
+        return {group.key: Origin((ByteRange(first.path, first.start, first.nbytes),), first.dtype, first.shape)}
     sources = [tensors[name] for name in group.names]
     row = first.shape[-1] if len(first.shape) > 1 else 1
     if any(s.dtype != first.dtype or (s.shape[-1] if len(s.shape) > 1 else 1) != row for s in sources):
@@ -231,14 +231,14 @@ def _convert(group: _Group, tensors: Mapping[str, Stored], loading: Loading) -> 
     return result
 
 
-def _runs(numbers: torch.Tensor, sources: list[Stored], nbytes: int) -> tuple[Run, ...]:
+def _runs(numbers: torch.Tensor, sources: list[TensorLocation], nbytes: int) -> tuple[ByteRange, ...]:
     """Return the byte ranges of rows, with neighbouring rows of one source joined. nbytes: of one row."""
     breaks = (numbers.diff() != 1).nonzero().view(-1) + 1
     ends = [0, *breaks.tolist(), len(numbers)]
     runs = []
     for low, high in pairwise(ends):
         source, row = divmod(int(numbers[low]), _ROWS)
-        runs.append(Run(sources[source].path, sources[source].start + row * nbytes, (high - low) * nbytes))
+        runs.append(ByteRange(sources[source].path, sources[source].start + row * nbytes, (high - low) * nbytes))
     return tuple(runs)
 
 

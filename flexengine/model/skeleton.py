@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.model.adapters import ADAPTED, adapt
 from flexengine.model.config import load_config
-from flexengine.model.form import Form
+from flexengine.model.form import WeightFormat
 from flexengine.model.forward import (
     ATTENTION,
     Attend,
@@ -37,7 +37,7 @@ _BUFFERS = 1 << 30  # limit in bytes of buffers that no checkpoint holds
 _COUPLED_ROPE = {"dynamic", "longrope"}  # RoPE types whose frequencies depend on the longest sequence of a batch
 
 
-class Slot(NamedTuple):
+class ParamRef(NamedTuple):
     """Reference to one parameter or buffer: attribute `name` of `module`, which has this shape."""
 
     module: nn.Module
@@ -91,8 +91,8 @@ class Skeleton:
     model: Any
     config: Any
     name: str
-    layers: list[dict[str, Slot]]
-    others: dict[str, Slot]
+    layers: list[dict[str, ParamRef]]
+    others: dict[str, ParamRef]
     embedding: tuple[str, tuple[int, ...]]
     head: tuple[str, tuple[int, ...]]
     head_bias: str | None
@@ -105,7 +105,7 @@ class Skeleton:
     invariance: Invariance
     loading: Loading
     windows: dict[int, int | None] = field(default_factory=dict)
-    forms: dict[str, Form] = field(default_factory=dict)
+    forms: dict[str, WeightFormat] = field(default_factory=dict)
 
     def mode(self, device: torch.device) -> Invariance | None:
         """Return the torch function mode of a forward pass on a device.
@@ -162,7 +162,7 @@ def _why(error: Exception) -> str:
     return f"a trial pass without weights failed ({error or type(error).__name__})"
 
 
-def _reads_rows(slot: Slot) -> bool:
+def _reads_rows(slot: ParamRef) -> bool:
     """Return whether the parameter holds experts' matrices [expert, out, in], which a Product reads one at a time."""
     return len(slot.shape) == 3 and is_experts(slot.module) and not slot.module.is_transposed
 
@@ -250,8 +250,8 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         raise UnsupportedModel(f"{name} has no plain embedding and linear output projection")
     names = {module: module_name for module_name, module in model.named_modules()}
     persistent = set(model.state_dict(keep_vars=True))
-    layers: list[dict[str, Slot]] = [{} for _ in range(count)]
-    others: dict[str, Slot] = {}
+    layers: list[dict[str, ParamRef]] = [{} for _ in range(count)]
+    others: dict[str, ParamRef] = {}
     for module_name, module in model.named_modules():
         if module is embedding or module is head:
             continue
@@ -261,7 +261,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
                 continue
             inside = module_name.startswith(f"{path}.")
             group = layers[int(module_name[len(path) + 1 :].split(".")[0])] if inside else others
-            group[full] = Slot(module, key, tuple(tensor.shape))
+            group[full] = ParamRef(module, key, tuple(tensor.shape))
     product = Product(model.dtype)
     use_fast_linear(model, product)
     use_product(model, product)

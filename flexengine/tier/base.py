@@ -1,4 +1,4 @@
-"""The interface of all tiers. A Home is a region of bytes in a tier; `load` copies from it, `store` copies to it."""
+"""The interface of all tiers. A Region is a region of bytes in a tier; `load` copies from it, `store` copies to it."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -20,7 +20,7 @@ def aligned(nbytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Home:
+class Region:
     """A region of bytes in a tier, where a tensor lies between uses.
 
     Attributes:
@@ -35,11 +35,11 @@ class Home:
     nbytes: int
     dtype: torch.dtype
 
-    def part(self, start: int, nbytes: int) -> "Home":
+    def part(self, start: int, nbytes: int) -> "Region":
         """Return the nbytes at byte `start` of this region. Raise ValueError if they are not all inside it."""
         if start < 0 or start + nbytes > self.nbytes:
             raise ValueError(f"bytes {start}..{start + nbytes} are outside a region of {self.nbytes}")
-        return Home(self.place, self.start + start, nbytes, self.dtype)
+        return Region(self.place, self.start + start, nbytes, self.dtype)
 
 
 class Tier(ABC):
@@ -65,7 +65,7 @@ class Tier(ABC):
             self.bytes_written += written
 
     @abstractmethod
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         """Reserve aligned(nbytes) bytes in the ledger and allocate them; their contents are undefined.
 
         Args:
@@ -78,19 +78,19 @@ class Tier(ABC):
         """
 
     @abstractmethod
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         """Free a region that `allocate` returned for the same `what`."""
 
     @abstractmethod
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         """Copy the region's elements into `target` (contiguous, same number of elements) and convert the dtype."""
 
-    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
+    def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several (region, target) pairs. A tier may read them at the same time."""
         for region, target in pairs:
             self.load(region, target)
 
-    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Region, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         """Copy rows of the region: the `width` bytes from byte rows[i] * width on go to target[i].
 
         Only the bytes of the rows are counted, even if the tier reads bytes between them too.
@@ -109,15 +109,15 @@ class Tier(ABC):
         ])  # fmt: skip
 
     @abstractmethod
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         """Copy `source` (contiguous, of the region's dtype and number of elements) to the region."""
 
-    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         """Store several (source, region) pairs. A tier may write them at the same time."""
         for source, region in pairs:
             self.store(source, region)
 
-    def put(self, source: torch.Tensor, region: Home, rows: torch.Tensor) -> None:
+    def put(self, source: torch.Tensor, region: Region, rows: torch.Tensor) -> None:
         """Copy source[i] to row rows[i] of the region, which consists of rows of as many bytes as source[i] has.
 
         Args:
@@ -129,11 +129,11 @@ class Tier(ABC):
             TypeError: the tier is a disk, whose regions are not tensors.
         """
         width = source.shape[1] * source.element_size()
-        whole = Home(region.place, region.start, region.nbytes // width * width, source.dtype)
+        whole = Region(region.place, region.start, region.nbytes // width * width, source.dtype)
         self.view(whole).view(-1, source.shape[1]).index_copy_(0, rows, source.cpu())
         self.count(written=source.nbytes)
 
-    def view(self, region: Home) -> torch.Tensor:
+    def view(self, region: Region) -> torch.Tensor:
         """Return the region as a 1-D tensor that shares its memory. Raise TypeError if the tier is a disk."""
         raise TypeError(f"regions of tier {self.name} cannot be addressed as tensors; use load and store")
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flexengine.errors import OutOfMemory
-from flexengine.tier.base import Home, Tier, aligned
+from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.memory import MemoryTier, mapped
@@ -54,7 +54,7 @@ class PinnedTier(MemoryTier):
             )  # fmt: skip
         self._warned = True
 
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         self._unlock(region.place.data_ptr())
         super().free(region, what)
 
@@ -63,7 +63,7 @@ class PinnedTier(MemoryTier):
             self._locked.remove(address)
             unregister(address)
 
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         if not target.is_cuda:
             super().load(region, target)
             return
@@ -73,7 +73,7 @@ class PinnedTier(MemoryTier):
             target_part.copy_(part, non_blocking=True)  # in stream order, so one unconverted piece is alive at a time
         self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         if not source.is_cuda:
             super().store(source, region)
             return
@@ -91,22 +91,22 @@ class CudaTier(Tier):
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name, self.ledger = name, ledger
 
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         size = aligned(nbytes)
         with self.ledger.booked(size, what):
-            return Home(torch.empty(size, dtype=torch.uint8, device="cuda"), 0, nbytes, dtype)
+            return Region(torch.empty(size, dtype=torch.uint8, device="cuda"), 0, nbytes, dtype)
 
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, region: Home) -> torch.Tensor:
+    def view(self, region: Region) -> torch.Tensor:
         place: torch.Tensor = region.place
         return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         target.view(-1).copy_(self.view(region))
 
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         self.view(region).copy_(source.view(-1))
 
 

@@ -23,7 +23,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.kernels import load as load_kernels
-from flexengine.tier.base import ALIGN, Home, Tier, aligned
+from flexengine.tier.base import ALIGN, Region, Tier, aligned
 from flexengine.tier.file import FasterWay, File, memory, read_fully, write_fully
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import aligned_buffer
@@ -60,10 +60,10 @@ class DiskTier(Tier):
         self._ring: Ring | None = None
         self._helpers: ThreadPoolExecutor | None = None
 
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         size = aligned(nbytes)
         with self.ledger.booked(size, what), self._lock:
-            return Home(*self._place(size, what), nbytes, dtype)
+            return Region(*self._place(size, what), nbytes, dtype)
 
     def _place(self, size: int, what: str) -> tuple[File, int]:
         """Return the spill file and the offset of `size` free bytes in it. Raise InvalidInput if the disk is full."""
@@ -80,7 +80,7 @@ class DiskTier(Tier):
         self._end += size
         return self._spill, self._end - size
 
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         self.ledger.release(aligned(region.nbytes), what)
         with self._lock:
             self._free.append((region.start, aligned(region.nbytes)))
@@ -95,7 +95,7 @@ class DiskTier(Tier):
         except OSError as error:
             raise InvalidInput(f"offload directory {self.directory}: {error}; set --offload-dir") from error
 
-    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
+    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Region:
         """Return a region inside a file of the user. It is only read, and no ledger books it.
 
         Raises:
@@ -111,12 +111,12 @@ class DiskTier(Tier):
         size = os.fstat(file.cached).st_size
         if start + nbytes > size:
             raise BadCheckpoint(f"{path} is truncated: bytes up to {start + nbytes:,} are needed, it has {size:,}")
-        return Home(file, start, nbytes, dtype)
+        return Region(file, start, nbytes, dtype)
 
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         self.load_all([(region, target)])
 
-    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
+    def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         """Load several pairs: neighbouring regions share one read, in file order, and helper threads convert chunks.
 
         The calling thread does the long reads alone, as the kernel's readahead is fastest with one sequential reader.
@@ -138,7 +138,7 @@ class DiskTier(Tier):
             done.result()
         self.count(read=sum(region.nbytes for region, _ in pairs))
 
-    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Region, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         """Copy rows of the region, see `Tier.pick`. Rows that are at most GAP bytes apart share one read."""
         starts = region.start + rows * width
         parts = [(starts[a:b], target[a:b]) for a, b in _row_ranges(starts, width)]
@@ -248,18 +248,18 @@ class DiskTier(Tier):
             first = (begin - region.start) // width
             load_kernels().convert(source.view(region.dtype), flat[first : first + len(source) // width])
 
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         self._write(source, region)
         self.count(written=region.nbytes)
 
-    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         """Store several pairs in the helper threads at the same time, since each write waits for the disk."""
         if len(pairs) < 2:
             return super().store_all(pairs)
         self._side_by_side([partial(self._write, source, region) for source, region in pairs])
         self.count(written=sum(region.nbytes for _, region in pairs))
 
-    def _write(self, source: torch.Tensor, region: Home) -> None:
+    def _write(self, source: torch.Tensor, region: Region) -> None:
         file: File = region.place
         if file is not self._spill:
             raise ValueError(f"{file.path} is a file of the user, which is never written; store to an allocated region")
@@ -299,7 +299,7 @@ class DiskRead:
     file: File
     start: int
     end: int
-    parts: list[tuple[Home, torch.Tensor]]
+    parts: list[tuple[Region, torch.Tensor]]
 
     @property
     def nbytes(self) -> int:
@@ -337,7 +337,7 @@ def _row_ranges(starts: torch.Tensor, width: int) -> Iterator[tuple[int, int]]:
             a += within
 
 
-def _disk_reads(pairs: Sequence[tuple[Home, torch.Tensor]]) -> list[DiskRead]:
+def _disk_reads(pairs: Sequence[tuple[Region, torch.Tensor]]) -> list[DiskRead]:
     """Return one read per group of neighbouring regions.
 
     A region whose start is no multiple of its itemsize is read alone, in short pieces: its elements straddle chunks.

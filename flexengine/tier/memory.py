@@ -18,7 +18,7 @@ from functools import cache
 import torch
 
 from flexengine.kernels import load as load_kernels
-from flexengine.tier.base import ALIGN, Home, Tier, aligned
+from flexengine.tier.base import ALIGN, Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
 
 HUGE = 2 << 20  # bytes; regions of this size or more are mappings of their own
@@ -77,26 +77,26 @@ class MemoryTier(Tier):
     def __init__(self, name: str, ledger: Ledger) -> None:
         self.name, self.ledger = name, ledger
 
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         size = aligned(nbytes)
         with self.ledger.booked(size, what):
-            return Home(self._buffer(size, what), 0, nbytes, dtype)
+            return Region(self._buffer(size, what), 0, nbytes, dtype)
 
     def _buffer(self, nbytes: int, what: str) -> torch.Tensor:
         """Return the memory of a region. nbytes is a multiple of ALIGN; `what` is for errors."""
         return aligned_buffer(nbytes)
 
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         self.ledger.release(aligned(region.nbytes), what)
 
-    def view(self, region: Home) -> torch.Tensor:
+    def view(self, region: Region) -> torch.Tensor:
         place: torch.Tensor = region.place
         return place[region.start : region.start + region.nbytes].view(region.dtype)
 
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         load_kernels().convert(self.view(region), target.view(-1))
         self.count(read=region.nbytes)
 
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         load_kernels().convert(source.view(-1), self.view(region))
         self.count(written=region.nbytes)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from flexengine.tier.base import Home, Tier
+from flexengine.tier.base import Region, Tier
 from flexengine.tier.disk import DiskTier
 
 MAX_DEBT_SECONDS = 1e-4  # shorter sleeps are put off: a sleep lasts 0.06 ms too long on an idle core, or more if busy
@@ -57,42 +57,42 @@ class Throttled(Tier):
         if pause > MAX_DEBT_SECONDS:
             time.sleep(pause)
 
-    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def allocate(self, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         return self.inner.allocate(nbytes, what, dtype)
 
-    def free(self, region: Home, what: str) -> None:
+    def free(self, region: Region, what: str) -> None:
         self.inner.free(region, what)
 
-    def view(self, region: Home) -> torch.Tensor:
+    def view(self, region: Region) -> torch.Tensor:
         return self.inner.view(region)
 
-    def load(self, region: Home, target: torch.Tensor) -> None:
+    def load(self, region: Region, target: torch.Tensor) -> None:
         self.load_all([(region, target)])
 
-    def load_all(self, pairs: Sequence[tuple[Home, torch.Tensor]]) -> None:
+    def load_all(self, pairs: Sequence[tuple[Region, torch.Tensor]]) -> None:
         began = time.perf_counter()
         self.inner.load_all(pairs)
         self._wait("read", sum(region.nbytes for region, _ in pairs), began)
 
-    def pick(self, region: Home, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
+    def pick(self, region: Region, rows: torch.Tensor, width: int, target: torch.Tensor) -> None:
         began = time.perf_counter()
         self.inner.pick(region, rows, width, target)
         self._wait("read", target.nbytes, began)
 
-    def put(self, source: torch.Tensor, region: Home, rows: torch.Tensor) -> None:
+    def put(self, source: torch.Tensor, region: Region, rows: torch.Tensor) -> None:
         began = time.perf_counter()
         self.inner.put(source, region, rows)
         self._wait("write", source.nbytes, began)
 
-    def store(self, source: torch.Tensor, region: Home) -> None:
+    def store(self, source: torch.Tensor, region: Region) -> None:
         self.store_all([(source, region)])
 
-    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Home]]) -> None:
+    def store_all(self, pairs: Sequence[tuple[torch.Tensor, Region]]) -> None:
         began = time.perf_counter()
         self.inner.store_all(pairs)
         self._wait("write", sum(region.nbytes for _, region in pairs), began)
 
-    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Home:
+    def checkpoint(self, path: Path, start: int, nbytes: int, dtype: torch.dtype) -> Region:
         """Return a region inside a file of the user; see `DiskTier.checkpoint`."""
         if not isinstance(self.inner, DiskTier):
             raise TypeError(f"{self.name} is not a disk; only a disk tier holds checkpoint files")

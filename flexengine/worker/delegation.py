@@ -14,7 +14,7 @@ from flexengine.model.forward import Attend
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.schedule.order import Batch
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.regions import Regions
@@ -56,7 +56,7 @@ class Delegation:
             self._first.append(at)
             at += batch.tokens if batch.delegated else 0
 
-    def _parts(self, region: Home, k: int) -> tuple[Home, Home]:
+    def _parts(self, region: Region, k: int) -> tuple[Region, Region]:
         """A gpu_batch's question in a region, and its answer."""
         asked, each = self._asked[k], self.model.head_dim * self.dtype.itemsize * self._asked[k].tokens
         start = self._first[k] * self.model.sent
@@ -97,7 +97,7 @@ class Delegation:
         at = cache.tables(view, asked.layer)
         copy_pages(pool, at)
         self.kernels.append(keys, values, pool, at.pages, at.offsets, form)
-        out = self.kernels.decode(q, pool, at.tables, at.lengths, *asked.options, form, cache.topk)
+        out = self.kernels.decode_attention(q, pool, at.tables, at.lengths, *asked.options, form, cache.topk)
         answer.copy_(out.view(-1))
 
     def fetch(self, k: int) -> None:
@@ -114,6 +114,6 @@ class Delegation:
 
     def close(self) -> None:
         """Free all memory of the regions, whatever still refers to this object."""
-        self._near = self._far = Home(None, 0, 0, self.dtype)
+        self._near = self._far = Region(None, 0, 0, self.dtype)
         self._sinks.clear()
         self._regions.free()

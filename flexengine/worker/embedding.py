@@ -109,7 +109,7 @@ class Embedding:
             found = weights.gather(read.numbers)
         else:
             found = torch.cat([
-                replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS).decode_rows(
+                replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS).dequantize_rows(
                     weights.gather(read.numbers).view(-1), read.inside)
                 for read in rows.reads
             ])  # fmt: skip
@@ -128,7 +128,7 @@ class Embedding:
         assert table is not None
         if rows.ids is None:
             return table, rows.place
-        found = table[rows.ids] if form is None else form.packed.decode_rows(table, rows.ids)
+        found = table[rows.ids] if form is None else form.packed.dequantize_rows(table, rows.ids)
         return found.to(dtype), rows.place
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
 from flexengine.schedule.order import Batch
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
@@ -28,7 +28,7 @@ class Hidden:
         self._buffers = [take("device", size, "hidden buffers", dtype) for _ in range(count)]
         count = count if "disk" in layout.hidden_home and machine.capacity.staged else 0
         self._stages = [take("host", size, "hidden staging", dtype) for _ in range(count)]
-        self._parts: list[Home | None] = []
+        self._parts: list[Region | None] = []
 
     def begin(self, batches: list[Batch]) -> None:
         """Assign a part of its tier's region to every gpu_batch of a sweep."""
@@ -42,10 +42,10 @@ class Hidden:
             self._parts.append(self._offloaded[batch.hidden_home].part(offset[batch.hidden_home], nbytes))
             offset[batch.hidden_home] += aligned(nbytes)
 
-    def _part(self, region: Home, k: int) -> Home:
+    def _part(self, region: Region, k: int) -> Region:
         part = self._parts[k]
         assert part is not None
-        return Home(region.place, region.start, part.nbytes, self.dtype)
+        return Region(region.place, region.start, part.nbytes, self.dtype)
 
     def buffer(self, k: int, buffer: int) -> Tensor:
         """Return the hidden states of gpu_batch k, [1, tokens, hidden], in device buffer number `buffer`."""

@@ -8,7 +8,7 @@ from typing import cast
 
 import torch
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load_for
 from flexengine.kernels.base import Compute
@@ -16,9 +16,9 @@ from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.encoding import encoded, forms, use_forms
-from flexengine.model.form import Form
+from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
-from flexengine.model.loading import Origin, Run, differ, origins
+from flexengine.model.loading import ByteRange, Origin, differ, origins
 from flexengine.model.skeleton import Skeleton, build, choose_dtype
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
@@ -64,7 +64,7 @@ class Opened:
     lossy: Lossy = EXACT
 
     @property
-    def forms(self) -> dict[str, Form]:
+    def forms(self) -> dict[str, WeightFormat]:
         """Format of each encoded parameter, by name."""
         return self.skeleton.forms
 
@@ -119,9 +119,9 @@ class Opened:
                     " 'int8'")  # fmt: skip
         return None
 
-    def cache_form(self, bits: int) -> CacheForm:
+    def cache_form(self, bits: int) -> CacheFormat:
         """Return the format of a layer's KV cache in `bits` bits, with pages of one token."""
-        return CacheForm(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
+        return CacheFormat(bits, self.skeleton.cache.kv_heads, 1, self.skeleton.cache.head_dim)
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
@@ -193,7 +193,7 @@ def _imagined(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
     """Return locations, in no file, for a model without weights."""
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
     shapes = skeleton.wanted
-    return {name: Origin((Run(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
+    return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
 
 
 def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtype, cpu: bool) -> dict[str, torch.dtype]:

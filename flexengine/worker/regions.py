@@ -4,7 +4,7 @@ from contextlib import ExitStack
 
 import torch
 
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 
 
@@ -15,7 +15,7 @@ class Regions:
         self._machine = machine
         self._held = ExitStack()
 
-    def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Home:
+    def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
         """A region of a tier, booked as `what`. Raises OutOfMemory or, where a file cannot be had, InvalidInput."""
         try:
             home = self._machine.tier(tier).allocate(nbytes, what, dtype)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.values import WIDE, PageShape
 
@@ -46,9 +46,9 @@ def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.
     ]
 
 
-def store_rows(machine: Machine, rows: Rows, buffer: Home, pool: Home, tier: str) -> None:
+def store_rows(machine: Machine, rows: Rows, buffer: Region, pool: Region, tier: str) -> None:
     """Copy rows from a device buffer to a pool in RAM."""
     wide = next(dtype for dtype in WIDE if rows.width % dtype.itemsize == 0)
-    whole = Home(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)
+    whole = Region(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)
     source = machine.device.view(whole).view(-1, rows.width // wide.itemsize)
     machine.tier(tier).put(source.index_select(0, rows.near), pool, rows.far)

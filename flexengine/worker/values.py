@@ -25,9 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm, Part
+from flexengine.codec.cache import CacheFormat, Part
 from flexengine.plan.layout import VALUES, Layout
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 
@@ -55,7 +55,7 @@ class PageShape(NamedTuple):
     parts: tuple[Part, ...]
 
     @staticmethod
-    def of(form: CacheForm | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
+    def of(form: CacheFormat | None, kv_heads: int, page_tokens: int, row: int) -> "PageShape":
         """row: bytes of one head's key, where pages are not encoded."""
         if form is None:
             return PageShape(kv_heads, page_tokens, page_tokens * row, (Part(row, (0,)),))
@@ -81,7 +81,7 @@ class Values:
         self._near = regions.take("device", layout.values, VALUES)
         self._stage = regions.take("host", layout.values, VALUES) if machine.capacity.staged else None
 
-    def bring(self, chosen: Tensor, closed: Closed, home: str, pool: Home, buffer: Home, shape: PageShape) -> None:
+    def bring(self, chosen: Tensor, closed: Closed, home: str, pool: Region, buffer: Region, shape: PageShape) -> None:
         """chosen: of kernels.choose. pool, buffer: of one layer, where the pages come from and where they go."""
         at = torch.arange(chosen.shape[2], device=chosen.device)
         wanted = chosen & (at < closed.tokens[:, None])[:, None]
@@ -96,17 +96,17 @@ class Values:
                 target = target[order]
             self._bring(home, pool, source.cpu(), buffer, target, part.width)
 
-    def _bring(self, home: str, pool: Home, source: Tensor, buffer: Home, target: Tensor, width: int) -> None:
+    def _bring(self, home: str, pool: Region, source: Tensor, buffer: Region, target: Tensor, width: int) -> None:
         device, step = self.machine.device, self._near.nbytes // width
         wide = next(dtype for dtype in WIDE if width % dtype.itemsize == 0)
-        whole = Home(buffer.place, buffer.start, buffer.nbytes // width * width, wide)
+        whole = Region(buffer.place, buffer.start, buffer.nbytes // width * width, wide)
         into = device.view(whole).view(-1, width // wide.itemsize)
         for some, places in zip(torch.split(source, step), torch.split(target, step), strict=True):
             near = device.view(self._near.part(0, len(some) * width)).view(-1, width)
             self._fetch(home, pool, some, near)
             into.index_copy_(0, places, near.view(wide))
 
-    def _fetch(self, home: str, pool: Home, rows: Tensor, near: Tensor) -> None:
+    def _fetch(self, home: str, pool: Region, rows: Tensor, near: Tensor) -> None:
         machine, width = self.machine, near.shape[1]
         if self._stage is None:
             machine.tier(home).pick(pool, rows, width, near)
@@ -114,7 +114,7 @@ class Values:
         part = self._stage.part(0, near.nbytes)
         stage = machine.host.view(part).view(near.shape)
         if home == "host":  # gathered where they lie, so that they cross the link in one piece
-            every = machine.host.view(Home(pool.place, pool.start, pool.nbytes // width * width, torch.uint8))
+            every = machine.host.view(Region(pool.place, pool.start, pool.nbytes // width * width, torch.uint8))
             torch.index_select(every.view(-1, width), 0, rows, out=stage)
         else:
             machine.tier(home).pick(pool, rows, width, stage)

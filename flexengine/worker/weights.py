@@ -9,21 +9,21 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.packed import Packed
-from flexengine.model.form import Form
-from flexengine.model.skeleton import Slot
+from flexengine.model.form import WeightFormat
+from flexengine.model.skeleton import ParamRef
 from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import PASSING, Layout
 from flexengine.plan.sizes import slot_offsets
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
 BATCH = 128 << 20  # bytes that are read at once of what is to stay: an interrupted job ends when they are there
 
-Pieces = list[Home]  # where the bytes of a tensor are, one piece after another
+Pieces = list[Region]  # where the bytes of a tensor are, one piece after another
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
-Pair = tuple[Home, Tensor]  # what is to be read, and where to
+Pair = tuple[Region, Tensor]  # what is to be read, and where to
 
 
 class Weights:
@@ -41,7 +41,7 @@ class Weights:
         self._resident: dict[str, Tensor] = {}
         self._arriving: dict[int, deque[list[Pair]]] = {}  # by unit: the batches that have not been read
         self.settled = 0  # bytes that `settle` has read
-        self._passing: Home | None = None
+        self._passing: Region | None = None
         try:
             if layout.passing:
                 self._passing = self._regions.take("host", layout.passing, PASSING)
@@ -101,7 +101,7 @@ class Weights:
         """Whether a tensor is in GPU memory, which a disk cannot read into."""
         return self._passing is not None and target.device.type == self.machine.compute.type
 
-    def _pass(self, source: Home, target: Tensor) -> None:
+    def _pass(self, source: Region, target: Tensor) -> None:
         """Read a piece of the checkpoint into GPU memory by way of locked memory, a part of it at a time."""
         assert self._passing is not None
         machine, width = self.machine, source.dtype.itemsize
@@ -150,7 +150,7 @@ class Weights:
                     if buffer is not None and not buffer.is_meta:
                         module._buffers[key] = buffer.to(self.machine.compute)
 
-    def _streamed(self, layer: dict[str, Slot]) -> Parts:
+    def _streamed(self, layer: dict[str, ParamRef]) -> Parts:
         return {n: (self._homes[n], self._stored[n].shape) for n in layer if self._tier(n) != "device"}
 
     def _head_unit(self, low: int, high: int) -> Parts:
@@ -218,11 +218,11 @@ class Weights:
                 self.machine.tier(self._tier(name)).load_all(_spread(part, own))
                 target.copy_(own)
 
-    def _stage_homes(self, unit: int, slot: int) -> dict[str, Home]:
+    def _stage_homes(self, unit: int, slot: int) -> dict[str, Region]:
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
         offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
         stage = self._stages[slot]
-        return {n: Home(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
+        return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
     def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
         """The streamed tensors of a unit as they lie in a slot, in the dtypes they are held in."""
@@ -233,7 +233,7 @@ class Weights:
             offsets = slot_offsets(list(sizes.items()))
             place, view = self._slots[slot].place, self.machine.device.view
             self._views[key] = {
-                n: _parameter(view(Home(place, offsets[n], sizes[n], held[n])).view(shape))
+                n: _parameter(view(Region(place, offsets[n], sizes[n], held[n])).view(shape))
                 for n, (_, shape) in parts.items()
             }
         return self._views[key]
@@ -263,7 +263,7 @@ class Weights:
         return self._resident.get(self._embedding)
 
     @property
-    def embedding_form(self) -> Form | None:
+    def embedding_form(self) -> WeightFormat | None:
         """How the embedding is kept, if it is encoded."""
         return self._forms.get(self._embedding)
 

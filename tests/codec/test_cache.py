@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flexengine.codec.cache import BITS, CacheForm
+from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.codec.groupwise import ALIKE
 from flexengine.errors import InvalidInput
 
@@ -21,14 +21,14 @@ class TestForm:
     @pytest.mark.parametrize("dim", [64, 128])
     def test_four_bits_are_5_of_16(self, dim: int) -> None:
         """As every 32 codes bring a scale and a minimum of 16 bits."""
-        form = CacheForm(4, 3, 32, dim)
+        form = CacheFormat(4, 3, 32, dim)
         assert form.token_bytes == 5 / 16 * (2 * 3 * dim * 2)
         assert form.page_bytes == 32 * form.token_bytes
 
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize(("dim", "group"), [(8, 8), (16, 16), (20 * 4, 16), (96, 32), (64, 64), (192, 64)])
     def test_groups(self, bits: int, dim: int, group: int) -> None:
-        form, group = CacheForm(bits, 1, 16, dim), min(group, 32) if bits == 4 else group
+        form, group = CacheFormat(bits, 1, 16, dim), min(group, 32) if bits == 4 else group
         assert form.group == group
         assert form.token_bytes == 2 * (dim * bits // 8 + 4 * dim // group)
         assert form.pieces == 1 + 2 * dim // group
@@ -36,12 +36,12 @@ class TestForm:
     @pytest.mark.parametrize(("bits", "dim"), [(3, 64), (4, 60), (4, 0), (16, 64)])
     def test_what_is_refused(self, bits: int, dim: int) -> None:
         with pytest.raises(InvalidInput, match=f"{bits} bits"):
-            CacheForm(bits, 2, 16, dim)
+            CacheFormat(bits, 2, 16, dim)
 
     @pytest.mark.parametrize("bits", BITS)
     @pytest.mark.parametrize("dim", [8, 80, 128])
     def test_every_bit_is_where_the_form_says(self, bits: int, dim: int) -> None:
-        form, x = CacheForm(bits, 1, 16, dim), torch.randn(3, dim)
+        form, x = CacheFormat(bits, 1, 16, dim), torch.randn(3, dim)
         codes, scale, minimum = form.encode(x)
         stride = form.group * bits // 8
         for row in range(3):
@@ -51,13 +51,13 @@ class TestForm:
                 byte = int(codes[row, group * stride + place % stride])
                 code = byte >> (place // stride * bits) & (2**bits - 1)
                 values.append(float(minimum[row, group]) + code * float(scale[row, group]))
-            torch.testing.assert_close(form.decode(codes, scale, minimum)[row], torch.tensor(values))
+            torch.testing.assert_close(form.dequantize(codes, scale, minimum)[row], torch.tensor(values))
 
     @pytest.mark.parametrize("bits", BITS)
     def test_errors(self, bits: int) -> None:
         """8 bits: half a step. Fewer: the least squared error of the ranges tried, each by itself in float64."""
-        form, x = CacheForm(bits, 1, 16, 64), torch.randn(200, 64).exp()
-        off = (form.decode(*form.encode(x)) - x).double()
+        form, x = CacheFormat(bits, 1, 16, 64), torch.randn(200, 64).exp()
+        off = (form.dequantize(*form.encode(x)) - x).double()
         if bits == 8:
             assert bool((off.abs() <= form.codec.slack(x)).all())
             return
@@ -74,9 +74,9 @@ class TestForm:
 
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 7e4])
     def test_a_group_that_cannot_be_held_is_not_a_number(self, bad: float) -> None:
-        form, x = CacheForm(4, 1, 16, 128), torch.randn(2, 128)
+        form, x = CacheFormat(4, 1, 16, 128), torch.randn(2, 128)
         x[1, 70] = bad
-        found = form.decode(*form.encode(x))
+        found = form.dequantize(*form.encode(x))
         assert bool(found[1, 64:96].isnan().all())
         assert not found[0].isnan().any()
         assert not found[1, :64].isnan().any()

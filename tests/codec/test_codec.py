@@ -52,7 +52,7 @@ class TestCodec:
     @pytest.mark.parametrize("scale", [1e-3, 1.0, 300.0])
     def test_errors_are_bounded(self, codec: Codec, shape: tuple[int, int], scale: float) -> None:
         x = scale * random_matrix(*shape)
-        found = codec.decode(codec.encode(x), *shape)
+        found = codec.dequantize(codec.encode(x), *shape)
         assert found.shape == x.shape
         assert found.dtype == torch.float32
         if codec not in FITTED:  # which clip
@@ -62,7 +62,7 @@ class TestCodec:
         """Equal numbers, zeros among them, are exact where 16 bits hold them."""
         for value in (0.0, 1.0, -2.5):
             x = torch.full((3, 70), value)
-            found = codec.decode(codec.encode(x), 3, 70)
+            found = codec.dequantize(codec.encode(x), 3, 70)
             assert torch.allclose(found, x, rtol=1e-6)
 
     def test_it_is_deterministic_and_row_by_row(self, codec: Codec) -> None:
@@ -96,7 +96,7 @@ def test_more_bits_and_smaller_groups_err_less() -> None:
 
     def error(bits: int, group: int, **more: Any) -> float:
         codec = Groupwise("x", bits, group, **more)
-        return float(((codec.decode(codec.encode(x), 64, 512) - x) ** 2).mean())
+        return float(((codec.dequantize(codec.encode(x), 64, 512) - x) ** 2).mean())
 
     assert error(2, 64) > 3 * error(3, 64) > 9 * error(4, 64) > 100 * error(8, 64)
     assert error(4, 128) > error(4, 64) > error(4, 32)
@@ -109,7 +109,7 @@ def test_importance_moves_the_error_to_where_it_matters_less() -> None:
     importance[::4] = 100.0
 
     def error(matters: Tensor | None) -> float:
-        return float(((codec.decode(codec.encode(x, matters), 64, 512) - x) ** 2)[:, ::4].mean())
+        return float(((codec.dequantize(codec.encode(x, matters), 64, 512) - x) ** 2)[:, ::4].mean())
 
     assert error(importance) < 0.9 * error(None)
 
@@ -125,7 +125,7 @@ def test_keys_and_values_of_a_cache(name: str) -> None:
     kv = CACHES[name]
     x = random_matrix(max(kv.window, 32), 64)
     for codec in (kv.keys, kv.values):
-        assert bool(((codec.decode(codec.encode(x), *x.shape) - x).abs() <= codec.slack(x)).all())
+        assert bool(((codec.dequantize(codec.encode(x), *x.shape) - x).abs() <= codec.slack(x)).all())
     if getattr(kv.keys, "across", False):
         assert kv.window % kv.keys.group == 0  # type: ignore[attr-defined]
 

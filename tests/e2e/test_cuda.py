@@ -81,11 +81,11 @@ def test_decode(
     cache = caches.cached(bits, dim)
     q, options = torch.randn(len(caches.LENGTHS), 2 * group, dim).to(dtype), caches.given(options, 2 * group)
     sinks, pool = options.pop("sinks", None), cache.pool if held is None else cache.pool.to(held)
-    expected, logs = ReferenceKernels().decode(
+    expected, logs = ReferenceKernels().decode_attention(
         q.float(), pool, cache.tables, cache.lengths, dim**-0.5, sinks=sinks, form=cache.form, with_lse=True, **options
     )
     moved = there(q, pool, cache.tables, cache.lengths)
-    call = partial(kernel.decode, *moved, dim**-0.5, sinks=there(sinks)[0], form=cache.form, **options)
+    call = partial(kernel.decode_attention, *moved, dim**-0.5, sinks=there(sinks)[0], form=cache.form, **options)
     found, lse = call(with_lse=True)
     assert found.dtype == dtype
     assert torch.equal(found, call())  # the same bits again
@@ -101,10 +101,10 @@ def test_a_sequence_does_not_depend_on_the_rest(bits: int | None, group: int) ->
     pytest.importorskip("triton", reason="needs triton")
     cache, q = caches.cached(bits, 128), torch.randn(len(caches.LENGTHS), 2 * group, 128)
     q, pool, tables, lengths = there(q, cache.pool, cache.tables, cache.lengths)
-    whole = SETS["triton"].decode(q, pool, tables, lengths, 0.1, form=cache.form)
+    whole = SETS["triton"].decode_attention(q, pool, tables, lengths, 0.1, form=cache.form)
     for i, length in enumerate(caches.LENGTHS):
         one, pages = slice(i, i + 1), -(-length // 32)
-        alone = SETS["triton"].decode(q[one], pool, tables[one, :pages], lengths[one], 0.1, form=cache.form)
+        alone = SETS["triton"].decode_attention(q[one], pool, tables[one, :pages], lengths[one], 0.1, form=cache.form)
         assert torch.equal(alone, whole[one])
 
 
@@ -123,7 +123,7 @@ def test_product(
     exact = ReferenceKernels().product(x.float(), data.cpu(), form, bias, compute)
     rounding = torch.finfo(dtype).eps
     share = 1e-6 if compute or dtype == torch.float32 else rounding
-    slack = x.float().abs() @ form.decode(data.cpu()).abs().T * share
+    slack = x.float().abs() @ form.dequantize(data.cpu()).abs().T * share
     for rows in (1, 17, 64, 300):
         found = kernel.product(moved[:rows], data, form, added, compute)
         assert found.dtype == dtype

@@ -42,7 +42,7 @@ def rounded(directory: Path, codec: str) -> Any:
 
     def twice(matrix: torch.Tensor, kind: Any) -> torch.Tensor:
         form = Packed(kind, *matrix.shape)
-        return form.decode(form.encode(matrix))
+        return form.dequantize(form.encode(matrix))
 
     edges = {id(model.get_input_embeddings()), id(model.get_output_embeddings())}
     with torch.no_grad():

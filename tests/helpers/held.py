@@ -2,11 +2,11 @@
 
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.pages import read
 
 
-def held(pool: Tensor, table: Tensor, length: int, form: CacheForm | None = None) -> tuple[Tensor, Tensor]:
+def held(pool: Tensor, table: Tensor, length: int, form: CacheFormat | None = None) -> tuple[Tensor, Tensor]:
     """Return K and V [length, kv_heads, head_dim] of one sequence, decoded. table: int32, its pages."""
     tokens = pool.shape[3] if form is None else form.page_tokens
     pages = read(pool, table[: -(-length // tokens)].long(), form)  # [pages, 2, kv_heads, page_tokens, head_dim]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from flexengine.errors import OutOfMemory
-from flexengine.tier.base import ALIGN, Home, Tier
+from flexengine.tier.base import ALIGN, Region, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.file import FasterWay
 from flexengine.tier.ledger import Ledger
@@ -65,12 +65,12 @@ class TierTests:
         tier.close()
         assert not list((tmp_path / "off").glob("*"))
 
-    def put(self, tier: Tier, values: torch.Tensor, what: str = "x") -> Home:
+    def put(self, tier: Tier, values: torch.Tensor, what: str = "x") -> Region:
         home = tier.allocate(values.nbytes, what, values.dtype)
         tier.store(values, home)
         return home
 
-    def get(self, tier: Tier, home: Home, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def get(self, tier: Tier, home: Region, dtype: torch.dtype | None = None) -> torch.Tensor:
         target = torch.full((home.nbytes // home.dtype.itemsize,), 7, dtype=dtype or home.dtype)
         tier.load(home, target)
         return target

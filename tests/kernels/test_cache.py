@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import BITS, CacheForm
+from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.merge import merge
@@ -35,7 +35,7 @@ def seed(two_threads: None) -> None:
 class Cache(NamedTuple):
     """Sequences on shuffled pages. k, v: what the pool says they hold, [length, kv_heads, dim] in fp32 each."""
 
-    form: CacheForm | None
+    form: CacheFormat | None
     pool: Tensor
     tables: Tensor
     lengths: Tensor
@@ -49,7 +49,7 @@ def cached(
 ) -> Cache:
     """bits None: in fp32."""
     torch.manual_seed(dim)
-    form = None if bits is None else CacheForm(bits, kv_heads, page_tokens, dim)
+    form = None if bits is None else CacheFormat(bits, kv_heads, page_tokens, dim)
     counts = [-(-length // page_tokens) for length in lengths]
     free = torch.randperm(sum(counts) + 3).int().tolist()
     if form is None:
@@ -106,7 +106,7 @@ class TestEncodedCache:
     @pytest.mark.parametrize("bits", BITS)
     def test_append(self, kernel: Kernels, bits: int, dim: int, dtype: torch.dtype) -> None:
         """The bytes of the form's own encoding, and no others."""
-        form = CacheForm(bits, 3, 5, dim)
+        form = CacheFormat(bits, 3, 5, dim)
         k, v = (torch.randn(3, 42, dim + 3).to(dtype).transpose(0, 1)[:41, :, :dim] for _ in range(2))
         places = torch.randperm(9 * 5)[:41]
         pages, offsets = (places // 5).int(), (places % 5).int()
@@ -123,7 +123,7 @@ class TestEncodedCache:
         assert torch.equal(pool, expected)
 
     def test_a_token_does_not_depend_on_others(self, kernel: Kernels) -> None:
-        form = CacheForm(4, 2, 16, 64)
+        form = CacheFormat(4, 2, 16, 64)
         k, v = torch.randn(2, 900, 2, 64)
         place = torch.arange(900).int()
         whole, alone = (torch.zeros(57, form.page_bytes, dtype=torch.uint8) for _ in range(2))
@@ -135,13 +135,13 @@ class TestEncodedCache:
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -7e4])
     @pytest.mark.parametrize("dim", [64, 80])
     def test_what_cannot_be_held_stays_in_its_sequence(self, kernel: Kernels, dim: int, bad: float) -> None:
-        form = CacheForm(4, 1, 16, dim)
+        form = CacheFormat(4, 1, 16, dim)
         pool, at = torch.zeros(4, form.page_bytes, dtype=torch.uint8), torch.arange(40).int()
         k, v = torch.randn(2, 40, 1, dim)
         k[30, 0, 3] = bad
         kernel.append(k, v, pool, at // 16, at % 16, form)
         tables, lengths = torch.tensor([[0, 1, 2], [0, 1, 3]]).int(), torch.tensor([40, 20]).int()
-        found = kernel.decode(torch.randn(2, 2, dim), pool, tables, lengths, 0.1, form=form)
+        found = kernel.decode_attention(torch.randn(2, 2, dim), pool, tables, lengths, 0.1, form=form)
         assert bool(found[0].isnan().all())
         assert not found[1].isnan().any()
 
@@ -152,7 +152,7 @@ class TestEncodedCache:
     def test_decode(self, kernel: Kernels, bits: int, dim: int, group: int) -> None:
         cache, q = cached(bits, dim), torch.randn(len(LENGTHS), 2 * group, dim)
         options = given(OPTIONS[(bits + dim // 16 + group) % len(OPTIONS)], 2 * group)
-        out = kernel.decode(q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options)
+        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options)
         assert out.is_contiguous()
         close(out, dense(cache, q, dim**-0.5, **options))
 
@@ -162,28 +162,34 @@ class TestEncodedCache:
         for bits, dim in ((8, 16), (4, 64), (2, 192)):
             cache = cached(bits, dim, 3, page_tokens, (1, 5, 63, 70, 130))
             q, options = 2 * torch.randn(5, 9, dim), given(options, 9)
-            found = kernel.decode(q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options)
+            found = kernel.decode_attention(
+                q, cache.pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, **options
+            )
             close(found, dense(cache, q, dim**-0.5, **options), 8e-6)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
     def test_query_dtype(self, kernel: Kernels, dtype: torch.dtype) -> None:
         cache, q = cached(4, 64), torch.randn(len(LENGTHS), 4, 64).to(dtype)
-        found = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
         assert found.dtype == dtype
         close(found, dense(cache, q, 0.125), 1e-2)
 
     @pytest.mark.parametrize("call", [
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool[:, :-2], c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool[:, :-2].clone(), c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool.view(torch.int8), c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool.view(-1)[1 : 1 + c.form.page_bytes * 2].view(2, -1),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool[:, :-2], c.tables, c.lengths, 1.0, form=c.form),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
+            c.pool[:, :-2].clone(), c.tables, c.lengths, 1.0, form=c.form),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
+            c.pool.view(torch.int8), c.tables, c.lengths, 1.0, form=c.form),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
+            c.pool.view(-1)[1 : 1 + c.form.page_bytes * 2].view(2, -1),
                               c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 3, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 2, 32), c.pool, c.tables, c.lengths, 1.0, form=c.form),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=1.1),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=-0.1),
-        lambda x, c: x.decode(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=0.5,
+        lambda x, c: x.decode_attention(torch.zeros(2, 3, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 32), c.pool, c.tables, c.lengths, 1.0, form=c.form),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=1.1),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64),
+            c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=-0.1),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 64), c.pool, c.tables, c.lengths, 1.0, form=c.form, topk=0.5,
                               with_lse=True),
         lambda x, c: x.append(*torch.zeros(2, 2, 3, 64), c.pool, c.lengths, c.lengths, c.form),
         lambda x, c: x.append(*torch.zeros(2, 2, 2, 32), c.pool, c.lengths, c.lengths, c.form),
@@ -200,7 +206,7 @@ class TestEncodedCache:
         cache = cached(4, 64, 2, 16, (20, 40))
         tables, lengths = cache.tables.clone(), torch.tensor([20, 99], dtype=torch.int32)
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode(torch.zeros(2, 2, 64), cache.pool, tables, lengths, 1.0, form=cache.form)
+            kernel.decode_attention(torch.zeros(2, 2, 64), cache.pool, tables, lengths, 1.0, form=cache.form)
         tables[1, 2] = 99
         k, before = torch.zeros(2, 2, 64), cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
@@ -220,7 +226,7 @@ class TestDecode:
         for dim, kv_heads in ((64, 3), (80, 2)):
             cache = cached(bits, dim, kv_heads, 16, (1500, 70, 33))
             q = torch.randn(3, 4 * kv_heads, dim)
-            call = functools.partial(kernel.decode, scale=0.125, form=cache.form, topk=topk)
+            call = functools.partial(kernel.decode_attention, scale=0.125, form=cache.form, topk=topk)
             whole, threads = call(q, cache.pool, cache.tables, cache.lengths), torch.get_num_threads()
             order = torch.randperm(len(cache.pool))
             moved = torch.where(cache.tables >= 0, order.argsort()[cache.tables.long()].int(), cache.tables)
@@ -257,7 +263,7 @@ class TestDecode:
                         pool[pages, 1, head, offsets] = math.nan
                     else:
                         cache.form.panels(pool).minimum[pages, 1, head, :, offsets] = math.nan
-            found = kernel.decode(
+            found = kernel.decode_attention(
                 q, pool, cache.tables, cache.lengths, dim**-0.5, form=cache.form, topk=topk, **options
             )
             close(found, torch.stack(expected))
@@ -285,14 +291,14 @@ class TestDecode:
                 assert torch.equal(found[i], expected)
 
     def test_of_equal_weights_the_earlier_count(self, kernel: Kernels, bits: int | None) -> None:
-        form = None if bits is None else CacheForm(bits, 1, 4, 64)
+        form = None if bits is None else CacheFormat(bits, 1, 4, 64)
         pool = torch.zeros(5, 2, 1, 4, 64) if form is None else torch.zeros(5, form.page_bytes, dtype=torch.uint8)
         rows, at = torch.randn(3, 1, 64), torch.arange(20).int()
         k, v = rows[torch.tensor([0, 1, 2, 1, 1, 0, 2, 1] * 2 + [0, 1, 2, 0])], torch.randn(20, 1, 64)
         kernel.append(k, v, pool, at // 4, at % 4, form)
         held_k, held_v = held(pool, torch.arange(5).int(), 20, form)
         q = rows[1][None]  # so that the tokens with row 1 come first: 1, 3, 4, 7, 9, 11, 12, 15, 17
-        found = kernel.decode(
+        found = kernel.decode_attention(
             q, pool, torch.arange(5).int()[None], torch.tensor([20]).int(), 0.125, form=form, topk=0.27
         )
         weights, _ = weights_of(q[0], held_k, 0.125)
@@ -302,14 +308,16 @@ class TestDecode:
 
     def test_all_values_is_dense(self, kernel: Kernels, bits: int | None) -> None:
         cache, q = cached(bits, 64), torch.randn(len(LENGTHS), 4, 64)
-        everything = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
-        found = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form, topk=1.0)
+        everything = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form, topk=1.0)
         torch.testing.assert_close(found, everything, atol=3e-6, rtol=3e-6)
 
     @pytest.mark.parametrize("options", OPTIONS, ids=str)
     def test_denominators(self, kernel: Kernels, bits: int | None, options: dict[str, Any]) -> None:
         cache, q, options = cached(bits, 64), torch.randn(len(LENGTHS), 6, 64), given(options, 6)
-        call = functools.partial(kernel.decode, q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form)
+        call = functools.partial(
+            kernel.decode_attention, q, cache.pool, cache.tables, cache.lengths, 0.125, form=cache.form
+        )
         out, lse = call(**options, with_lse=True)
         assert torch.equal(out, call(**options))
         assert lse.dtype == torch.float32
@@ -318,7 +326,7 @@ class TestDecode:
     def test_halves_merge_to_the_whole(self, kernel: Kernels, bits: int | None) -> None:
         """Each sequence's pages dealt out to two caches; sinks join one of them."""
         cache, q, sinks = cached(bits, 64, lengths=(64, 90, 1024, 2100)), torch.randn(4, 4, 64), torch.randn(4)
-        call = functools.partial(kernel.decode, q, cache.pool, scale=0.125, form=cache.form, with_lse=True)
+        call = functools.partial(kernel.decode_attention, q, cache.pool, scale=0.125, form=cache.form, with_lse=True)
         first = cache.lengths // 64 * 32
         rest = torch.full_like(cache.tables, -7)
         for i, length in enumerate(first.tolist()):

@@ -61,7 +61,7 @@ def integers(x: Tensor, weight: Tensor, form: Packed) -> tuple[Tensor, Tensor]:
     levels = Groupwise("codes", form.codec.bits, form.codec.group)
     # With scale 1 and minimum 0 decoding gives the codes themselves.
     one, none = torch.ones_like(parts["scale"]), torch.zeros_like(parts["minimum"])
-    raw = levels.decode({"codes": parts["codes"], "scale": one, "minimum": none}, form.rows, form.columns).long()
+    raw = levels.dequantize({"codes": parts["codes"], "scale": one, "minimum": none}, form.rows, form.columns).long()
     q, scale = rounded(x, form.codec.group)
     total = torch.zeros(len(x), form.rows, dtype=torch.float64)
     size = torch.zeros_like(total)
@@ -91,18 +91,18 @@ class TestPacked:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_is_the_codec_in_another_order(self, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, x = packed(bits, group, *shape), torch.randn(shape)
-        data, expected = form.encode(x), form.codec.decode(form.codec.encode(x), *shape)
+        data, expected = form.encode(x), form.codec.dequantize(form.codec.encode(x), *shape)
         assert data.dtype == torch.uint8
         assert data.shape == (form.nbytes,)
-        assert torch.equal(form.decode(data), expected)
+        assert torch.equal(form.dequantize(data), expected)
         ids = torch.randint(shape[0], (9,))
-        assert torch.equal(form.decode_rows(data, ids), expected[ids])
+        assert torch.equal(form.dequantize_rows(data, ids), expected[ids])
 
     def test_importance_is_passed_on(self) -> None:
         form = Packed(Groupwise("test", 2, 32, fitted=True), 20, 70)
         x, matters = torch.randn(20, 70), torch.rand(70)
-        expected = form.codec.decode(form.codec.encode(x, matters), 20, 70)
-        assert torch.equal(form.decode(form.encode(x, matters)), expected)
+        expected = form.codec.dequantize(form.codec.encode(x, matters), 20, 70)
+        assert torch.equal(form.dequantize(form.encode(x, matters)), expected)
 
     @pytest.mark.parametrize("bits", BITS)
     def test_where_a_code_lies(self, bits: int) -> None:
@@ -134,7 +134,7 @@ class TestProduct:
     @pytest.mark.parametrize("shape", SHAPES)
     def test_fp32(self, kernel: Kernels, bits: int, group: int, shape: tuple[int, int]) -> None:
         form, data = encoded(bits, group, *shape)
-        decoded, bias = form.decode(data).double(), torch.randn(shape[0])
+        decoded, bias = form.dequantize(data).double(), torch.randn(shape[0])
         for count in COUNTS:
             x = torch.randn(count, shape[1])
             found = kernel.product(x, data, form, bias if count % 2 else None)
@@ -167,7 +167,7 @@ class TestProduct:
     def test_bf16(self, kernel: Kernels, bits: int, shape: tuple[int, int]) -> None:
         """x is rounded to bf16, and the weight as well or not at all; what is summed is right to fp32's last bits."""
         form, data = encoded(bits, 64, *shape)
-        decoded, bias = form.decode(data), torch.randn(shape[0])
+        decoded, bias = form.dequantize(data), torch.randn(shape[0])
         rounds = getattr(kernel, "bf16", False)
         weight = (decoded.bfloat16() if rounds else decoded).double()
         for count in (*COUNTS, 130):
@@ -256,8 +256,8 @@ class TestProduct:
     def test_tiny_and_huge(self, kernel: Kernels, size: float) -> None:
         form, weight = packed(4, 64, 20, 130), torch.randn(20, 130)
         data, x = form.encode(weight), torch.randn(7, 130) * size
-        exact = x.double() @ form.decode(data).double().T
-        slack = x.abs().double() @ form.decode(data).abs().double().T
+        exact = x.double() @ form.dequantize(data).double().T
+        slack = x.abs().double() @ form.dequantize(data).abs().double().T
         lost = 130 * 2.0**-126  # where numbers have fewer than 24 bits, or are taken for zero
         assert ((kernel.product(x, data, form) - exact).abs() <= slack * 1e-5 + lost).all()
         integer, around = integers(x, weight, form)
@@ -298,7 +298,7 @@ class TestProduct:
             with pytest.raises(InvalidInput, match=str(dtype)):
                 kernel.product(x, data, form)
             return
-        decoded, rounding = form.decode(data), torch.finfo(dtype).eps
+        decoded, rounding = form.dequantize(data), torch.finfo(dtype).eps
         fused = os.environ.get("TRITON_INTERPRET") == "1"  # plain torch does not round what it decodes
         if fused and dtype == torch.bfloat16:  # Triton's interpreter cuts off what a GPU rounds
             decoded = (decoded.view(torch.int32) & -(2**16)).view(torch.float32)

@@ -83,7 +83,7 @@ class TestKernels:
     def test_decode(self, kernel: Kernels, dim: int, group: int, dtype: torch.dtype) -> None:
         cache = cached(2, dim, 16, dtype=dtype)
         q = torch.randn(len(LENGTHS), 2 * group, dim)
-        out = kernel.decode(q, cache.pool, cache.tables, cache.lengths, dim**-0.5)
+        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, dim**-0.5)
         assert out.dtype == torch.float32
         assert out.is_contiguous()
         close(out, cache.expected(q, dim**-0.5))
@@ -92,7 +92,7 @@ class TestKernels:
     def test_page_sizes(self, kernel: Kernels, page_tokens: int) -> None:
         cache = cached(3, 20, page_tokens)
         q = torch.randn(len(LENGTHS), 9, 20)
-        close(kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.3), cache.expected(q, 0.3))
+        close(kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.3), cache.expected(q, 0.3))
 
     @pytest.mark.parametrize("options", [
         {"window": 1}, {"window": 7}, {"window": 64}, {"window": 1000}, {"softcap": 5.0}, {"sinks": True},
@@ -103,14 +103,14 @@ class TestKernels:
         q = 2 * torch.randn(len(LENGTHS), 6, 64)
         if "sinks" in options:
             options = {**options, "sinks": 4 * torch.randn(6)}
-        found = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.25, **options)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.25, **options)
         close(found, cache.expected(q, 0.25, **options))
 
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_query_dtype_and_strides(self, kernel: Kernels, dtype: torch.dtype) -> None:
         cache = cached(2, 64, 16, dtype=dtype)
         q = strided(len(LENGTHS), 8, 64, dtype=dtype)
-        out = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.125)
+        out = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125)
         assert out.dtype == dtype
         close(out, cache.expected(q, 0.125), dtype)
 
@@ -119,20 +119,20 @@ class TestKernels:
         cache = cached(1, 64, 32, lengths=(3000, 2, 1025))
         q = 30 * torch.randn(3, 4, 64)  # scores of hundreds: exp must not overflow, and the maximum moves between parts
         options = {"window": window, "sinks": torch.full((4,), 500.0)}
-        found = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 1.0, **options)
+        found = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 1.0, **options)
         expected = cache.expected(q, 1.0, **options)
         torch.testing.assert_close(found.double(), expected, atol=2e-3, rtol=2e-3)  # fp32 scores of 700 are 6e-5 apart
 
     def test_result_does_not_depend_on_the_rest(self, kernel: Kernels) -> None:
         cache = cached(2, 64, 16, lengths=(1500, 70, 33))
         q = torch.randn(3, 8, 64)
-        whole = kernel.decode(q, cache.pool, cache.tables, cache.lengths, 0.125)
+        whole = kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths, 0.125)
         threads = torch.get_num_threads()
         try:
             torch.set_num_threads(1)
             for i in range(3):
                 one = slice(i, i + 1)
-                alone = kernel.decode(q[one], cache.pool, cache.tables[one], cache.lengths[one], 0.125)
+                alone = kernel.decode_attention(q[one], cache.pool, cache.tables[one], cache.lengths[one], 0.125)
                 assert torch.equal(alone, whole[one])
         finally:
             torch.set_num_threads(threads)
@@ -140,7 +140,7 @@ class TestKernels:
     def test_empty_batch(self, kernel: Kernels) -> None:
         pool = torch.zeros(4, 2, 2, 16, 64)
         none = torch.zeros(0, dtype=torch.int32)
-        assert kernel.decode(torch.zeros(0, 4, 64), pool, none.view(0, 3), none, 1.0).shape == (0, 4, 64)
+        assert kernel.decode_attention(torch.zeros(0, 4, 64), pool, none.view(0, 3), none, 1.0).shape == (0, 4, 64)
         kernel.append(torch.zeros(0, 2, 64), torch.zeros(0, 2, 64), pool, none, none)
         assert kernel.attend_prompt(*(torch.zeros(0, 5, 4, 64) for _ in range(3)), 1.0).shape == (0, 5, 4, 64)
         kernel.convert(torch.zeros(0), torch.zeros(0, dtype=torch.bfloat16))
@@ -176,7 +176,7 @@ class TestKernels:
         cache.k = [torch.cat([old, new[None].to(dtype)]) for old, new in zip(cache.k, k, strict=True)]
         cache.v = [torch.cat([old, new[None].to(dtype)]) for old, new in zip(cache.v, v, strict=True)]
         q = torch.randn(len(LENGTHS), 6, 64)
-        close(kernel.decode(q, cache.pool, cache.tables, cache.lengths + 1, 0.1), cache.expected(q, 0.1))
+        close(kernel.decode_attention(q, cache.pool, cache.tables, cache.lengths + 1, 0.1), cache.expected(q, 0.1))
 
     def test_append_many(self, kernel: Kernels) -> None:
         k, v = torch.randn(2, 600, 2, 64)
@@ -194,7 +194,7 @@ class TestKernels:
         cache = cached(2, 16, 16, lengths=(20, 40))
         lengths = torch.tensor([20, length], dtype=torch.int32)
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode(torch.zeros(2, 2, 16), cache.pool, cache.tables, lengths, 1.0)
+            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, cache.tables, lengths, 1.0)
 
     @pytest.mark.parametrize("page", [-1, 8])
     @ONE_BUILD
@@ -205,7 +205,7 @@ class TestKernels:
         tables = cache.tables.clone()
         tables[1, 2] = page
         with pytest.raises(InvalidInput, match="sequence 1"):
-            kernel.decode(torch.zeros(2, 2, 16), cache.pool, tables, cache.lengths, 1.0)
+            kernel.decode_attention(torch.zeros(2, 2, 16), cache.pool, tables, cache.lengths, 1.0)
         k, place = torch.zeros(2, 2, 16), torch.tensor([0, page], dtype=torch.int32)
         before = cache.pool.clone()
         with pytest.raises(InvalidInput, match="token 1"):
@@ -215,13 +215,13 @@ class TestKernels:
         assert torch.equal(cache.pool.nan_to_num(), before.nan_to_num())
 
     @pytest.mark.parametrize("call", [
-        lambda x, c: x.decode(torch.zeros(2, 3, 16), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 17), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode(torch.zeros(3, 2, 16), c.pool, c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 16), c.pool.transpose(2, 3), c.tables, c.lengths, 1.0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, window=0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, softcap=0.0),
-        lambda x, c: x.decode(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, sinks=torch.zeros(3)),
+        lambda x, c: x.decode_attention(torch.zeros(2, 3, 16), c.pool, c.tables, c.lengths, 1.0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 17), c.pool, c.tables, c.lengths, 1.0),
+        lambda x, c: x.decode_attention(torch.zeros(3, 2, 16), c.pool, c.tables, c.lengths, 1.0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool.transpose(2, 3), c.tables, c.lengths, 1.0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, window=0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, softcap=0.0),
+        lambda x, c: x.decode_attention(torch.zeros(2, 2, 16), c.pool, c.tables, c.lengths, 1.0, sinks=torch.zeros(3)),
         lambda x, c: x.append(torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.append(torch.zeros(3, 2, 16), torch.zeros(3, 2, 16), c.pool, c.lengths, c.lengths),
         lambda x, c: x.attend_prompt(*(torch.zeros(1, n, 2, 16) for n in (3, 2, 2)), 1.0),
@@ -286,7 +286,7 @@ class TestKernels:
         whole = kernel.attend_prompt(q, k[None], v[None], **options)
         chunk = kernel.attend_prompt(q[:, 30:45], k[None, :45], v[None, :45], **options)
         torch.testing.assert_close(chunk, whole[:, 30:45])
-        last = kernel.decode(q[:, -1], cache.pool, cache.tables, cache.lengths, **options)
+        last = kernel.decode_attention(q[:, -1], cache.pool, cache.tables, cache.lengths, **options)
         torch.testing.assert_close(last, whole[:, -1])
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,21 +13,21 @@ from flexengine.kernels import build, cpu, structs
 SOURCES = Path(build.__file__).parent
 WITHOUT = """
 import resource, torch
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.errors import OutOfMemory
 from flexengine.kernels import cpu
 from flexengine.runtime.shortage import shortage
 
 torch.set_num_threads(2)
 kernel, heads, tokens, page = cpu.load_native(), 64, 1 << 20, 1 << 12
-form = CacheForm(4, 1, page, 64)
+form = CacheFormat(4, 1, page, 64)
 pool = torch.zeros(1, form.page_bytes, dtype=torch.uint8)
 tables, q = torch.zeros(1, tokens // page, dtype=torch.int32), torch.ones(1, heads, 64)
 
 
 def attend(length, **options):
     lengths = torch.tensor([length], dtype=torch.int32)
-    return kernel.decode(q, pool, tables, lengths, 1.0, form=form, **options)
+    return kernel.decode_attention(q, pool, tables, lengths, 1.0, form=form, **options)
 
 
 def refused(**options):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Past
@@ -38,7 +38,7 @@ def cached(kind: Any, length: int, kv_heads: int, dim: int, page_tokens: int = 1
     count = -(-length // page_tokens)
     table = torch.randperm(count + 2)[:count].int()
     if isinstance(kind, int):
-        form = CacheForm(kind, kv_heads, page_tokens, dim)
+        form = CacheFormat(kind, kv_heads, page_tokens, dim)
         pool = torch.full((count + 2, form.page_bytes), 255, dtype=torch.uint8)
     else:
         form, pool = None, torch.full((count + 2, 2, kv_heads, page_tokens, dim), math.nan, dtype=kind)

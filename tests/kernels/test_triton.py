@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.codec.groupwise import Groupwise
 from flexengine.codec.packed import Packed
 from flexengine.kernels.base import Room
@@ -98,7 +98,7 @@ def test_interpreted(cases: tuple[str, ...]) -> None:
     (128, 1, 4, torch.float32), (96, 4, 4, torch.bfloat16), (64, 4, 2, torch.float16), (256, 2, 8, torch.bfloat16),
 ])  # fmt: skip
 def test_attention_compiles(dim: int, group: int, bits: int | None, dtype: torch.dtype) -> None:
-    form = None if bits is None else CacheForm(bits, 8, 32, dim)
+    form = None if bits is None else CacheFormat(bits, 8, 32, dim)
     pool = torch.uint8 if form else dtype
     tile = attention.tiles(Room(10, 8, 32, dim), 8 * group, form, dtype, pool)
     assert tile is not None

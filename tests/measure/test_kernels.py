@@ -29,7 +29,7 @@ class Counting(ReferenceKernels):
         self.pairs.append(q.shape[0] * q.shape[2] * seen * q.shape[3])
         return super().attend_prompt(q, k, v, *args)
 
-    def decode(self, q: Any, pool: Any, tables: Any, lengths: Any, *args: Any) -> Any:
+    def decode_attention(self, q: Any, pool: Any, tables: Any, lengths: Any, *args: Any) -> Any:
         self.read.append(sum(int(n) * 2 * pool.shape[2] * pool.shape[4] * pool.element_size() for n in lengths))
         assert int(lengths.max()) <= tables.shape[1] * pool.shape[3]
         return q

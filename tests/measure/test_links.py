@@ -58,14 +58,14 @@ def test_the_checkpoint_itself_is_read(
     paths[0].write_bytes(bytes(300_001))
     paths[1].write_bytes(bytes(200_000))
     machine = at("cpu", 100 * MB)
-    monkeypatch.setattr(links, "LEAST_CHECKPOINT", 500_000)
+    monkeypatch.setattr(links, "MIN_CHECKPOINT_BYTES", 500_000)
     with links.readable(machine, paths) as files:
         assert files == {paths[0]: 300_000, paths[1]: 200_000}
         found = [next(stream) for stream in [links.stretches(machine, files, 100_000)] for _ in range(6)]
         assert [(home.place.path, home.start) for home in found] == [
             (paths[0], 0), (paths[0], 100_000), (paths[0], 200_000), (paths[1], 0), (paths[1], 100_000), (paths[0], 0),
         ]  # fmt: skip
-    monkeypatch.setattr(links, "LEAST_CHECKPOINT", 500_001)
+    monkeypatch.setattr(links, "MIN_CHECKPOINT_BYTES", 500_001)
     with links.readable(machine, paths) as files:
         assert not set(files) & set(paths)
         assert list(files.values()) == [16 << 20]

@@ -20,18 +20,18 @@ from tests.helpers.measuring import MB, SLOW, hardware
 def test_kept() -> None:
     one = hardware(layers={"a": ((1.0, 0.5),)}, crosstalk={"h2d": {"device": 0.25}})
     assert store.cached("0" * 32) is None
-    store.keep("0" * 32, one)
+    store.save_rates("0" * 32, one)
     assert store.cached("0" * 32) == one
     file = store._file("0" * 32)
     assert file.stat().st_mode & 0o777 == 0o600
-    store.keep("0" * 32, hardware())
+    store.save_rates("0" * 32, hardware())
     assert store.cached("0" * 32) == hardware()
     assert [path.name for path in file.parent.glob("0*")] == [file.name]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "3", '{"name": 1, "kind": "cpu"}', "[" * 100_000])
 def test_a_broken_file_is_as_none(text: str) -> None:
-    store.keep("1" * 32, hardware())
+    store.save_rates("1" * 32, hardware())
     store._file("1" * 32).write_text(text)
     assert store.cached("1" * 32) is None
     values = hardware().to_json()
@@ -44,7 +44,7 @@ def test_a_broken_file_is_as_none(text: str) -> None:
 def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "file"))
-    assert f"{tmp_path / 'file' / 'hardware'}" in store.keep("2" * 32, hardware())
+    assert f"{tmp_path / 'file' / 'hardware'}" in store.save_rates("2" * 32, hardware())
     assert store.cached("2" * 32) is None
 
 

@@ -99,7 +99,7 @@ def test_decode_attention_holds(kernels: str, bits: int | None, topk: float | No
     q = torch.randn(many, 8, 64)
     tables, lengths = cache.tables.repeat(8, 1), cache.lengths.repeat(8)
     found = held(
-        lambda: CudaKernels().decode(q, cache.pool, tables, lengths, 0.1, form=cache.form, topk=topk),
+        lambda: CudaKernels().decode_attention(q, cache.pool, tables, lengths, 0.1, form=cache.form, topk=topk),
         q, tables, lengths, cache.pool,
     )  # fmt: skip
     room = cuda.checks.check_pool(cache.pool, cache.form)

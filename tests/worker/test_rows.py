@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flexengine.codec.cache import CacheForm
-from flexengine.tier.base import Home
+from flexengine.codec.cache import CacheFormat
+from flexengine.tier.base import Region
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.machine import make_machine
 from flexengine.tier.memory import MemoryTier
@@ -17,7 +17,7 @@ KV_HEADS, PAGE_TOKENS = 3, 16
 TOKENS = [(5, 0, 3), (1, 1, 15), (4, 2, 0)]  # page in the pool, page in the buffer, place in the page
 
 
-def _by_token(pages: torch.Tensor, form: CacheForm | None, dim: int) -> list[torch.Tensor]:
+def _by_token(pages: torch.Tensor, form: CacheFormat | None, dim: int) -> list[torch.Tensor]:
     """Views of pages as whole numbers whose last dimension but one is the token's place in its page."""
     if form is None:
         return [pages.view(torch.int32).view(-1, 2, KV_HEADS, PAGE_TOKENS, dim)]
@@ -28,13 +28,13 @@ def _by_token(pages: torch.Tensor, form: CacheForm | None, dim: int) -> list[tor
 @pytest.mark.parametrize("dim", [8, 40, 128])
 @pytest.mark.parametrize("bits", [0, 8, 4, 2])
 def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -> None:
-    form = CacheForm(bits, KV_HEADS, PAGE_TOKENS, dim) if bits else None
+    form = CacheFormat(bits, KV_HEADS, PAGE_TOKENS, dim) if bits else None
     page_bytes = form.page_bytes if form else 2 * KV_HEADS * PAGE_TOKENS * dim * 4
     token_bytes = form.token_bytes if form else 2 * KV_HEADS * dim * 4
     machine = make_machine("sim", None, None, tmp_path)
     source = torch.randint(1, 255, (3, page_bytes), dtype=torch.uint8)
     target = torch.zeros(7, page_bytes, dtype=torch.uint8)
-    buffer, pool = (Home(x.view(-1), 0, x.nbytes, torch.uint8) for x in (source, target))
+    buffer, pool = (Region(x.view(-1), 0, x.nbytes, torch.uint8) for x in (source, target))
 
     for rows in rows_of(PageShape.of(form, KV_HEADS, PAGE_TOKENS, dim * 4), TOKENS, torch.device("cpu")):
         store_rows(machine, rows, buffer, pool, "host")

@@ -12,7 +12,7 @@ from flexengine.kernels import Kernels, ReferenceKernels, load
 from flexengine.kernels.cuda import CudaKernels
 from flexengine.plan import layout as plan_layout
 from flexengine.plan import sizes
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.worker.values import Values
 from tests.helpers.families import FAMILIES, NEW, make_checkpoint, prompts_of
 from tests.helpers.held import held
@@ -35,9 +35,9 @@ def hollow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     pages."""
     filled, real = list[int](), Values.bring
 
-    def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Home, buffer: Home, shape: Any) -> None:
+    def bring(self: Values, chosen: Any, closed: Any, home: str, pool: Region, buffer: Region, shape: Any) -> None:
         page = 2 * shape.kv_heads * shape.size
-        room = Home(buffer.place, buffer.start, buffer.nbytes // page * page, torch.uint8)
+        room = Region(buffer.place, buffer.start, buffer.nbytes // page * page, torch.uint8)
         pages = self.machine.device.view(room).view(-1, 2, page // 2)
         for places, tokens in zip(closed.places.tolist(), closed.tokens.tolist(), strict=True):
             full = -(-tokens // shape.page_tokens)
@@ -88,12 +88,12 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def decode(self, q: Any, pool: Any, tables: Any, lengths: Any, scale: float, *options: Any) -> Any:
+    def decode_attention(self, q: Any, pool: Any, tables: Any, lengths: Any, scale: float, *options: Any) -> Any:
         *_, form, topk = options
         for i, length in enumerate(lengths.tolist()):
             k, _ = held(pool, tables[i], length, form)
             self._count(q[i].double(), k[:-1].double(), topk)
-        return self.inner.decode(q, pool, tables, lengths, scale, *options)
+        return self.inner.decode_attention(q, pool, tables, lengths, scale, *options)
 
     def _count(self, q: torch.Tensor, k: torch.Tensor, topk: float) -> None:
         scores = torch.einsum("jgd,sjd->jgs", q.view(k.shape[1], -1, q.shape[-1]), k)

@@ -5,7 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Kernels, Past
 from flexengine.kv.pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
@@ -125,7 +125,7 @@ class Cache:
         """The device's pool of a layer."""
         return self.pools.near(layer)
 
-    def on_host(self, layer: int) -> tuple[Tensor, CacheForm | None]:
+    def on_host(self, layer: int) -> tuple[Tensor, CacheFormat | None]:
         """The host's pool of a layer where it lies, and how it is encoded."""
         return self.pools.far(layer), self.pools.form(layer, "host")
 
@@ -170,16 +170,19 @@ class Cache:
         self._values.bring(chosen, tables.closed, home, far, near, shape)
 
     def _attend(
-        self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheForm | None
+        self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheFormat | None
     ) -> Tensor:
         q, k, v = qkv
         options = (event.scale, event.window, event.softcap, event.sinks)
         n = len(tables.lengths)
         if n == q.shape[0]:
-            return self.kernels.decode(q, pool, tables.tables, tables.lengths, *options, form, self.topk)[None]
+            out = self.kernels.decode_attention(q, pool, tables.tables, tables.lengths, *options, form, self.topk)
+            return out[None]
         out = q.new_empty(q.shape)
         if n:
-            out[:n] = self.kernels.decode(q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk)
+            out[:n] = self.kernels.decode_attention(
+                q[:n], pool, tables.tables, tables.lengths, *options, form, self.topk
+            )
         for p in tables.prompts:
             span = slice(p.first, p.first + p.rows * p.length)
             qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))

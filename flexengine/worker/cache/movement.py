@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from flexengine.plan.layout import Layout
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.pools import Pools
 from flexengine.worker.cache.tables import Runs, Tables
@@ -24,10 +24,10 @@ class Movement:
         count = count if "disk" in layout.pools and machine.capacity.staged else 0
         self._stages = [regions.take("host", self._size, "cache staging", dtype) for _ in range(count)]
 
-    def room(self, layer: int, home: str, buffer: int) -> Home:
+    def room(self, layer: int, home: str, buffer: int) -> Region:
         """Return the part of a buffer that holds whole pages of the layer."""
         page, base = self.pools.page_bytes(layer, home), self._buffers[buffer]
-        return Home(base.place, base.start, self._size // page * page, self.dtype)
+        return Region(base.place, base.start, self._size // page * page, self.dtype)
 
     def tensor(self, layer: int, home: str, buffer: int) -> Tensor:
         """Return the pages of a layer in a buffer."""
@@ -66,11 +66,13 @@ class Movement:
         halves = [(first + i, at + i) for first, at, count in keys for i in range(count)]
         return found + [(first * page, at * page, page // 2) for first, at in halves]
 
-    def _pairs(self, layer: int, home: str, spans: Spans, where: list[Home], buffer: int) -> list[tuple[Home, Home]]:
+    def _pairs(
+        self, layer: int, home: str, spans: Spans, where: list[Region], buffer: int
+    ) -> list[tuple[Region, Region]]:
         """(part of the pool, its place in a buffer or stage) of every span."""
         pool, base = self.pools.home(layer, home), where[buffer]
         return [
-            (pool.part(first, nbytes), Home(base.place, base.start + at, nbytes, self.dtype))
+            (pool.part(first, nbytes), Region(base.place, base.start + at, nbytes, self.dtype))
             for first, at, nbytes in spans
         ]
 
@@ -78,7 +80,7 @@ class Movement:
         """Staging to buffer (up) or buffer to staging: pages lie alike in both."""
         host, device = self.machine.host, self.machine.device
         near, far = (
-            [Home(base.place, base.start + at, nbytes, self.dtype) for _, at, nbytes in spans]
+            [Region(base.place, base.start + at, nbytes, self.dtype) for _, at, nbytes in spans]
             for base in (self._buffers[buffer], self._stages[buffer])
         )
         if up:

@@ -5,12 +5,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from flexengine.codec.cache import CacheForm
+from flexengine.codec.cache import CacheFormat
 from flexengine.kv.pages import Pages
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.schedule.sweeps import Sequence
-from flexengine.tier.base import Home
+from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import PageShape
@@ -34,7 +34,7 @@ class Pools:
         self.group = [g for g, _ in self._places]
         self.ids = {tier: [Pages(tier, pool.pages) for pool in pools] for tier, pools in layout.pools.items()}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
-        self._homes: dict[str, Home] = {}
+        self._homes: dict[str, Region] = {}
         for tier, pools in layout.pools.items():
             each = zip(pools, layout.page_bytes[tier], layout.groups, strict=True)
             sizes = [pool.pages * page * len(group.layers) for pool, page, group in each]
@@ -75,7 +75,7 @@ class Pools:
         """Return the bytes of one page of a layer."""
         return self.layout.page_bytes[tier][self.group[layer]]
 
-    def home(self, layer: int, tier: str) -> Home:
+    def home(self, layer: int, tier: str) -> Region:
         """Return where the pages of a layer are."""
         group, number = self._places[layer]
         nbytes = self.layout.pools[tier][group].pages * self.layout.page_bytes[tier][group]
@@ -87,7 +87,7 @@ class Pools:
             return pages, self.layout.page_bytes[tier][group]
         return pages, 2, self.model.kv_heads, self.layout.pools[tier][group].page_tokens, self.model.head_dim
 
-    def form(self, layer: int, tier: str) -> CacheForm | None:
+    def form(self, layer: int, tier: str) -> CacheFormat | None:
         """Return how pages of a layer are encoded there."""
         return self._form(self.group[layer], tier)
 
@@ -104,11 +104,11 @@ class Pools:
         """Return the pages of a layer on the host, where they are."""
         return self._tensor(layer, "host")
 
-    def _form(self, group: int, tier: str) -> CacheForm | None:
+    def _form(self, group: int, tier: str) -> CacheFormat | None:
         if not self.bits:
             return None
         tokens = self.layout.pools[tier][group].page_tokens
-        return CacheForm(self.bits, self.model.kv_heads, tokens, self.model.head_dim)
+        return CacheFormat(self.bits, self.model.kv_heads, tokens, self.model.head_dim)
 
     def _tensor(self, layer: int, tier: str) -> Tensor:
         group = self.group[layer]

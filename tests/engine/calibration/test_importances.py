@@ -151,7 +151,7 @@ def decoded(engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
         if not any(name in layer for layer in engine.core.skeleton.layers):
             continue
         data = encoding._read(engine.core.opened.origins[name], 0, form.nbytes).view(max(1, form.count), -1)
-        yield name, torch.stack([form.packed.decode(one) for one in data])
+        yield name, torch.stack([form.packed.dequantize(one) for one in data])
 
 
 @pytest.mark.slow
@@ -187,7 +187,7 @@ def test_the_fit_is_by_its_own_columns(reader: Any, families: Any) -> None:
     for name, parameter in families("opt").model.named_parameters():
         if name in found:
             form = Packed(WEIGHTS["int4"], *parameter.shape)
-            assert torch.equal(found[name][0], form.decode(form.encode(parameter.detach(), columns[name])))
+            assert torch.equal(found[name][0], form.dequantize(form.encode(parameter.detach(), columns[name])))
 
 
 # The text.
