@@ -271,7 +271,7 @@ def denominator(scores: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def largest(scores: Tensor, topk: float) -> Tensor:
-    """Return the mask, bool [..., S], of positions whose V `decode` uses with topk; the last is always used."""
+    """Return the mask, bool [..., S], of positions whose V `decode` reads; the last one is always read."""
     past = scores[..., :-1]
     order = past.sort(dim=-1, descending=True, stable=True).indices[..., : int(topk * past.shape[-1])]
     mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
