@@ -90,9 +90,9 @@ class Trial:
         """Yield a cache with filled pages for these sequences, and the view of their gpu_batch."""
         facts, n, tokens = self.facts, max(1, self.layers(sequences, past + count, home)), past + count
         model = replace(facts, layers=((TENSOR,),) * n, others=(), embedding=TENSOR, head=None, windows=())
-        away = home == "host"
-        policy = Policy(sequences, 1, cache=(float(not away), float(away), 0.0), prefill_tokens=sequences * count,
-                        delegate=away)  # fmt: skip
+        on_host = home == "host"
+        policy = Policy(sequences, 1, cache=(float(not on_host), float(on_host), 0.0), prefill_tokens=sequences * count,
+                        delegate=on_host)  # fmt: skip
         capacity = Capacity(None, None, None, self.machine.capacity.shared, self.machine.capacity.staged)
         layout = lay_out(model, policy, Workload({(tokens, 1): sequences}), capacity)
         lossy, kernels = Lossy(cache=facts.kv_form or None, topk=facts.topk), available.load_for(self.machine.compute)
@@ -104,8 +104,8 @@ class Trial:
                 for sequence in live.values():
                     cache.claim(sequence, (number + 1) * size)
             for layer in range(n):
-                fill(cache.on_host(layer)[0] if away else cache.on_device(layer))
-            batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", delegated=away)
+                fill(cache.on_host(layer)[0] if on_host else cache.on_device(layer))
+            batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", delegated=on_host)
             yield cache, cache.view(batch, live)
         finally:
             cache.close()
