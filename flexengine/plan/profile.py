@@ -327,9 +327,10 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
     def mean(values: Array) -> Array:
         return np.asarray(values[made] / share)
 
-    fresh = prompts(1.0)
+    decoding = each.live.copy()
+    decoding[0] -= 1 / each.stride  # a sequence computes its prompt in the first sweep of its life
     return Profile(
-        cut.times[made] * share, mean(fresh), mean(np.maximum(sums(each.live, 1.0) - fresh, 0)),
+        cut.times[made] * share, mean(prompts(1.0)), mean(np.maximum(sums(decoding, 0.0), 0.0)),
         mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
         mean(sums(each.stored, each.prompt_stored)), mean(prompts(each.prompt_loaded)),
         mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
