@@ -9,6 +9,7 @@ from flexengine.plan.sizes import aligned
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.mover import Mover, Part
 from flexengine.worker.regions import Regions
 
 
@@ -20,7 +21,7 @@ class Hidden:
 
     def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype) -> None:
         self.machine, self.dtype, self._row = machine, dtype, model.hidden * dtype.itemsize
-        self._width = model.hidden
+        self._width, self._mover = model.hidden, Mover(machine)
         self._regions = Regions(machine)
         take, size = self._regions.take, layout.hidden_buffer
         self._offloaded = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
@@ -52,30 +53,18 @@ class Hidden:
         return self.machine.device.view(self._part(self._buffers[buffer], k)).view(1, -1, self._width)
 
     def load(self, k: int, tier: str, buffer: int, hop: int) -> None:
-        """Copy gpu_batch k's hidden states from their tier to staging or to the device buffer: one hop."""
-        part, machine = self._parts[k], self.machine
-        assert part is not None
-        if tier == "disk" and self._stages:
-            stage = self._part(self._stages[buffer], k)
-            if hop == 0:
-                machine.disk.load(part, machine.host.view(stage))
-            else:
-                machine.host.load(stage, self.buffer(k, buffer))
-        else:
-            machine.tier(tier).load(part, self.buffer(k, buffer))
+        """Copy gpu_batch k's hidden states one leg toward device buffer number `buffer`; see `Mover.load`."""
+        self._mover.load(tier, hop, [self._moved(k, tier, buffer)])
 
     def store(self, k: int, tier: str, buffer: int, hop: int) -> None:
-        """Copy gpu_batch k's hidden states from the device buffer to staging, or from there to their tier: one hop."""
-        part, machine = self._parts[k], self.machine
+        """Copy gpu_batch k's hidden states one leg from device buffer number `buffer`; see `Mover.store`."""
+        self._mover.store(tier, hop, [self._moved(k, tier, buffer)])
+
+    def _moved(self, k: int, tier: str, buffer: int) -> Part:
+        part = self._parts[k]
         assert part is not None
-        if tier == "disk" and self._stages:
-            stage = self._part(self._stages[buffer], k)
-            if hop == 0:
-                machine.host.store(self.buffer(k, buffer), stage)
-            else:
-                machine.disk.store(machine.host.view(stage), part)
-        else:
-            machine.tier(tier).store(self.buffer(k, buffer), part)
+        stage = self._part(self._stages[buffer], k) if tier == "disk" and self._stages else None
+        return Part([part], stage, self._part(self._buffers[buffer], k))
 
     def close(self) -> None:
         """Free the memory of all regions, even if other objects still refer to this object."""

@@ -16,6 +16,7 @@ from flexengine.plan.layout import PASSING, Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.mover import Mover, Part, spread
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
@@ -61,7 +62,9 @@ class Weights:
         self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
         staged = slots if machine.capacity.staged and layout.stage else 0
         self._stages = [take("host", layout.stage, "weight staging") for _ in range(staged)]
+        self._in_slot: dict[tuple[int, int], dict[str, Region]] = {}  # by unit and slot
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._mover = Mover(machine)
         self._bound: dict[int, int] = {}
 
     @property
@@ -136,7 +139,7 @@ class Weights:
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
             unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
-            arriving.setdefault(unit, []).extend(_spread(source, target))
+            arriving.setdefault(unit, []).extend(spread(source, target))
         self._arriving = {unit: deque(_batches(pairs)) for unit, pairs in arriving.items()}
 
     def _bind_resident(self) -> None:
@@ -165,44 +168,29 @@ class Weights:
         return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
 
     def load(self, unit: int, slot: int, home: str, hop: int, without: Collection[str] = ()) -> None:
-        """Moves what unit streams from `home`, but for some tensors, one leg further: to staging, or into the slot."""
+        """Copy what a unit streams from `home`, except some tensors, one leg toward the slot; see `Mover.load`."""
         names = [n for n in self.units[unit] if self._tier(n) == home and n not in without]
-        views = self._slot_views(unit, slot)
-        staged = home == "disk" and self.machine.capacity.staged
-        stages = self._stage_homes(unit, slot) if staged else {}
-        sources = {n: self.units[unit][n][0] for n in names}
-        if staged and hop == 0:
-            host = self.machine.host
-            self.machine.disk.load_all([pair for n in names for pair in _spread(sources[n], host.view(stages[n]))])
-        elif staged:
-            self.machine.host.load_all([(stages[n], views[n]) for n in names])
-        else:
-            self.machine.tier(home).load_all([pair for n in names for pair in _spread(sources[n], views[n])])
+        stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
+        self._mover.load(home, hop, [Part(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
 
     def load_rows(self, unit: int, slot: int, home: str, hop: int, names: Sequence[str], rows: Sequence[int]) -> None:
-        """Move rows of streamed tensors one leg further, to their own places in staging or in the slot.
+        """Copy rows of streamed tensors one leg toward their own places in the slot.
 
         Args:
             names: tensors of the unit; those that lie elsewhere are skipped.
             rows: rising indices of the tensors' first dimension.
         """
-        names = [n for n in names if self._tier(n) == home]
-        views = self._slot_views(unit, slot)
-        staged = home == "disk" and self.machine.capacity.staged
-        stages = self._stage_homes(unit, slot) if staged else {}
-        source = self.machine.host if staged and hop else self.machine.tier(home)
-        pairs = list[Pair]()
-        for name in names:
+        stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
+        parts = list[Part]()
+        for name in (n for n in names if self._tier(n) == home):
             pieces, shape = self.units[unit][name]
-            width = _nbytes(pieces) // shape[0]
+            stored, held = _nbytes(pieces) // shape[0], slots[name].nbytes // shape[0]  # bytes of a row
             for low, high in _runs(rows):
-                target: Tensor = views[name][low:high]
-                part = _part(pieces, low * width, (high - low) * width)
-                if staged:
-                    stage = stages[name].part(low * width, (high - low) * width)
-                    target, part = (target, [stage]) if hop else (self.machine.host.view(stage), part)
-                pairs += _spread(part, target)
-        source.load_all(pairs)
+                start, nbytes = low * stored, (high - low) * stored
+                stage = stages[name].part(start, nbytes) if stages else None
+                own = slots[name].part(low * held, (high - low) * held)
+                parts.append(Part(_part(pieces, start, nbytes), stage, own))
+        self._mover.load(home, hop, parts)
 
     def bring_rows(self, unit: int, slot: int, names: Sequence[str], rows: Sequence[int]) -> None:
         """Load rows of streamed tensors to their places in the slot. Staging is not used: other lanes may fill it. The
@@ -215,27 +203,35 @@ class Weights:
                 target = views[name][low:high]
                 own = torch.empty(target.shape, dtype=pieces[0].dtype)
                 part = _part(pieces, low * width, (high - low) * width)
-                self.machine.tier(self._tier(name)).load_all(_spread(part, own))
+                self.machine.tier(self._tier(name)).load_all(spread(part, own))
                 target.copy_(own)
 
-    def _stage_homes(self, unit: int, slot: int) -> dict[str, Region]:
+    def _stage_homes(self, unit: int, slot: int, home: str) -> dict[str, Region]:
+        """Return the places in staging of what a unit streams from `home`; none if its way has one leg."""
+        if home != "disk" or not self.machine.capacity.staged:
+            return {}
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
         offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
         stage = self._stages[slot]
         return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
-    def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
-        """The streamed tensors of a unit as they lie in a slot, in the dtypes they are held in."""
+    def _slot_regions(self, unit: int, slot: int) -> dict[str, Region]:
+        """Return the places in a slot of a unit's streamed tensors, in the dtypes they are held in."""
         key = (unit, slot)
-        if key not in self._views:
-            parts, held = self.units[unit], self._held
+        if key not in self._in_slot:
+            parts, held, place = self.units[unit], self._held, self._slots[slot].place
             sizes = {n: _nbytes(p) // p[0].dtype.itemsize * held[n].itemsize for n, (p, _) in parts.items()}
             offsets = slot_offsets(list(sizes.items()))
-            place, view = self._slots[slot].place, self.machine.device.view
-            self._views[key] = {
-                n: _parameter(view(Region(place, offsets[n], sizes[n], held[n])).view(shape))
-                for n, (_, shape) in parts.items()
-            }
+            self._in_slot[key] = {n: Region(place, offsets[n], sizes[n], held[n]) for n in parts}
+        return self._in_slot[key]
+
+    def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
+        """Return the streamed tensors of a unit as they lie in a slot."""
+        key = (unit, slot)
+        if key not in self._views:
+            regions, view = self._slot_regions(unit, slot), self.machine.device.view
+            shapes = {n: shape for n, (_, shape) in self.units[unit].items()}
+            self._views[key] = {n: _parameter(view(region).view(shapes[n])) for n, region in regions.items()}
         return self._views[key]
 
     def bind(self, layer: int, slot: int) -> None:
@@ -277,7 +273,7 @@ class Weights:
         row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
         pairs, at = list[Pair](), 0
         for low, high in _runs(numbers):  # neighbours in the table are one read
-            pairs += _spread(_part(pieces, low * row, (high - low) * row), rows[at : at + high - low])
+            pairs += spread(_part(pieces, low * row, (high - low) * row), rows[at : at + high - low])
             at += high - low
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
         return rows
@@ -289,7 +285,8 @@ class Weights:
                 slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
         self._passing = None
         self._regions.free()
-        for held in (self._homes, self._resident, self._views, self._slots, self._stages, self._arriving):
+        slots = (self._views, self._in_slot, self._slots, self._stages)
+        for held in (self._homes, self._resident, self._arriving, *slots):
             held.clear()
 
 
@@ -332,16 +329,6 @@ def _batches(pairs: list[Pair]) -> list[list[Pair]]:
             batches[-1].append((home.part(at, size), flat[at // width : (at + size) // width]))
             at, room = at + size, room - size
     return batches
-
-
-def _spread(pieces: Pieces, target: Tensor) -> list[Pair]:
-    """Each piece with the stretch of the target that it fills."""
-    flat, pairs, at = target.view(-1), [], 0
-    for piece in pieces:
-        count = piece.nbytes // piece.dtype.itemsize
-        pairs.append((piece, flat[at : at + count]))
-        at += count
-    return pairs
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

@@ -8,6 +8,7 @@ from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.pools import Pools
 from flexengine.worker.cache.tables import Runs, Tables
+from flexengine.worker.mover import Mover, Part
 from flexengine.worker.regions import Regions
 from flexengine.worker.rows import store_rows
 
@@ -19,6 +20,7 @@ class Movement:
 
     def __init__(self, layout: Layout, machine: Machine, regions: Regions, pools: Pools, dtype: torch.dtype) -> None:
         self.machine, self.pools, self.dtype, self._size = machine, pools, dtype, layout.cache_buffer
+        self._mover = Mover(machine)
         count = layout.policy.slots if self._size else 0
         self._buffers = [regions.take("device", self._size, "cache buffers", dtype) for _ in range(count)]
         count = count if "disk" in layout.pools and machine.capacity.staged else 0
@@ -36,28 +38,16 @@ class Movement:
         return self.machine.device.view(room).view(shape)
 
     def load(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
-        """Copy the cached pages of one layer one leg further: to staging, or to the device buffer."""
-        staged, machine = home == "disk" and bool(self._stages), self.machine
+        """Copy the cached pages of one layer one leg toward the device buffer; see `Mover.load`."""
         spans = self._spans(layer, home, tables.load, tables.keys)
-        if staged and hop == 1:
-            self._between(spans, buffer, up=True)
-            return
-        where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        pairs = self._pairs(layer, home, spans, where, buffer)
-        machine.tier(home).load_all([(far, near.view(inside)) for far, inside in pairs])
+        self._mover.load(home, hop, self._parts(layer, home, spans, buffer))
 
     def store(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
-        """Copy what this sweep appended one leg further: pages to staging or to their home, rows to their home."""
-        staged, machine = home == "disk" and bool(self._stages), self.machine
+        """Copy what this sweep appended one leg from the device buffer; see `Mover.store`. Single rows have one leg."""
         spans = self._spans(layer, home, tables.store)
-        if staged and hop == 0:
-            self._between(spans, buffer, up=False)
-            return
-        where, near = (self._stages, machine.host) if staged else (self._buffers, machine.device)
-        pairs = self._pairs(layer, home, spans, where, buffer)
-        machine.tier(home).store_all([(near.view(inside), far) for far, inside in pairs])
+        self._mover.store(home, hop, self._parts(layer, home, spans, buffer))
         for rows in tables.rows:
-            store_rows(machine, rows, self.room(layer, home, buffer), self.pools.home(layer, home), home)
+            store_rows(self.machine, rows, self.room(layer, home, buffer), self.pools.home(layer, home), home)
 
     def _spans(self, layer: int, home: str, whole: Runs, keys: Runs | tuple[()] = ()) -> Spans:
         """Return the bytes of those pages in a layer's pool and in a buffer, and of the first halves of `keys`."""
@@ -66,27 +56,18 @@ class Movement:
         halves = [(first + i, at + i) for first, at, count in keys for i in range(count)]
         return found + [(first * page, at * page, page // 2) for first, at in halves]
 
-    def _pairs(
-        self, layer: int, home: str, spans: Spans, where: list[Region], buffer: int
-    ) -> list[tuple[Region, Region]]:
-        """(part of the pool, its place in a buffer or stage) of every span."""
-        pool, base = self.pools.home(layer, home), where[buffer]
+    def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Part]:
+        """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
+        pool, device = self.pools.home(layer, home), self._buffers[buffer]
+        stage = self._stages[buffer] if home == "disk" and self._stages else None
         return [
-            (pool.part(first, nbytes), Region(base.place, base.start + at, nbytes, self.dtype))
+            Part([pool.part(first, nbytes)], self._at(stage, at, nbytes) if stage else None,
+                 self._at(device, at, nbytes))
             for first, at, nbytes in spans
-        ]
+        ]  # fmt: skip
 
-    def _between(self, spans: Spans, buffer: int, up: bool) -> None:
-        """Staging to buffer (up) or buffer to staging: pages lie alike in both."""
-        host, device = self.machine.host, self.machine.device
-        near, far = (
-            [Region(base.place, base.start + at, nbytes, self.dtype) for _, at, nbytes in spans]
-            for base in (self._buffers[buffer], self._stages[buffer])
-        )
-        if up:
-            host.load_all([(away, device.view(here)) for here, away in zip(near, far, strict=True)])
-        else:
-            host.store_all([(device.view(here), away) for here, away in zip(near, far, strict=True)])
+    def _at(self, base: Region, start: int, nbytes: int) -> Region:
+        return Region(base.place, base.start + start, nbytes, self.dtype)
 
     def close(self) -> None:
         """Drop all references to the memory."""

@@ -1,0 +1,80 @@
+"""Copies between a tier and the device, one leg at a time: weights, KV pages and hidden states all move here.
+
+A way has one leg, or two by host staging (disk - host - GPU). Each leg is a task of its own, in a lane of its own.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from flexengine.tier.base import Region
+from flexengine.tier.machine import Machine
+
+
+class Part(NamedTuple):
+    """Bytes that move together.
+
+    Attributes:
+        pieces: where they are on their tier, in order.
+        stage: their place in host staging; None if their way has one leg.
+        device: their place on the device.
+    """
+
+    pieces: Sequence[Region]
+    stage: Region | None
+    device: Region
+
+
+class Mover:
+    """Performs legs on one machine."""
+
+    def __init__(self, machine: Machine) -> None:
+        self.machine = machine
+
+    def load(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
+        """Copy parts one leg toward the device.
+
+        Args:
+            tier: where the parts are.
+            hop: 0 for the leg from the tier, 1 for the leg from staging.
+        """
+        host, device = self.machine.host, self.machine.device
+        if hop:
+            host.load_all([(part.stage, device.view(part.device)) for part in parts if part.stage is not None])
+            return
+        pairs: list[tuple[Region, Tensor]] = []
+        for part in parts:
+            pairs += spread(part.pieces, device.view(part.device) if part.stage is None else host.view(part.stage))
+        self.machine.tier(tier).load_all(pairs)
+
+    def store(self, tier: str, hop: int, parts: Iterable[Part]) -> None:
+        """Copy parts one leg from the device toward their tier.
+
+        Args:
+            tier: where the parts go.
+            hop: 0 for the leg from the device, 1 for the leg from staging.
+        """
+        host, device = self.machine.host, self.machine.device
+        staging: list[tuple[Tensor, Region]] = []
+        pairs: list[tuple[Tensor, Region]] = []
+        for part in parts:
+            if part.stage is not None and not hop:
+                staging.append((device.view(part.device), part.stage))
+            else:
+                source = device.view(part.device) if part.stage is None else host.view(part.stage)
+                pairs += [(flat, piece) for piece, flat in spread(part.pieces, source)]
+        if staging:
+            host.store_all(staging)
+        if pairs:
+            self.machine.tier(tier).store_all(pairs)
+
+
+def spread(pieces: Sequence[Region], target: Tensor) -> list[tuple[Region, Tensor]]:
+    """Return each piece with the part of the target that holds its elements."""
+    flat, pairs, start = target.view(-1), list[tuple[Region, Tensor]](), 0
+    for piece in pieces:
+        count = piece.nbytes // piece.dtype.itemsize
+        pairs.append((piece, flat[start : start + count]))
+        start += count
+    return pairs
