@@ -55,9 +55,9 @@ def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
 def suspended(model: ModelFacts, homes: Mapping[str, str], tokens: int) -> int:
     """Return the bytes that the forward passes of a sweep of at most this many tokens hold on the device while their
     experts are loaded: hidden states, and scores, shares and numbers of experts."""
-    if not any(t.experts and homes[t.name] != "device" for layer in model.layers for t in layer):
+    if not any(homes[t.name] != "device" for t in model.experts):
         return 0
-    most = max(t.experts for layer in model.layers for t in layer)
+    most = max(t.experts for t in model.experts)
     token = _HIDDEN * model.hidden * model.itemsize + 3 * 4 * most + 2 * 8 * model.active
     return min(tokens, most_tokens(model)) * token
 
@@ -65,7 +65,7 @@ def suspended(model: ModelFacts, homes: Mapping[str, str], tokens: int) -> int:
 def unused(model: ModelFacts, tokens: Array) -> Array:
     """Return, by sweep of so many tokens, the expected bytes of experts that are not loaded if all are off the
     device."""
-    every = sum(t.stored_bytes for layer in model.layers for t in layer if t.experts)
+    every = sum(t.stored_bytes for t in model.experts)
     if not every:
         return np.zeros(tokens.shape)
     left = 1 - share(model.active, _fewest(model), tokens)
@@ -84,4 +84,4 @@ def expert_share(model: ModelFacts, layer: int) -> float:
 
 def _fewest(model: ModelFacts) -> int:
     """Return the number of experts of the layer that has the fewest; 0 if none has any."""
-    return min((t.experts for layer in model.layers for t in layer if t.experts), default=0)
+    return min((t.experts for t in model.experts), default=0)

@@ -2,7 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 ENCODED_ROWS = 16  # of a matrix that lie together when it is encoded
@@ -148,16 +148,18 @@ class ModelFacts:
         """Elements of each weight of `groups`."""
         return tuple(tuple(t.elements for t in group) for group in self.groups)
 
+    @cached_property
+    def experts(self) -> tuple[TensorFact, ...]:
+        """The weights of all layers that experts share."""
+        return tuple(t for layer in self.layers for t in layer if t.experts)
+
     def cache_groups(self, longest: int) -> tuple[CacheGroup, ...]:
         """Return the layers grouped by window, in the order of their first layers.
 
         Args:
             longest: tokens of the longest sequence; a window of as many counts as none.
         """
-        groups: dict[int | None, list[int]] = {}
-        for j, window in enumerate(self.windows or (None,) * len(self.layers)):
-            groups.setdefault(None if window is not None and window >= longest else window, []).append(j)
-        return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
+        return _grouped(self.windows or (None,) * len(self.layers), longest)
 
     @property
     def edges(self) -> list[TensorFact]:
@@ -183,3 +185,12 @@ class ModelFacts:
         """The same for output projections that take the same time."""
         head = self.edges[0]
         return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
+
+
+@lru_cache(maxsize=256)
+def _grouped(windows: tuple[int | None, ...], longest: int) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers with these windows. Cached: the policy search requests the same ones often."""
+    groups: dict[int | None, list[int]] = {}
+    for j, window in enumerate(windows):
+        groups.setdefault(None if window is not None and window >= longest else window, []).append(j)
+    return tuple(CacheGroup(window, tuple(layers)) for window, layers in groups.items())
