@@ -219,8 +219,10 @@ def generated(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
+# Windows decide which pages are shared, not where they are: every second policy with a family that has windows.
+@pytest.mark.parametrize(("family", "name"), [
+    (family, name) for family in ("llama", "gemma3") for i, name in enumerate(POLICIES) if family == "llama" or i % 2
+])  # fmt: skip
 def test_samples_are_drawn_from_the_logits_of_transformers(
     families: Any, prompts: list[list[int]], expected: Any, counted: Counter[str], family: str, name: str
 ) -> None:

@@ -131,7 +131,7 @@ def test_rows_that_are_alike_enter_as_places_fall_free(schedule: str, limited: b
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @given(rng=RANDOMS)
-@settings(max_examples=25)
+@settings(max_examples=10)
 def test_every_row_counts_in_full(schedule: str, rng: random.Random) -> None:
     """Sums over the job do not depend on who computes together: they are exact whatever the rows and pools."""
     case = case_of(rng, schedule, False, rng.random() < 0.5, rng.randint(1, 150))

@@ -159,8 +159,10 @@ GRID: list[tuple[dict[str, Any], str, bool]] = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_threads")
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("case", range(len(GRID)))
+# Policies move rows alike whatever the number of experts: all of them with one shape, every third with each other.
+@pytest.mark.parametrize(("name", "case"), [
+    (name, case) for i, name in enumerate(SHAPES) for case in range(len(GRID)) if not i or case % 3 == i
+])  # fmt: skip
 def test_tokens_are_exact_under_every_policy(
     mixtures: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, case: int
 ) -> None:  # fmt: skip
