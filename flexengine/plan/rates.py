@@ -13,6 +13,7 @@ import numpy as np
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.attention import DEQUANTIZE, Attention
+from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.profile import Array
@@ -130,7 +131,7 @@ def _product(hardware: Hardware, t: TensorFact, tokens: int, active: int) -> flo
     table = _products(hardware, t)
     if not t.experts:
         return 2.0 * tokens * t.elements / at(table, tokens)
-    touched = t.experts * (1 - (1 - min(1.0, active / t.experts)) ** tokens)  # expected, of independent choices
+    touched = t.experts * float(share(active, t.experts, tokens))
     rows = tokens * active / touched
     return touched * 2.0 * rows * t.elements / t.experts / at(table, rows)
 

@@ -13,18 +13,13 @@ from flexengine.codec.cache import BITS, CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.merge import merge
-from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
+from tests.helpers.builds import ONE_BUILD
 from tests.helpers.held import held
 
 LENGTHS = (1, 31, 32, 33, 1024, 1025, 2100)  # around the borders of pages and of parts
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"window": 40}, {"softcap": 2.0}, {"sinks": True}, {"window": 1100, "softcap": 3.0, "sinks": True},
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

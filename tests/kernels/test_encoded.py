@@ -13,17 +13,12 @@ from flexengine.codec.packed import Packed
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Compute
-from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
+from tests.helpers.builds import ONE_BUILD
 
 BITS, GROUPS = (2, 3, 4, 8), (32, 64, 128)
 SHAPES = [(37, 200), (16, 32), (1, 33), (100, 576)]
 COMPUTES: tuple[Compute | None, ...] = (None, "bf16", "int8")
 COUNTS = (0, 1, 2, 3, 5, 8, 17, 70)
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -11,17 +11,12 @@ from torch import Tensor
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.kernels import Kernels
 from flexengine.kernels.cpu import NativeKernels
-from tests.helpers.builds import KERNELS, ONE_BUILD, kernels_named
+from tests.helpers.builds import ONE_BUILD
 from tests.helpers.held import held
 from tests.helpers.softmax import dense
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = (1, 32, 5, 64, 67, 130)
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -13,18 +13,13 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels, ReferenceKernels
 from flexengine.kernels.base import Past
-from tests.helpers.builds import KERNELS, NATIVE, ONE_BUILD, kernels_named
+from tests.helpers.builds import NATIVE, ONE_BUILD, kernels_named
 from tests.helpers.held import held
 
 KINDS: tuple[Any, ...] = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 2)  # dtype or bits
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"window": 40}, {"window": 3}, {"softcap": 2.0}, {"sinks": True}, {"window": 90, "softcap": 3.0, "sinks": True},
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module", params=KERNELS)
-def kernel(request: pytest.FixtureRequest) -> Kernels:
-    return kernels_named(request.param)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def test_each_streamed_unit_is_loaded_once_per_sweep(count: int, slots: int, rou
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_what_stays_comes_in_the_first_sweep_in_the_order_of_use(slots: int) -> None:
     """Each batch once, before its unit's own load and first cell and those of later units, so that nothing it would
-    wait for is ahead of it in its lane. Nobody waits for it in later sweeps."""
+    wait for is ahead of it in its lane. No task of a later sweep waits for it."""
     streamed: Homes = [("disk",), (), ("host",), ("disk",), (), (), ("disk", "host"), ()]
     arriving = [0, 0, 1, 2, 4, 4, 4, 5, 6, 7]
     program = Program(streamed, 6, slots, STAGED, arriving)

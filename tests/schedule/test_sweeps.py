@@ -81,7 +81,7 @@ class Watched:
 
     def check_entry(self, before: set[int], entered: set[int]) -> None:
         size, block = self.policy.gpu_batch_size, self.policy.block_size
-        assert before or entered, "nobody alive"
+        assert before or entered, "no sequence is alive"
         assert len(before | entered) <= block
         if self.policy.schedule in ("row", "zigzag"):
             assert not (before and entered)

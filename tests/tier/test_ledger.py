@@ -19,7 +19,7 @@ def test_ledger() -> None:
     assert str(caught.value) == "host memory: c needs 1 bytes, but 100 of 100 bytes are taken (1 too many)"
     ledger.release(20, "a")
     assert (ledger.used, ledger.peak, ledger.entries) == (80, 100, {"a": 40, "b": 40})
-    for what, nbytes in (("a", 41), ("nobody", 1)):
+    for what, nbytes in (("a", 41), ("unused", 1)):
         with pytest.raises(ValueError, match=f"host: {what} releases {nbytes}"):
             ledger.release(nbytes, what)
     ledger.release(40, "a")

@@ -236,7 +236,7 @@ def test_the_command_refuses_a_damaged_model(job: Job, monkeypatch: pytest.Monke
     (job.model / SUMS).unlink()
     assert job("--verify", *more) == 2
     assert "sha256sum {} + > SHA256SUMS" in job.err
-    assert job() == 0  # nobody asked
+    assert job() == 0  # without --verify
 
 
 def test_the_command_refuses_damaged_encoded_weights(job: Job, cache: Path) -> None:
