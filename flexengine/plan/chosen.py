@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
@@ -59,9 +60,10 @@ def waiting(
     """
     half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads
     chosen, lanes = full * wanted(model), dict[str, Any]()
-    if home == "disk":
+    if is_disk(home):
         blocks = wanted(model, max(1.0, (GAP + row) / row))  # rows that are no further apart are read together
-        lanes["disk_read"] = full * blocks * half / at(hardware.links["disk_read"], max(1.0, at_once * blocks * half))
+        lane, transfer = f"{home}_read", max(1.0, at_once * blocks * half)
+        lanes[lane] = full * blocks * half / at(hardware.links[lane], transfer)
     if home == "host" or not hardware.shared:
         transfer = min(float(CHOSEN), max(1.0, at_once * wanted(model) * half))
         lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)

@@ -62,7 +62,7 @@ class Clock:
         units: list[dict[str, int]] = []
         for layer in model.layers:
             found = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
-                     for home in ("host", "disk")}  # fmt: skip
+                     for home in layout.places[1:]}  # fmt: skip
             units.append({home: nbytes for home, nbytes in found.items() if nbytes})
         head, chunks = model.edges[0], layout.head_chunks(model.vocabulary)
         shares = tuple((high - low) / model.vocabulary for low, high in chunks)

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexengine.places import HOST, TIERS
 from flexengine.plan.attention import Attention
 from flexengine.plan.profile import Array, Profile
 from flexengine.plan.rates import Rates
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.order import form_batches, split_prompt
 
 PAST = 2 / 3  # of a prompt is cached before the mean (query, key) pair of the pieces after its first
@@ -61,7 +62,7 @@ def parts(
     full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = np.zeros(sweeps.times.shape)
-    delegates = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1  # its rows join no prompts
+    delegates = TIERS.index(HOST) if policy.delegate and len(split) >= len(TIERS) else -1  # its rows join no prompts
     for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
         decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
         full = np.floor(decoding / g + 1e-9)

@@ -43,7 +43,7 @@ from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.place import places
 
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
@@ -164,7 +164,8 @@ class Cost:
         used = {lane: seconds for lane, seconds in work.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
         if not self.overlaps(policy):  # the device has waited for the weights of every streamed layer
-            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, tier), 0.0) for tier in TIERS if tier != "device"))
+            away = self.hardware.places[1:]
+            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, place), 0.0) for place in away))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * streamed
         return seconds, used
 
@@ -190,7 +191,7 @@ class Cost:
         """
         policy = layout.policy
         split, room = self._split(layout)
-        sweeps = self.sweeps(policy, room, round(sum(split[tier] for tier in TIERS if tier != "device"), 2))
+        sweeps = self.sweeps(policy, room, round(sum(x for place, x in split.items() if place != "device"), 2))
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split.values(), layout), fractions, policy)
         entering = sweeps.prompt > 1e-9
@@ -245,7 +246,7 @@ class Cost:
         that fit."""
         homes = places(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
-        room, counts = 0.0, dict.fromkeys(TIERS, 0.0)
+        room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
         for tier in layout.pools:
             tokens = layout.room(tier)
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, live - sum(counts.values())))
@@ -263,7 +264,7 @@ class Cost:
         shares = {
             WEIGHTS: {tier: nbytes / self.streamed_bytes for tier, nbytes in weights.items()},
             CACHE: split,
-            HIDDEN: {tier: hidden.get(tier, 0) / batches for tier in TIERS},
+            HIDDEN: {place: hidden.get(place, 0) / batches for place in layout.places},
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
 

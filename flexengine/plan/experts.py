@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from flexengine.places import off_device
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.profile import Array
 from flexengine.schedule.demand import Demand
@@ -41,8 +42,7 @@ def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
     tensor by name."""
 
     def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
-        found = {homes[t.name] for t in layer if bool(t.experts) == experts}
-        return tuple(home for home in ("host", "disk") if home in found)
+        return off_device({homes[t.name] for t in layer if bool(t.experts) == experts})
 
     table = homes[model.embedding.name]
     return Demand(

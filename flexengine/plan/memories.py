@@ -1,6 +1,6 @@
 """The memory rows of the linear program: bytes of each memory as linear functions of the fractions.
 
-They are read off three layouts, the corners: everything that may move is on the device, in the host, on disk. Between
+They are read off the corners: layouts with everything that may move on one place, one layout for each place. Between
 corners a purpose's bytes are a straight line in the fractions of one kind of data. A layout differs from that line by:
 
 * rounding to whole tensors, sequences and gpu_batches;
@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
-from flexengine.policy import TIERS
 
 # Purposes of a layout's account whose bytes depend on the placement of one kind of data.
 _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
@@ -29,8 +28,8 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
         cache: by tier, bytes of the whole KV cache if it lies there.
         capacity: of the machine.
     """
-    used = {tier: _bytes(corners, tier, cache[tier]) for tier in TIERS}
-    limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
+    used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
+    limits = capacity.limits
     if capacity.shared:
         used["device"], limits["host"] = used["device"] + used["host"], None
     return tuple(Memory(tier, used[tier], float(limit)) for tier, limit in limits.items() if limit is not None)

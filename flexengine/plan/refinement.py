@@ -4,17 +4,18 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
+from flexengine.places import TIERS
 from flexengine.plan.placement import ON_DEVICE, Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
 from flexengine.plan.tried import Tried
-from flexengine.policy import Policy
+from flexengine.policy import Policy, thousandths
 
 FINALISTS, ROUNDS = 8, 3  # policies that are refined, and how often those then best are
 STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
 VAIN = 2  # steps without a gain before one turns back: tensors are whole, and the first of a kind needs a larger slot
 FINE = tuple(k / 500 for k in range(1, 16))  # moved at last, as what rounding to tensors does cannot be foreseen
-MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between tiers: nearer to the device, or away to make room
+MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between places, by number: nearer to the device, or away from it
 
 
 @dataclass
@@ -51,9 +52,15 @@ class Refinement:
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
         last = tried.leader().policy
-        for (source, target), step in product(MOVES, FINE):
+        for (source, target), step in product(self._moves, FINE):
             if (moved := _moved(last, source, target, step)) is not None:
                 tried.attempt(moved)
+
+    @property
+    def _moves(self) -> tuple[tuple[int, int], ...]:
+        """Return MOVES and, with further disks, those between each of them and the device or the first disk."""
+        further = range(len(TIERS), len(self.placement.places))
+        return MOVES + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
 
     def _finalists(self) -> list[Prediction]:
         """The best few that differ in schedule or block size."""
@@ -88,7 +95,7 @@ class Refinement:
         """Moves shares of the weights as long as that is quicker."""
         best = prediction
         for step in STEPS:
-            for source, target in MOVES:
+            for source, target in self._moves:
                 moved, vain = _moved(best.policy, source, target, step), 0
                 while moved is not None and vain < VAIN and (tried := self.tried.attempt(moved)) is not None:
                     best, vain = (tried, 0) if tried.total_seconds < best.total_seconds else (best, vain + 1)
@@ -97,10 +104,9 @@ class Refinement:
 
 def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | None:
     """A share of the weights moved from one tier to another; None if there is too little."""
-    weights = list(policy.weights)
+    weights = list(policy.weights) + [0.0] * (max(source, target) + 1 - len(policy.weights))
     if weights[source] <= 1e-9:
         return None
     step = min(step, weights[source])
     weights[source], weights[target] = weights[source] - step, weights[target] + step
-    device, host = round(weights[0], 3), round(weights[1], 3)
-    return replace(policy, weights=(device, host, max(0.0, round(1 - device - host, 3))))
+    return replace(policy, weights=thousandths(weights))

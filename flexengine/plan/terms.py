@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.places import is_disk
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
@@ -28,9 +29,9 @@ from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Array, LayerPages, Profile
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy
-from flexengine.schedule.program import DIRECT, STAGED, Routes
+from flexengine.schedule.program import Routes
 
-LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # lanes of every machine
+LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
 
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
 
@@ -52,7 +53,7 @@ class Move(NamedTuple):
     transfer: float
 
     def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane. Weights on disk are the checkpoint's files."""
+        """Return the seconds of the lane. Weights on the first disk are the checkpoint's files."""
         if self.lane == "disk_read" and self.kind == WEIGHTS:
             return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
         lane = self.lane if self.lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
@@ -87,7 +88,7 @@ def by_lane(terms: Iterable[Term], hardware: Hardware) -> Lanes:
 
 def routes(hardware: Hardware) -> Routes:
     """Return the lanes between each tier and the device."""
-    return DIRECT if hardware.shared else STAGED
+    return Routes.between(hardware.places, staged=not hardware.shared)
 
 
 def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> float:
@@ -99,7 +100,7 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
         page: bytes.
         pages: of one gpu_batch in one layer.
     """
-    alone = hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
+    alone = hardware.kind == "cuda" or is_disk(lane)
     return page if alone else page * max(1.0, pages)
 
 

@@ -2,8 +2,7 @@
 
 import math
 
-from flexengine.plan.hardware import LANES
-from flexengine.policy import TIERS
+from flexengine.places import is_disk
 
 
 def size(nbytes: float) -> str:
@@ -44,13 +43,15 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{share:.0%}".replace("%", " %")
 
 
-def lane_names(shared: bool) -> dict[str, str]:
-    """What lanes are called. shared: host and device are one memory."""
-    names = ("disk read", "disk write", "host to device", "device to host", "compute", "host compute")
-    found = dict(zip(LANES, names, strict=True))
-    return found | ({"h2d": "RAM to slot"} if shared else {})
+def lane_name(lane: str, shared: bool) -> str:
+    """Return what a lane is called in reports. shared: host and device are one memory."""
+    if is_disk(lane):
+        return lane.replace("_", " ")
+    names = {"h2d": "RAM to slot" if shared else "host to device", "d2h": "device to host", "device": "compute",
+             "cpu": "host compute"}  # fmt: skip
+    return names.get(lane, lane)
 
 
-def tier_names(shared: bool) -> dict[str, str]:
-    """What tiers are called. On a machine without a GPU both kinds of weights in RAM are RAM."""
-    return {"device": "RAM", "host": "RAM as stored", "disk": "disk"} if shared else {t: t for t in TIERS}
+def place_name(place: str, shared: bool) -> str:
+    """Return what a place is called in reports. On a machine without a GPU both kinds of weights in RAM are RAM."""
+    return {"device": "RAM", "host": "RAM as stored"}.get(place, place) if shared else place

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, peak_pages, split_prompt
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.place import place
+from flexengine.schedule.place import place, places
 
 Key = tuple[int | None, str]  # prompt and tier
 
@@ -72,8 +72,7 @@ class Sweeps:
 
     def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]]) -> None:
         self.policy, self.pools = policy, pools
-        homes = place([1] * policy.block_size, policy.cache)
-        self.places = {tier: homes.count(tier) for tier in TIERS}
+        self.places = places(policy.block_size, policy.cache)
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
         self.kept: dict[Key, Sequence] = {}
@@ -172,7 +171,7 @@ class Sweeps:
             sources: sequences that compute a prompt in the coming sweep.
         """
         for tier, pools in self.pools.items():
-            if len(there[tier]) >= self.places[tier]:
+            if len(there[tier]) >= self.places.get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue

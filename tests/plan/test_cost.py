@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine.places import TIERS
 from flexengine.plan.attention import Attention
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
@@ -16,7 +17,7 @@ from flexengine.plan.loading import LOADED
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.program import STAGED, Op, Program, Task
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps

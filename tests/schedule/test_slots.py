@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from flexengine.policy import TIERS, Policy
+from flexengine.places import TIERS
+from flexengine.policy import Policy
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import DIRECT, STAGED, Program, Task
 from flexengine.schedule.slots import Ring
@@ -87,5 +88,6 @@ def test_a_ring_hands_out_each_slot_in_turn_and_never_one_that_is_held(count: in
 def test_names_of_slots() -> None:
     weights, hidden = Ring("w", 2), Ring("h", 3, first=1)
     assert weights.parts(1, ("host", "disk")) == (("w", 1, "host"), ("w", 1, "disk"))
-    assert (weights.stage(0), hidden.buffer(2), hidden.stage(2)) == (("wstage", 0), ("hbuf", 2), ("hstage", 2))
+    stages = weights.stage(0, "disk"), hidden.buffer(2), hidden.stage(2)
+    assert stages == (("wstage", 0, "disk"), ("hbuf", 2), ("hstage", 2))
     assert [hidden.take() for _ in range(4)] == [1, 2, 0, 1]
