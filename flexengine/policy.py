@@ -88,6 +88,11 @@ class Policy:
         """Return the number of sequences alive at once. Under schedule `row` this is one gpu_batch."""
         return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
 
+    def attends(self, cache_home: str) -> str:
+        """Return the place that computes decode attention of sequences whose KV cache is on this tier: the place's
+        attender, or the compute device itself ("device")."""
+        return "host" if self.delegate and cache_home == "host" else "device"
+
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
