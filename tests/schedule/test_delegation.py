@@ -123,7 +123,9 @@ def tasks_of(
     return [t for n in range(sweeps) for t in program.sweep(n, batches, n < sweeps - 1)]
 
 
-@pytest.mark.parametrize(("routes", "lanes"), [("staged", ("d2h", "cpu", "h2d")), ("own lanes", ("out", "far", "back"))])
+@pytest.mark.parametrize(
+    ("routes", "lanes"), [("staged", ("d2h", "cpu", "h2d")), ("own lanes", ("out", "far", "back"))]
+)
 def test_a_cell_is_five_tasks_and_moves_no_pages(routes: str, lanes: tuple[str, str, str]) -> None:
     tasks = tasks_of([()] * 4, 2, batches_of(2), routes=ROUTES[routes])
     cells = Counter((t.op, t.lane) for t in tasks)
