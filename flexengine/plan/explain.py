@@ -86,7 +86,8 @@ def policy_words(policy: Policy) -> list[str]:
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     """What of a KV cache off the device is loaded where attention takes a share of the values."""
     policy, f = prediction.policy, prediction.fractions
-    if model.topk is None or not f.get("cache@disk", 0.0) + (0.0 if policy.delegate else f.get("cache@host", 0.0)):
+    moved = (tier for tier in TIERS if tier != "device" and policy.attends(tier) == "device")
+    if model.topk is None or not sum(f.get(fraction(CACHE, tier), 0.0) for tier in moved):
         return []
     share = percent(wanted(model))
     return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]

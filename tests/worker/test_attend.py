@@ -212,7 +212,7 @@ class TestPlain(Conformance):
 def test_a_job_runs_with_an_attender_at_another_place(
     families: Any, monkeypatch: pytest.MonkeyPatch, family: str, overlap: bool
 ) -> None:
-    """A place is an entry of ATTENDERS, its lanes in the routes, and a policy's answer. Nothing else is told of it."""
+    """The place is an entry of ATTENDERS, its lanes are in the routes, and a policy names it. No other code does."""
     made = list[PlainAttender]()
 
     def make(*args: Any) -> PlainAttender:

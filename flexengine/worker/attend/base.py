@@ -1,18 +1,18 @@
 """The interface of attenders. An attender computes the decode attention of gpu_batches in one place off the device.
 
-The queries and the new token of a sequence go to the place where its KV cache lies, and attention comes back. FlexGen
-calls this CPU computation (section 4.2), Lamina attention offloading.
+Queries, keys and values of new tokens (the question) go to the place where the KV cache lies, and attention (the
+answer) comes back. FlexGen calls this CPU computation (section 4.2), Lamina attention offloading.
 
-One layer of one gpu_batch is five calls, one per task of `schedule.program`. The lanes are data: `Routes.attend` names
-those of send, attend and fetch for each place.
+One layer of one gpu_batch is five calls, one per task of `schedule.program`. `Routes.attend` names the lanes of three
+of these tasks, by place.
 
 | call | task | lane |
 |---|---|---|
-| ask | PROJECT, after the layer was computed up to its attention | device |
+| ask | PROJECT, after the layer's part before attention | device |
 | send | SEND | Routes.attend[place][0] |
 | attend | ATTEND | Routes.attend[place][1] |
 | fetch | FETCH | Routes.attend[place][2] |
-| answer | FINISH, before the rest of the layer is computed | device |
+| answer | FINISH, before the rest of the layer | device |
 """
 
 from abc import ABC, abstractmethod
@@ -28,23 +28,23 @@ from flexengine.worker.cache import View
 class Attender(ABC):
     """Computes the decode attention of the gpu_batches whose `Batch.attention` is its place.
 
-    The edges of the program give these guarantees. The five calls of one gpu_batch in one layer come in the order of
-    the table, each after the work of the previous one has ended. A gpu_batch asks in its next layer after it has
-    taken its answer. Calls of different gpu_batches overlap in any order: each needs buffers of its own.
+    The edges of the program order the calls:
+
+    - The five calls of one gpu_batch in one layer come in the order of the table, and the next layer's `ask` after
+      `answer`. The work of a call, or the work that it queues on a GPU, starts after that of the call before has ended.
+    - Calls for different gpu_batches overlap in any order, so each gpu_batch needs buffers of its own.
 
     Every implementation must keep these rules:
 
-    - Keys and values of earlier tokens are in the pages of `Batch.cache_home`. Tasks STORE_CACHE bring the prompts' KV
-      there before a sequence is asked about. `attend` appends those of the new tokens, as later layers' and later
-      sweeps' calls, and prompts of other samples, read the pages.
-    - Sequences have new pages in every sweep. `Cache.tables(view, layer)` gives their numbers: int32 tensors in RAM
-      that count in the pool of the cache's tier.
-    - Send, attend and fetch do not read tensors of the model: its weights may lie in a slot that is filled again. `ask`
-      copies all that they need.
-    - A lane that computes in RAM has a name that starts with "cpu": on a GPU machine its tasks then wait for copies to
-      end (`runtime.lane.new_lane`).
-    - The constructor takes no more memory than `plan.layout` books, and keeps none if it raises.
-    - Errors are raised where they occur; the lane passes them on.
+    - `ask` copies all tensors of the event. The model's tensors, sinks among them, may be overwritten after the call.
+    - Keys and values of earlier tokens are in pages of tier `Batch.cache_home`: tasks STORE_CACHE write those of
+      prompts, and `attend` appends those of every later token.
+    - Page numbers are valid for one sweep. `Cache.tables(view, layer)` returns them: int32 tensors in RAM, which count
+      in the pool of that tier.
+    - A lane whose tasks read or write RAM with the CPU needs a name that starts with "cpu". On a GPU its tasks then
+      start after earlier copies have ended (`runtime.lane.new_lane`).
+    - The constructor takes no more memory than `plan.layout` books. If the constructor raises, it frees what it took.
+    - Errors are raised where they occur. The lane passes them on.
     """
 
     @abstractmethod
@@ -69,13 +69,14 @@ class Attender(ABC):
 
     @abstractmethod
     def send(self, k: int) -> None:
-        """Bring what `ask` copied to the place."""
+        """Bring the question of gpu_batch k to the place."""
 
     @abstractmethod
     def attend(self, k: int, view: View) -> None:
-        """Append the new keys and values to the pages, and compute attention of the queries over all tokens that they
-        see: softmax of scaled scores, with the window, softcap and sinks of the question, and the share of values in
-        `Cache.topk`. Pages in `Tables.copies` are copied first.
+        """Append the new keys and values to the pages, and compute attention of the queries over all tokens seen.
+
+        Pages in `Tables.copies` are copied first. Attention has the scale, window, softcap and sinks of the event, and
+        reads the share of values in `Cache.topk`.
 
         Args:
             k: number of the gpu_batch in the sweep.
@@ -84,7 +85,7 @@ class Attender(ABC):
 
     @abstractmethod
     def fetch(self, k: int) -> None:
-        """Bring attention to the device."""
+        """Bring the answer of gpu_batch k to the device."""
 
     @abstractmethod
     def answer(self, k: int) -> Tensor:
@@ -95,5 +96,4 @@ class Attender(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Free all memory, even if other objects still refer to this one. No task is left; begin is not called
-        again."""
+        """Free all memory, even if other objects still refer to this one. No call follows."""
