@@ -7,7 +7,7 @@ from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, TIERS, place_names
+from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, place_names
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
@@ -122,6 +122,17 @@ class Policy:
     def block_size(self) -> int:
         """Return the number of sequences alive at once. Under schedule `row` this is one gpu_batch."""
         return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
+
+    def attends(self, cache_home: str) -> str:
+        """Return the place that computes decode attention of sequences whose KV cache is on this tier: the place's
+        attender, or the compute device itself ("device")."""
+        return HOST if self.delegate and cache_home == HOST else DEVICE
+
+    @property
+    def attended(self) -> dict[str, str]:
+        """Return, by place of the KV cache, the place that computes decode attention, where this is not the device."""
+        homes = places_of(self.cache)
+        return {home: place for home in homes if (place := self.attends(home)) != DEVICE}
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""

@@ -22,8 +22,8 @@ from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
+from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
-from flexengine.worker.delegation import Delegation
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import open_model
 from flexengine.worker.weights import Weights
@@ -123,15 +123,15 @@ class Core:
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)
             undo.callback(hidden.close)
-            delegation = None
-            if layout.delegation:
-                delegation = Delegation(self.facts, layout, self.machine, cache, self.dtype)
-                undo.callback(delegation.close)
+            attenders = dict[str, Attender]()
+            for place in sorted(set(layout.policy.attended.values())):
+                attenders[place] = ATTENDERS[place](self.facts, layout, self.machine, cache, self.dtype)
+                undo.callback(attenders[place].close)
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
                 self._weights.settle_all()
-            worker = Worker(self.skeleton, self._weights, cache, hidden, delegation)
+            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders)
             undo.pop_all()
         return worker
 

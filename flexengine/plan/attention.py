@@ -44,13 +44,15 @@ class Attention:
         table = self.measured.get("call")
         return table[0][1] if table else 0.0
 
-    def decode(self, tokens: Array | float, length: Array | float) -> Array:
-        """Return seconds on the device. tokens: cached tokens read in all, by sequences of about `length` each."""
-        return self._read(self._decode_rates, tokens, length)
+    def decode(self, tokens: Array | float, length: Array | float, place: str = "device") -> Array:
+        """Return seconds of decode steps.
 
-    def on_host(self, tokens: Array | float, length: Array | float) -> Array:
-        """Return seconds of the same on the host, where the cache lives."""
-        return self._read(self._host_rates, tokens, length)
+        Args:
+            tokens: cached tokens read in all.
+            length: cached tokens of a sequence.
+            place: place that computes; see `Policy.attends`.
+        """
+        return self._read(self._rates(place), tokens, length)
 
     def prompt(self, pairs: Array | float, length: float) -> Array:
         """Return seconds of (query, key) pairs of fresh prompts, or first pieces, of about `length` tokens."""
@@ -68,18 +70,15 @@ class Attention:
         rate = values_at(table, np.maximum(length, 1.0))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
 
-    @cached_property
-    def _decode_rates(self) -> Table:
-        """(Cached tokens of a sequence, bytes of KV per second) on the device."""
+    def _rates(self, place: str) -> Table:
+        """Return (cached tokens of a sequence, bytes of KV per second) of decode steps that a place computes. A place
+        of unknown speed is assumed to be as slow as moving the bytes."""
         hardware = self.hardware
-        return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
-
-    @cached_property
-    def _host_rates(self) -> Table:
-        """The same on the host. A host of unknown speed is taken to be as slow as moving the bytes."""
-        hardware = self.hardware
-        plain = hardware.host_attention or at(hardware.links["h2d"], EXTENT)
-        return self.measured.get("host") or self._derived(((1.0, plain),), hardware.host_flops)
+        if place == "device":
+            return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
+        plain, flops = (hardware.host_attention, hardware.host_flops) if place == "host" else (None, 0.0)
+        plain = plain or at(hardware.links["h2d"], EXTENT)
+        return self.measured.get(place) or self._derived(((1.0, plain),), flops)
 
     def _derived(self, plain: Table, flops: float) -> Table:
         """Return bytes of KV per second: see the rule for decode above."""

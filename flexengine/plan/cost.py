@@ -17,8 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.plan.attention import Attention
-from flexengine.plan.compute import Prompts, decode_attention, parts
+from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
@@ -41,7 +40,7 @@ from flexengine.plan.profile import (
 )
 from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import PAGE_TOKENS
-from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
+from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.place import places
@@ -138,17 +137,17 @@ class Cost:
         yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)
         yield from data.cache()
         yield from data.hidden()
-        if policy.delegate:
-            on_host, on_device = (decode_attention(rates, sweeps, x) for x in (Attention.on_host, Attention.decode))
-            yield from data.delegated(on_host, on_device)
+        yield from data.delegated()
         yield from data.chosen_values(self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Return `crosstalk` under a policy. The device waits for attention on the host if there is no other
+        """Return `crosstalk` under a policy. The device waits for delegated attention if there is no other
         gpu_batch."""
-        if not policy.delegate or policy.block_size > policy.gpu_batch_size:
+        places = policy.attended.values() if policy.block_size <= policy.gpu_batch_size else ()
+        if not places:
             return self.crosstalk
-        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), "cpu": 1.0}}
+        lanes = dict.fromkeys((routes(self.hardware).attend[place][1] for place in places), 1.0)
+        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), **lanes}}
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""

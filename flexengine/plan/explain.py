@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
-from flexengine.places import DISK, MOST_DISKS, is_disk, place_names
+from flexengine.places import DEVICE, DISK, MOST_DISKS, is_disk, place_names
 from flexengine.plan.chosen import wanted
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -88,8 +88,8 @@ def policy_words(policy: Policy) -> list[str]:
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     """What of a KV cache off the device is loaded where attention takes a share of the values."""
     policy, f = prediction.policy, prediction.fractions
-    away = [p for p in prediction.layout.places[1:] if f.get(fraction(CACHE, p), 0.0) > 0]
-    if model.topk is None or not [p for p in away if not (policy.delegate and p == "host")]:
+    moved = (place for place in prediction.layout.places[1:] if policy.attends(place) == DEVICE)
+    if model.topk is None or not sum(f.get(fraction(CACHE, place), 0.0) for place in moved):
         return []
     share = percent(wanted(model))
     return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]

@@ -105,8 +105,9 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 
 def delegated(policy: Policy) -> int:
-    """Most sequences that attend on the host at once."""
-    return places(policy.block_size, policy.cache).get("host", 0) if policy.delegate else 0
+    """Return the most sequences at once whose decode attention is delegated."""
+    homes = places(policy.block_size, policy.cache)
+    return sum(sequences for home, sequences in homes.items() if policy.attends(home) != "device")
 
 
 def suspended(model: ModelFacts, policy: Policy) -> int:

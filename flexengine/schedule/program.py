@@ -9,13 +9,14 @@
 | ("hbuf", b), ("hstage", b) | the same for hidden states |
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
 | ("run", k) | the forward pass of batch k |
-| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and on the host |
+| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and at its place |
 | ("embedded", k) | embedding rows of batch k |
 | ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
 
 A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
-to the host, attention there, the output to the device, the rest of the layer. The rest of layer j comes right before
-the start of layer j + 1 of the same batch, so that the host attends for it while the device computes the others:
+to the place that computes attention, attention there, the output to the device, the rest of the layer. Routes name the
+lanes of that place. The rest of layer j comes right before the start of layer j + 1 of the same batch, so that (here)
+the host attends for it while the device computes the others:
 
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
@@ -66,7 +67,8 @@ class Task(NamedTuple):
     """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1; for OPEN and the LOAD_ROWS of embedding rows
     `cell.layer` is -1.
 
-    home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
+    home: tier, or place of attention, the data comes from or goes to.
+    hop: which leg of the route (disk -> host staging -> device has two).
     slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
     by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads; whether a COMPUTE or FINISH
     ends before the experts, which RESUME computes.
@@ -108,10 +110,12 @@ class Routes:
     Attributes:
         load: by place, the lanes from the place to the device. Two lanes mean a stop in host staging.
         store: by place, the lanes from the device to the place.
+        attend: by place that computes attention, the lanes of the question, of attention there and of the answer.
     """
 
     load: dict[str, tuple[str, ...]]
     store: dict[str, tuple[str, ...]]
+    attend: dict[str, tuple[str, str, str]]
 
     @staticmethod
     @cache
@@ -120,14 +124,15 @@ class Routes:
 
         Args:
             places: all places of the machine.
-            staged: whether disks and device are not directly connected.
+            staged: whether disks and device are not directly connected. If they are, RAM is the device, and nothing is
+                delegated to the host.
         """
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
         for disk in filter(is_disk, places):
             load[disk] = (f"{disk}_read", *load[HOST] * staged)
             store[disk] = (*store[HOST] * staged, f"{disk}_write")
-        return Routes(load, store)
+        return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
 
 
 STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
@@ -286,7 +291,7 @@ class Program:
         if j >= self.layers:
             return Parts((), compute, (), ())
         if batch.delegated:
-            return self._delegated(compute, batch.cache_home, reads, experts)
+            return self._delegated(compute, batch.attention, reads, experts)
         cache, cache_loads, cache_stores = self._cached(cell, batch, batches)
         hidden, hidden_loads, hidden_stores = self._hidden(cell, batch)
         buffers = (self.caches.buffer(cache),) * (cache >= 0), (self.hiddens.buffer(hidden),) * (hidden >= 0)
@@ -330,16 +335,17 @@ class Program:
         return hidden, loads, stores
 
     def _delegated(
-        self, compute: Task, home: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
+        self, compute: Task, place: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
     ) -> Parts:  # fmt: skip
-        """Return a cell whose attention is computed on the host. compute: the cell in one task."""
+        """Return a cell whose attention is computed at a place off the device. compute: the cell in one task."""
         cell, slot = compute.cell, compute.slot
         j, k = cell.layer, cell.batch
         run, near, far = ("run", k), ("near", k), ("far", k)
+        down, there, up = self.routes.attend[place]
         attend = (
-            Task(Op.SEND, cell, self.routes.store[home][0], (near,), (far,), home),
-            Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home),
-            Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home),
+            Task(Op.SEND, cell, down, (near,), (far,), place),
+            Task(Op.ATTEND, cell, there, (far,), (("kv", j, k), far), place),
+            Task(Op.FETCH, cell, up, (far,), (near,), place),
         )
         split = bool(experts)
         finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot, by_rows=split)

@@ -203,15 +203,16 @@ class Sweeps:
         return found
 
     def _batches(self) -> list[Batch]:
-        policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, bool]]()
+        policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, str]]()
         for tier, pools in self.pools.items():
             computed = (s for s in self.live.values() if s.home == tier and s.source is None)
             there = sorted(computed, key=lambda s: (s.pending > 1, s.cached))
-            delegated = [s for s in there if s.generated] if policy.delegate and tier == "host" else []
+            where = policy.attends(tier)
+            delegated = [s for s in there if s.generated] if where != "device" else []
             # Pages of delegated sequences pass through no buffer, which is what bounds those of a gpu_batch.
-            formed += [(batch, tier, True) for batch in self._formed(delegated, ())]
+            formed += [(batch, tier, where) for batch in self._formed(delegated, ())]
             rest = [s for s in there if not s.generated] if delegated else there
-            formed += [(batch, tier, False) for batch in self._formed(rest, pools)]
+            formed += [(batch, tier, "device") for batch in self._formed(rest, pools)]
         hidden = place([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
         return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
 
