@@ -61,7 +61,7 @@ def test_no_other_split_of_the_weights_is_better() -> None:
     rest, steps = 1 - device - host, [k / 10 for k in range(11)]
     for a, b in product(steps, steps):
         if a + b <= 1:
-            split = (device, host, rest * a, rest * b, rest * (1 - a - b))
+            split = (device, host, rest * a, rest * b, max(0.0, rest * (1 - a - b)))
             with suppress(OutOfMemory):
                 layout = lay_out(MODEL, replace(best.policy, weights=split), WORK, hardware.capacity)
                 tried.append(cost.predict(layout).total_seconds)
