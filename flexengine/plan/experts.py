@@ -44,7 +44,7 @@ def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
         found = {homes[t.name] for t in layer if bool(t.experts) == experts}
         return tuple(home for home in ("host", "disk") if home in found)
 
-    table = homes[model.embedding.name]
+    table = homes[model.embedding.name] if model.embedding is not None else "device"
     return Demand(
         table if table != "device" else "",
         tuple(of(layer, True) for layer in model.layers), tuple(of(layer, False) for layer in model.layers),

@@ -39,6 +39,7 @@ VALUES = "chosen values"
 EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
 READING = "read buffers"
+ENTERING = "entering hidden states"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
@@ -100,7 +101,9 @@ class Layout:
         return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
 
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
-        """(first, last + 1) rows of each head chunk."""
+        """(first, last + 1) rows of each head chunk; [] without a head."""
+        if not self.head_rows:
+            return []
         return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
 
 
@@ -118,6 +121,7 @@ def lay_out(
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
+    _entering(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
     waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
@@ -166,7 +170,8 @@ def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], time
 
 def _head(layout: Layout, model: ModelFacts) -> None:
     """Cuts a streamed head into runs of rows that fit the slots the layers need anyway."""
-    head = model.edges[0]
+    if (head := model.output) is None:
+        return
     home = layout.homes[head.name]
     if home == "device":
         layout.head_rows = model.vocabulary
@@ -199,11 +204,18 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
 
 def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
     """Host memory for the rows that a sweep's tokens need of an embedding off a GPU. On a CPU they are activations."""
-    if not model.gpu or layout.homes[model.embedding.name] == "device":
+    if not model.gpu or model.embedding is None or layout.homes[model.embedding.name] == "device":
         return
     width = max(model.hidden, model.embedding.elements // model.vocabulary)
     layout.embedded = aligned(sweep_tokens(layout.policy, workload) * width * model.itemsize)
     layout.book("host", EMBEDDED, layout.embedded)
+
+
+def _entering(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    """RAM for the hidden states of a sweep that have entered and are not computed yet."""
+    if model.embedding is None:
+        states = aligned(sweep_tokens(layout.policy, workload) * model.hidden * model.itemsize)
+        layout.book("device" if capacity.shared else "host", ENTERING, states)
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:

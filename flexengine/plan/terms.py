@@ -201,8 +201,8 @@ class Sweeping:
 
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
     """Yield the seconds of reading embedding rows, if each row is a read from disk."""
-    t = model.edges[-1]
-    if layout is None or layout.homes[t.name] != "disk":
+    t = model.embedding
+    if t is None or layout is None or layout.homes[t.name] != "disk":
         return
     row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)

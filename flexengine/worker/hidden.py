@@ -10,16 +10,21 @@ from flexengine.schedule.order import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import Mover, Part
+from flexengine.worker.ports import NO_PORTS, Ports
 from flexengine.worker.regions import Regions
 
 
 class Hidden:
     """Regions for offloaded hidden states, one per tier, which every sweep divides among its gpu_batches.
 
-    Transfers use device buffers and, between disk and device on some machines, staging buffers on the host.
+    Transfers use device buffers and, between disk and device on some machines, staging buffers on the host. Before the
+    first layer and after the last one, hidden states may pass through ports.
     """
 
-    def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype) -> None:
+    def __init__(
+        self, model: ModelFacts, layout: Layout, machine: Machine, dtype: torch.dtype, ports: Ports = NO_PORTS
+    ) -> None:
+        self.ports = ports
         self.machine, self.dtype, self._row = machine, dtype, model.hidden * dtype.itemsize
         self._width, self._mover = model.hidden, Mover(machine)
         self._regions = Regions(machine)
@@ -59,6 +64,24 @@ class Hidden:
     def store(self, k: int, tier: str, buffer: int, hop: int) -> None:
         """Copy gpu_batch k's hidden states one leg from device buffer number `buffer`; see `Mover.store`."""
         self._mover.store(tier, hop, [self._moved(k, tier, buffer)])
+
+    def enter(self, batch: Batch, k: int, buffer: int) -> Tensor:
+        """Return hidden states that enter through a port: in device buffer number `buffer`, or for -1 in a new tensor.
+
+        Args:
+            batch: gpu_batch k.
+        """
+        assert self.ports.before is not None
+        shape = (1, batch.tokens, self._width)
+        new = buffer < 0
+        target = torch.empty(shape, dtype=self.dtype, device=self.machine.compute) if new else self.buffer(k, buffer)
+        self.ports.before.take(k, target)
+        return target
+
+    def leave(self, k: int, hidden: Tensor) -> None:
+        """Let hidden states of gpu_batch k leave through a port."""
+        assert self.ports.after is not None
+        self.ports.after.put(k, hidden)
 
     def _moved(self, k: int, tier: str, buffer: int) -> Part:
         part = self._parts[k]

@@ -12,8 +12,7 @@ from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, L
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
-from flexengine.plan.layout import READING
-from flexengine.schedule import sweeps
+from flexengine.plan.layout import ENTERING, READING
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.cache import Cache, View, packed
@@ -24,7 +23,7 @@ from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
-_OTHERS = {"workspace", "paused forwards", READING}  # purposes whose memory nobody takes from a tier
+_OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # purposes whose memory nobody takes from a tier
 
 
 @dataclass
@@ -55,7 +54,8 @@ class Text:
 @dataclass
 class Run:
     """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, its rows of the
-    embedding, and the experts that are to be loaded before its pass goes on."""
+    embedding, the experts that are to be loaded before its pass goes on, and its hidden states between a port and the
+    pass."""
 
     batch: Batch
     forward: Forward
@@ -63,6 +63,7 @@ class Run:
     rows: Lookup
     event: Pause | None = None
     lacking: list[int] = field(default_factory=list)
+    hidden: Tensor | None = None
 
 
 class Worker:
@@ -90,21 +91,20 @@ class Worker:
         self.experts = Experts(weights)
 
     def begin(
-        self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text],
-        first_tokens: Mapping[int, list[int]],
-    ) -> None:  # fmt: skip
+        self, batches: list[Batch], texts: Mapping[int, Text], first_tokens: Mapping[int, list[int]]
+    ) -> None:
         """Prepares the forward passes of one sweep. first_tokens: see `Sweeps.first_tokens`."""
         self._texts, self.sampled, self._joining = texts, {}, first_tokens
         self.hidden.begin(batches)
         self.embedding.begin()
         if self.delegation is not None:
             self.delegation.begin(batches)
-        self._runs = [self._run(batch, live) for batch in batches]
+        self._runs = [self._run(batch) for batch in batches]
 
-    def _run(self, batch: Batch, live: dict[int, sweeps.Sequence]) -> Run:
+    def _run(self, batch: Batch) -> Run:
         inputs, rows = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch, live), rows)
+        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup]:
         ids: list[int] = []
@@ -144,6 +144,10 @@ class Worker:
             self.hidden.store(cell.batch, task.home, task.hidden, task.hop)
         elif task.op is Op.COMPUTE:
             self._compute(task)
+        elif task.op is Op.ENTER:
+            self._runs[cell.batch].hidden = self.hidden.enter(self._runs[cell.batch].batch, cell.batch, task.hidden)
+        elif task.op is Op.LEAVE:
+            self._leave(self._runs[cell.batch], cell.batch)
         else:
             assert self.delegation is not None
             self._delegate(task, self.delegation)
@@ -173,6 +177,7 @@ class Worker:
             delegation.fetch(k)
         else:
             run.event = self._up_to_rows(task, run, run.forward.resume(delegation.answer(k)))
+            self._end(task, run)
 
     def _compute(self, task: Task) -> None:
         run = self._runs[task.cell.batch]
@@ -210,10 +215,16 @@ class Worker:
 
     def _end(self, task: Task, run: Run) -> None:
         """Put away what a cell has computed, if it has ended."""
-        if isinstance(run.event, Layer) and task.hidden >= 0:
+        if isinstance(run.event, Layer):
             hidden = run.event.hidden
-            self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
-            hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
+            if task.hidden >= 0:
+                buffer = self.hidden.buffer(task.cell.batch, task.hidden)
+                buffer.copy_(hidden)
+                hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
+                hidden = buffer
+            if run.event.index == self.layers:
+                run.hidden, run.event = hidden, None
+                run.forward.end()
         if isinstance(run.event, Logits):
             self._sample(run, run.event.values)
             run.event = None
@@ -224,6 +235,12 @@ class Worker:
         assert isinstance(event, Rows)
         if event.ids.data_ptr() != run.forward.inputs.ids.data_ptr():
             run.rows = self.embedding.look_up(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU waits
+
+    def _leave(self, run: Run, k: int) -> None:
+        """Let the hidden states behind the last layer leave."""
+        hidden, run.hidden = run.hidden, None
+        assert hidden is not None
+        self.hidden.leave(k, hidden)
 
     def _start(self, run: Run) -> Pause:
         if run.event is None:  # a table on the device needs no task of its own
@@ -238,6 +255,8 @@ class Worker:
         self.weights.bind(j, task.slot)
         away = task.hidden >= 0 and j > 0
         hidden = self.hidden.buffer(task.cell.batch, task.hidden) if away else event.hidden
+        if run.hidden is not None:
+            hidden, run.hidden = run.hidden, None
         run.event = event = None  # the layer's input must not outlive the layer
         attend = run.forward.resume(hidden)
         del hidden
@@ -245,7 +264,7 @@ class Worker:
             self.experts.bring(attend, task.slot)
             attend = run.forward.resume()
         assert isinstance(attend, Attend)
-        return attend._replace(window=self.skeleton.windows[attend.layer])
+        return attend._replace(layer=j, window=self.skeleton.windows[j])
 
     def _sample(self, run: Run, logits: Tensor) -> None:
         final = [p.sequence for p in packed(run.batch) if p.final]
