@@ -53,7 +53,15 @@ def oracle(streamed: Homes, layers: int, rows: Rows) -> dict[int, list[int]]:
 
 
 class Toy:
-    """Performs tasks on memories of values: slots, buffers and staging are as few as the real ones, and reused."""
+    """Performs tasks on memories of values: slots, buffers and staging are as few as the real ones, and reused.
+
+    Attributes:
+        before: hidden states by batch, which enter; None if the toy begins with tokens.
+        after: hidden states by batch, which leave; None if the toy ends with a token.
+    """
+
+    before: dict[int, dict[int, list[int]]] | None = None
+    after: dict[int, dict[int, list[int]]] | None = None
 
     def __init__(
         self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows, arriving: Iterable[int] = ()
@@ -89,6 +97,8 @@ class Toy:
             Op.LOAD_HIDDEN: self._load_hidden,
             Op.STORE_HIDDEN: self._store_hidden,
             Op.COMPUTE: self._compute,
+            Op.ENTER: self._enter,
+            Op.LEAVE: self._put,
         }[task.op](task)
 
     def _leg(self, task: Task, routes: dict[str, tuple[str, ...]], kind: str, number: int, source: Any) -> Any:
@@ -136,20 +146,34 @@ class Toy:
         if value is not None:
             self.away[task.cell.batch] = value
 
+    def _enter(self, task: Task) -> None:
+        assert self.before is not None
+        states = self.before.pop(task.cell.batch)
+        if task.hidden >= 0:
+            self.hbuf[task.hidden] = states
+        else:
+            self.near[task.cell.batch] = states
+
+    def _put(self, task: Task) -> None:
+        assert self.after is not None
+        k = task.cell.batch
+        self.after[k] = dict(self.hbuf[task.hidden] if task.hidden >= 0 else self.near.get(k, {}))
+
     def _compute(self, task: Task) -> None:
         unit, k = task.cell.layer, task.cell.batch
         batch = self.batches[k]
         read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
         weights = [part[0] if len(set(part)) == 1 and self._at_home(unit) else -3 for part in read]
         weights += [] if self._at_home(unit) else [-8]
-        before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
+        begins = unit == 0 and self.before is None
+        before = self.hbuf[task.hidden] if task.hidden >= 0 and not begins else self.near.pop(k, {})
         past = dict(self.cbuf[task.cache]) if task.cache >= 0 else {}
         if unit < self.layers and task.cache < 0:
             past = {p.sequence: self.kv.get(("device", unit, p.sequence), -4) for p in batch.pieces}
         now, after = dict[int, int](), dict[int, list[int]]()
         for p in batch.pieces:
             s = p.sequence
-            inputs = self.tokens[s][p.start : p.start + p.count] if unit == 0 else before.get(s, [-5] * p.count)
+            inputs = self.tokens[s][p.start : p.start + p.count] if begins else before.get(s, [-5] * p.count)
             kv, out = past.get(s, -6) if p.start else 0, []
             for h in inputs:
                 kv = hash((kv, h)) if unit < self.layers else 0
@@ -163,11 +187,11 @@ class Toy:
             self.cbuf[task.cache] = now
         elif unit < self.layers:
             self.kv |= {("device", unit, s): value for s, value in now.items()}
-        if task.hidden >= 0 and unit < self.layers - 1:
+        if task.hidden >= 0 and (unit < self.layers - 1 or self.after is not None):
             self.hbuf[task.hidden] = after
         else:
             self.near[k] = after
-        if unit == len(self.streamed) - 1:
+        if unit == len(self.streamed) - 1 and self.after is None:
             self.sampled |= {p.sequence: after[p.sequence][-1] for p in batch.pieces if p.final}
 
     def end(self) -> None:
