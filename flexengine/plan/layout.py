@@ -57,6 +57,7 @@ class Layout:
     that come from it together, in the mean of the layers that have any there.
     groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
     and group; cache_buffer: device bytes of one buffer.
+    port_buffer: device bytes of one buffer between a port and a forward pass.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
     embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
@@ -78,6 +79,7 @@ class Layout:
     values: int = 0
     embedded: int = 0
     passing: int = 0
+    port_buffer: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -121,7 +123,7 @@ def lay_out(
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
-    _entering(layout, model, workload, capacity)
+    _ports(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
     waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
@@ -211,10 +213,15 @@ def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
     layout.book("host", EMBEDDED, layout.embedded)
 
 
-def _entering(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
-    """RAM for the hidden states of a sweep that have entered and are not computed yet."""
-    if model.embedding is None:
-        states = aligned(sweep_tokens(layout.policy, workload) * model.hidden * model.itemsize)
+def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    """Device buffers for hidden states that enter or leave, and RAM for those of a sweep that wait to enter."""
+    policy, row, enters = layout.policy, model.hidden * model.itemsize, model.embedding is None
+    if not enters and not model.leaves:
+        return
+    layout.port_buffer = aligned(policy.prefill_tokens * row)
+    layout.book("device", "port buffers", (enters + model.leaves) * policy.slots * layout.port_buffer)
+    if enters:
+        states = aligned(sweep_tokens(policy, workload) * row)
         layout.book("device" if capacity.shared else "host", ENTERING, states)
 
 

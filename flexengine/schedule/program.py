@@ -12,6 +12,7 @@
 | ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and on the host |
 | ("embedded", k) | embedding rows of batch k |
 | ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
+| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
 | ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
 
 A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
@@ -288,15 +289,19 @@ class Program:
     def _ported(self, parts: Parts) -> Parts:
         """Return a cell with the tasks by which its hidden states enter and leave, if it is in the first or last
         layer."""
-        cell, hidden = parts.compute.cell, parts.compute.hidden
-        k, held = cell.batch, self.hiddens.buffer(hidden) if hidden >= 0 else ("run", cell.batch)
+        cell, compute = parts.compute.cell, parts.compute
+        k, source, target = cell.batch, ("inbuf", cell.batch % self.slots), ("outbuf", cell.batch % self.slots)
         if BEFORE in self.ports and cell.layer == 0:
-            enter = Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (held,), hidden=hidden)
-            parts = parts._replace(loads=(*parts.loads, enter))
+            enter = Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (source,))
+            compute = compute._replace(reads=(*compute.reads, source))
+            parts = parts._replace(loads=(*parts.loads, enter), compute=compute)
         if AFTER in self.ports and cell.layer == self.layers - 1:
-            leave = Task(Op.LEAVE, cell, "leave", (held,), ((AFTER, k),), hidden=hidden)
-            late, soon = ((leave,), ()) if parts.rest else ((), (leave,))
-            parts = parts._replace(after=(*parts.after, *soon), rest=(*parts.rest, *late))
+            leave = Task(Op.LEAVE, cell, "leave", (target,), ((AFTER, k),))
+            last = parts.rest[-1] if parts.rest else compute
+            last = last._replace(writes=(*last.writes, target))
+            if parts.rest:
+                return parts._replace(rest=(*parts.rest[:-1], last, leave))
+            return parts._replace(compute=last, after=(*parts.after, leave))
         return parts
 
     def _cached(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[int, list[Task], list[Task]]:

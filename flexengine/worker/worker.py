@@ -54,8 +54,7 @@ class Text:
 @dataclass
 class Run:
     """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, its rows of the
-    embedding, the experts that are to be loaded before its pass goes on, and its hidden states between a port and the
-    pass."""
+    embedding, and the experts that are to be loaded before its pass goes on."""
 
     batch: Batch
     forward: Forward
@@ -63,7 +62,6 @@ class Run:
     rows: Lookup
     event: Pause | None = None
     lacking: list[int] = field(default_factory=list)
-    hidden: Tensor | None = None
 
 
 class Worker:
@@ -145,9 +143,9 @@ class Worker:
         elif task.op is Op.COMPUTE:
             self._compute(task)
         elif task.op is Op.ENTER:
-            self._runs[cell.batch].hidden = self.hidden.enter(self._runs[cell.batch].batch, cell.batch, task.hidden)
+            self.hidden.enter(cell.batch)
         elif task.op is Op.LEAVE:
-            self._leave(self._runs[cell.batch], cell.batch)
+            self.hidden.leave(cell.batch)
         else:
             assert self.delegation is not None
             self._delegate(task, self.delegation)
@@ -177,7 +175,8 @@ class Worker:
             delegation.fetch(k)
         else:
             run.event = self._up_to_rows(task, run, run.forward.resume(delegation.answer(k)))
-            self._end(task, run)
+            if not task.by_rows:
+                self._end(task, run)
 
     def _compute(self, task: Task) -> None:
         run = self._runs[task.cell.batch]
@@ -188,7 +187,8 @@ class Worker:
         else:
             assert isinstance(run.event, Head)
             run.event = run.forward.resume(self.weights.head(run.event.chunk, task.slot))
-        self._end(task, run)
+        if not task.by_rows:
+            self._end(task, run)
 
     def _up_to_rows(self, task: Task, run: Run, event: Pause) -> Pause:
         """Go on until experts have to be loaded. Return that pause or, if there are none, the one at the layer's
@@ -204,27 +204,23 @@ class Worker:
     def _resume(self, task: Task, run: Run) -> None:
         """Compute the rest of a layer whose experts were loaded. A layer's second mixture of experts loads its own
         here."""
-        event = run.event
-        if not isinstance(event, Rows):  # the layer has not read experts: it ended before
-            return
-        run.event = None
-        while isinstance(event := run.forward.resume(), Rows):
-            self.experts.bring(event, task.slot)
-        run.event = event
+        if isinstance(run.event, Rows):  # else the layer has not read experts: it ended before
+            run.event = None
+            while isinstance(event := run.forward.resume(), Rows):
+                self.experts.bring(event, task.slot)
+            run.event = event
         self._end(task, run)
 
     def _end(self, task: Task, run: Run) -> None:
-        """Put away what a cell has computed, if it has ended."""
-        if isinstance(run.event, Layer):
+        """Put away what a cell has computed. The last task of the cell calls this."""
+        if isinstance(run.event, Layer) and run.event.index == self.layers:
+            self.hidden.leaving(task.cell.batch).copy_(run.event.hidden)
+            run.event = None
+            run.forward.end()
+        elif isinstance(run.event, Layer) and task.hidden >= 0:
             hidden = run.event.hidden
-            if task.hidden >= 0:
-                buffer = self.hidden.buffer(task.cell.batch, task.hidden)
-                buffer.copy_(hidden)
-                hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
-                hidden = buffer
-            if run.event.index == self.layers:
-                run.hidden, run.event = hidden, None
-                run.forward.end()
+            self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
+            hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
         if isinstance(run.event, Logits):
             self._sample(run, run.event.values)
             run.event = None
@@ -235,12 +231,6 @@ class Worker:
         assert isinstance(event, Rows)
         if event.ids.data_ptr() != run.forward.inputs.ids.data_ptr():
             run.rows = self.embedding.look_up(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU waits
-
-    def _leave(self, run: Run, k: int) -> None:
-        """Let the hidden states behind the last layer leave."""
-        hidden, run.hidden = run.hidden, None
-        assert hidden is not None
-        self.hidden.leave(k, hidden)
 
     def _start(self, run: Run) -> Pause:
         if run.event is None:  # a table on the device needs no task of its own
@@ -255,8 +245,8 @@ class Worker:
         self.weights.bind(j, task.slot)
         away = task.hidden >= 0 and j > 0
         hidden = self.hidden.buffer(task.cell.batch, task.hidden) if away else event.hidden
-        if run.hidden is not None:
-            hidden, run.hidden = run.hidden, None
+        if j == 0 and self.skeleton.enters:  # the pass holds its input for longer than the buffer is free
+            hidden = self.hidden.entered(task.cell.batch).clone()
         run.event = event = None  # the layer's input must not outlive the layer
         attend = run.forward.resume(hidden)
         del hidden

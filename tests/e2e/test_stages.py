@@ -125,10 +125,10 @@ def test_each_weight_is_booked_once(families: Any, tied: bool) -> None:
         for layout, layers, edges in zip(layouts, (1, 2, 1), (1, 0, 1), strict=True):
             assert layout.stored["device"] == FP32 * (layers * LAYER + edges * HEAD + HIDDEN)
         assert [layout.head_rows > 0 for layout in layouts] == [False, False, True]
-        ids = sum(LENGTHS)
-        entering = -(-FP32 * HIDDEN * ids // 4096) * 4096
+        entering, buffer = (-(-FP32 * HIDDEN * n // 4096) * 4096 for n in (sum(LENGTHS), 2048))  # prefill_tokens
         booked = [layout.account["host"].get("entering hidden states", 0) for layout in layouts]
         assert booked == [0, entering, entering]
+        assert [layout.account["device"]["port buffers"] for layout in layouts] == [2 * n * buffer for n in (1, 2, 1)]
 
 
 def test_bytes_read_are_those_of_the_stage(families: Any) -> None:

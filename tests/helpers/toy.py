@@ -72,6 +72,8 @@ class Toy:
         self.staging: dict[tuple[str, int], Any] = {}  # ("w" | "c" | "h", number)
         self.cbuf: list[dict[int, int]] = [{} for _ in range(slots)]
         self.hbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
+        self.inbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
+        self.outbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
         self.kv: dict[tuple[str, int, int], int] = {}  # (tier, layer, sequence)
         self.away: dict[int, dict[int, list[int]]] = {}  # batch -> hidden states in their home
         self.near: dict[int, dict[int, list[int]]] = {}  # batch -> hidden states on the device
@@ -148,16 +150,11 @@ class Toy:
 
     def _enter(self, task: Task) -> None:
         assert self.before is not None
-        states = self.before.pop(task.cell.batch)
-        if task.hidden >= 0:
-            self.hbuf[task.hidden] = states
-        else:
-            self.near[task.cell.batch] = states
+        self.inbuf[task.cell.batch % len(self.slots)] = self.before.pop(task.cell.batch)
 
     def _put(self, task: Task) -> None:
         assert self.after is not None
-        k = task.cell.batch
-        self.after[k] = dict(self.hbuf[task.hidden] if task.hidden >= 0 else self.near.get(k, {}))
+        self.after[task.cell.batch] = dict(self.outbuf[task.cell.batch % len(self.slots)])
 
     def _compute(self, task: Task) -> None:
         unit, k = task.cell.layer, task.cell.batch
@@ -165,15 +162,18 @@ class Toy:
         read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
         weights = [part[0] if len(set(part)) == 1 and self._at_home(unit) else -3 for part in read]
         weights += [] if self._at_home(unit) else [-8]
-        begins = unit == 0 and self.before is None
-        before = self.hbuf[task.hidden] if task.hidden >= 0 and not begins else self.near.pop(k, {})
+        before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
+        if unit == 0 and self.before is not None:
+            before = self.inbuf[k % len(self.slots)]
         past = dict(self.cbuf[task.cache]) if task.cache >= 0 else {}
         if unit < self.layers and task.cache < 0:
             past = {p.sequence: self.kv.get(("device", unit, p.sequence), -4) for p in batch.pieces}
         now, after = dict[int, int](), dict[int, list[int]]()
         for p in batch.pieces:
             s = p.sequence
-            inputs = self.tokens[s][p.start : p.start + p.count] if begins else before.get(s, [-5] * p.count)
+            inputs = before.get(s, [-5] * p.count)
+            if unit == 0 and self.before is None:
+                inputs = self.tokens[s][p.start : p.start + p.count]
             kv, out = past.get(s, -6) if p.start else 0, []
             for h in inputs:
                 kv = hash((kv, h)) if unit < self.layers else 0
@@ -187,7 +187,9 @@ class Toy:
             self.cbuf[task.cache] = now
         elif unit < self.layers:
             self.kv |= {("device", unit, s): value for s, value in now.items()}
-        if task.hidden >= 0 and (unit < self.layers - 1 or self.after is not None):
+        if unit == self.layers - 1 and self.after is not None:
+            self.outbuf[k % len(self.slots)] = after
+        elif task.hidden >= 0 and unit < self.layers - 1:
             self.hbuf[task.hidden] = after
         else:
             self.near[k] = after

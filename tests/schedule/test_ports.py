@@ -79,7 +79,9 @@ def outcome(job: Job, cut: int, seed: int, routes: Routes, edges: Any) -> bool:
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS, cut=st.integers(1, 3))
 @settings(max_examples=25)
-def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int, cut: int) -> None:
+def test_every_interleaving_gives_the_sequential_result(
+    slots: int, routes: str, data: Any, seed: int, cut: int
+) -> None:
     assert outcome(data.draw(jobs(slots)), cut, seed, ROUTES[routes], Edges)
 
 
