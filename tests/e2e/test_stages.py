@@ -131,6 +131,20 @@ def test_each_weight_is_booked_once(families: Any, tied: bool) -> None:
         assert [layout.account["device"]["port buffers"] for layout in layouts] == [2 * n * buffer for n in (1, 2, 1)]
 
 
+@pytest.mark.parametrize("layers", [(0, 2), (1, 3), (2, 4)])
+def test_a_policy_for_a_stage_fits_its_memory(families: Any, layers: Any) -> None:
+    """Two megabytes hold no stage's weights beside the KV cache of more than a few sequences."""
+    options = EngineOptions(model=families("llama").directory, device="sim", device_mem="2M", host_mem="100M")
+    core = Core(options, layers=layers)
+    try:
+        planner = Planner(core.machine, core.opened, options.directory)
+        layout = planner.choose(Workload({(20, 10): 50})).layout
+        assert layout.total("device") <= 2_000_000
+        assert layout.homes.keys() == core.skeleton.wanted.keys()
+    finally:
+        core.close()
+
+
 def test_bytes_read_are_those_of_the_stage(families: Any) -> None:
     """From disk, once per sweep: the first stage reads its layers and rows of the embedding, the others their layers,
     the last one the head, too."""
