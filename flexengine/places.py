@@ -1,6 +1,6 @@
 """Places: where bytes live between uses. The device, host RAM, and one or more disks.
 
-Every place has a capacity, a ledger, a route of lanes to the device (`schedule.program.Routes`), and rates of these
+Every place has a capacity, a ledger, a route of lanes to the device (`schedule.routes.Routes`), and rates of these
 lanes (`plan.hardware`). Lists of places go from near to far: device, host, disk, disk2, disk3, ... The checkpoint's
 files and the first offload directory are "disk". Each further offload directory is a place of its own.
 """

@@ -38,8 +38,8 @@ def rates_of(engine: Any, rates: list[float]) -> Any:
 
     known = assumed("sim", engine.core.machine.capacity)
     names = [place for place in known.places if place.startswith("disk")]
-    links = {f"{name}_{way}": rate for name, rate in zip(names, rates, strict=True) for way in ("read", "write")}
-    return replace(known, links={**known.links, **links}, checkpoint_read=rates[0])
+    links: dict[str, Any] = {f"{name}_{way}": ((1.0, rate),) for name, rate in zip(names, rates, strict=True) for way in ("read", "write")}
+    return replace(known, links={**known.links, **links}, checkpoint_read=((1.0, rates[0]),))
 
 
 def generate(model: Path, folder: Path, rates: list[float]) -> tuple[list[list[int]], Record]:

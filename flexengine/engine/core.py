@@ -5,8 +5,8 @@ import contextlib
 import torch
 
 from flexengine import kernels
-from flexengine.engine.generation import JobResources
 from flexengine.engine.options import EngineOptions
+from flexengine.engine.stages import JobResources, Stage
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
@@ -21,11 +21,11 @@ from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
-from flexengine.schedule.sweeps import Sweeps
 from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import open_model
+from flexengine.worker.ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
 
@@ -42,8 +42,14 @@ class Core:
         trace: collects task spans; None if none are collected.
     """
 
-    def __init__(self, options: EngineOptions) -> None:
-        """Open the model and the machine; read no weights. Raise as `Engine` does."""
+    def __init__(self, options: EngineOptions, layers: tuple[int, int] | None = None) -> None:
+        """Open the model and the machine; read no weights. Raise as `Engine` does.
+
+        Args:
+            options: of the engine.
+            layers: first layer, and last layer + 1, that this core holds and computes; None for all. The job then needs
+                cores for the other layers: see `stage`.
+        """
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         self.options, self.machine = options, options.machine()
         self._check_disk(options.policy)
@@ -52,7 +58,7 @@ class Core:
         name = str(options.model) if options.model is not None else None
         self.opened = open_model(
             name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
-            verifier=self.verifier,
+            verifier=self.verifier, layers=layers,
         )  # fmt: skip
         self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
         self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
@@ -87,41 +93,52 @@ class Core:
         """Return the policy under which weights are in memory; None if none are."""
         return self._weights.layout.policy if self._weights is not None else None
 
-    @torch.no_grad()
     def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
+        """Return the resources of a job that this core computes alone. See `stage`."""
+        return JobResources([self.stage(watch, load_first)])
+
+    @torch.no_grad()
+    def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> Stage:
         """Allocate all large memory of a job, and return what its sweeps need.
 
         Weights of an earlier job stay if the layout places them alike. Weights that stay in memory are read in the
         first sweep, or here with `load_first`.
 
+        Args:
+            watch: of a layout for this core's layers.
+            load_first: see above.
+            ports: through which hidden states enter and leave.
+
         Raises:
             OutOfMemory: a tier has less memory than the layout books.
+            InvalidInput: the core has layers before or after it and no port to them, or the opposite.
         """
+        ports.check(self.skeleton)
         layout, machine = watch.layout, self.machine
         self._drop_misplaced(layout)
         for tier in machine.tiers.values():
             tier.ledger.restart_peak()
         machine.keep_freed(has_room(layout, machine.capacity))
-        worker = self._worker(layout, load_first)
+        worker = self._worker(layout, load_first, ports)
         weights = worker.weights
         if weights.arriving:
             watch.expect_loading(weights.missing)
         program = Program(
             weights.streamed, len(self.skeleton.layers), layout.policy.slots, machine.routes, weights.arriving,
-            demand_of(self.facts, layout.homes),
+            demand_of(self.facts, layout.homes), ports.names,
         )  # fmt: skip
-        moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer
+        moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
         # Without overlap a single inline lane runs all tasks. On a GPU an inline lane would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, self.trace)
         machine.synchronize()
-        return JobResources(layout, Sweeps(layout.policy, layout.pools), worker, program, executor, watch)
+        return Stage(worker, program, executor, watch)
 
-    def _worker(self, layout: Layout, load_first: bool) -> Worker:
+    def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
         with contextlib.ExitStack() as undo:  # create the spill files first, as this may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
-            hidden = Hidden(self.facts, layout, self.machine, self.dtype)
+            hidden = Hidden(self.facts, layout, self.machine, self.dtype, ports)
             undo.callback(hidden.close)
             attenders = dict[str, Attender]()
             for place in sorted(set(layout.policy.attended.values())):

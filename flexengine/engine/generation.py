@@ -7,45 +7,38 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from flexengine.config import Completion, Result
+from flexengine.engine.stages import JobResources
 from flexengine.engine.state import Progress
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
-from flexengine.plan.feedback import Watch
-from flexengine.plan.layout import Layout
-from flexengine.runtime.execute import Executor
 from flexengine.runtime.frames import forget_variables
 from flexengine.runtime.shortage import shortage
 from flexengine.schedule.order import Batch
-from flexengine.schedule.program import Program
-from flexengine.schedule.sweeps import Sequence, Sweeps
-from flexengine.worker.worker import Text, Worker
+from flexengine.schedule.sweeps import Sequence
+from flexengine.worker.worker import Text
 
 
-@dataclass(frozen=True)
-class JobResources:
-    """The resources that `Core.prepare` allocates for a job under one layout.
+class Swept(NamedTuple):
+    """A computed sweep.
 
     Attributes:
-        sweeps: admission, and the gpu_batches of each sweep.
-        worker: performs tasks on tensors.
-        program: the tasks of a sweep.
-        executor: runs tasks on lanes.
-        watch: compares sweeps with their prediction.
+        batches: its gpu_batches.
+        ended: sequences that ended.
+        prefill: whether a prompt was computed.
+        seconds: by stage.
     """
 
-    layout: Layout
-    sweeps: Sweeps
-    worker: Worker
-    program: Program
-    executor: Executor
-    watch: Watch
+    batches: list[Batch]
+    ended: list[Sequence]
+    prefill: bool
+    seconds: list[float]
 
 
 @dataclass
@@ -105,19 +98,25 @@ class Generation:
                     return
                 continue  # `_take` read only rows with errors, up to its limit
             began = time.perf_counter()
-            batches, ended, prefill = self._guarded_sweep()
+            swept = self._guarded_sweep()
             seconds = time.perf_counter() - began
-            self.resources.watch.note(batches, seconds, self.resources.executor.busy)
+            self._note(swept, seconds)
             progress.sweeps += 1
-            if prefill:
+            if swept.prefill:
                 progress.prefill_seconds += seconds
             else:
                 progress.decode_seconds += seconds
-            results = [result for sequence in ended if (result := self._leave(sequence)) is not None]
+            results = [result for sequence in swept.ended if (result := self._leave(sequence)) is not None]
             progress.rows += sum(result.error is None for result in results)
             if on_sweep:
                 on_sweep(progress)
             yield from results
+
+    def _note(self, swept: Swept, seconds: float) -> None:
+        """Pass a sweep's seconds to the watch of each stage. Seconds of admission and sampling are divided evenly."""
+        rest = (seconds - sum(swept.seconds)) / len(swept.seconds)
+        for stage, own in zip(self.resources.stages, swept.seconds, strict=True):
+            stage.watch.note(swept.batches, own + rest, stage.executor.busy)
 
     def _take(self) -> None:
         """Take requests from the feed until one sequence more than a block waits. The schedule sees by the additional
@@ -144,7 +143,7 @@ class Generation:
             self.resources.sweeps.add(Sequence(self._next, length, sampling.max_tokens, prompt=prompt))
             self._next += 1
 
-    def _guarded_sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
+    def _guarded_sweep(self) -> Swept:
         """Return what `_sweep` returns. Raise Shortage if it ran out of memory.
 
         After an error no further task starts, and no tensor stays referenced, neither by unfinished forward passes nor
@@ -155,16 +154,13 @@ class Generation:
             with torch.no_grad():
                 return self._sweep()
         except BaseException as error:
-            lack = shortage(error, self.resources.worker.weights.machine.kind == "cuda")
+            lack = shortage(error, self.resources.cuda)
             if lack is None:
-                self._abandon()
+                self.resources.abandon()
                 forget_variables(error)
                 raise
-        self._abandon()
+        self.resources.abandon()
         raise lack
-
-    def _abandon(self) -> None:
-        self.resources.executor.abandon("device", self.resources.worker.drop)
 
     def unfinished(self) -> list[Request]:
         """Subtract the tokens of the rows in flight from `progress`. Return the requests of these rows, in order."""
@@ -174,15 +170,11 @@ class Generation:
         self.progress.most += sum(limits) - sum(done)
         return [row.request for row in self._open.values()]
 
-    def _sweep(self) -> tuple[list[Batch], list[Sequence], bool]:
-        """Advance every live sequence by one token.
-
-        Returns:
-            The gpu_batches, the sequences that ended, and whether the sweep computed a prompt.
-        """
+    def _sweep(self) -> Swept:
+        """Advance every live sequence by one token, through one stage after the other."""
         resources = self.resources
-        sweeps, worker = resources.sweeps, resources.worker
-        batches = sweeps.begin(worker.cache.claim, worker.cache.release)
+        sweeps = resources.sweeps
+        batches = sweeps.begin(resources.claim, resources.release)
         if not batches:
             peak = sweeps.waiting[0].peak_tokens
             pools = [(tier, pool) for tier, group in sweeps.pools.items() for pool in group]
@@ -192,17 +184,15 @@ class Generation:
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
         self.progress.tokens += len(sweeps.joined)
         over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
-        worker.begin(batches, sweeps.live, self._texts, sweeps.first_tokens())
-        worker.weights.machine.synchronize()
-        resources.executor.run(resources.program.sweep(sweeps.sweep, batches, sweeps.another))
-        sampled = {sequence: token for sequence, token in worker.sampled.items() if sequence not in over}
+        seconds = [stage.sweep(batches, sweeps, self._texts) for stage in resources.stages]
+        sampled = {s: token for s, token in resources.stages[-1].worker.sampled.items() if s not in over}
         self._first.update((waits, sampled.pop(waits)) for waits in sampled.keys() - sweeps.live.keys())
         stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
         self.progress.tokens += len(sampled)
         ended = sweeps.advance(batches, stopped)
         for sequence in ended:
-            worker.cache.release(sequence)
-        return batches, ended, prefill
+            resources.release(sequence)
+        return Swept(batches, ended, prefill, seconds)
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
         """Append a token to a sequence. Return whether it was the last one."""

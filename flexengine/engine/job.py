@@ -17,9 +17,10 @@ from typing import Any
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
-from flexengine.engine.generation import Generation, JobResources
+from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
 from flexengine.engine.recovery import REPLANS, exhausted, given_too_large, replanned
+from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
 from flexengine.engine.survey import Reader
 from flexengine.errors import OutOfMemory
@@ -114,16 +115,17 @@ class Job:
         generation = Generation(resources, state.feed, core.tokenizer, core.eos, state.progress)
         lack: Shortage | None = None
         try:
-            with resources.executor:
+            with resources:
                 yield from generation.run(self.on_sweep)
         except Shortage as error:
             lack = error.with_traceback(None)
             state.restart(generation.unfinished(), generation.feed)
         finally:
-            resources.worker.close()
+            resources.close()
             core.machine.give_back()
-            state.add_busy(resources.executor.busy)
-            self.summary = self._summarise(state, resources)
+            for stage in resources.stages:
+                state.add_busy(stage.executor.busy)
+            self.summary = self._summarise(state, watch)
             self._write_trace()
         if lack is None:
             self.planner.learn(watch)
@@ -155,7 +157,7 @@ class Job:
         except OSError as error:
             warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
 
-    def _summarise(self, state: JobState, resources: JobResources | None) -> dict[str, Any]:
+    def _summarise(self, state: JobState, watch: Watch | None) -> dict[str, Any]:
         """Return `Engine.summary`: model and device, `JobState.summary`, peak bytes by tier, and the plan.
 
         The key `verified` holds files, bytes and seconds of the checksum comparisons since the engine was made.
@@ -170,6 +172,6 @@ class Job:
             "peak_bytes": {t: core.machine.tier(t).ledger.peak for t in tiers},
             "lossy": core.lossy.enabled,
             "verified": dict(vars(core.verifier)) if core.verifier else None,
-            "policy": resources.layout.policy.to_json() if resources else None,
-            "plan": resources.watch.report() if resources else None,
+            "policy": watch.layout.policy.to_json() if watch else None,
+            "plan": watch.report() if watch else None,
         }

@@ -9,7 +9,7 @@ from flexengine.config import cache_root, parse_size
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy
-from flexengine.model.skeleton import named_dtype
+from flexengine.model.dtypes import named_dtype
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.tier.machine import Links, Machine, make_machine

@@ -11,7 +11,7 @@ from flexengine.engine.survey import Reader, Refused
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy, choices
 from flexengine.measure import store
-from flexengine.model.skeleton import named_dtype
+from flexengine.model.dtypes import named_dtype
 from flexengine.model.tokenizer import load_tokenizer
 from flexengine.plan.assumed import assumed
 from flexengine.plan.cost import Cost

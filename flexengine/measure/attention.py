@@ -106,7 +106,7 @@ class Trial:
             for layer in range(n):
                 fill(cache.on_host(layer)[0] if on_host else cache.on_device(layer))
             batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", home)
-            yield cache, cache.view(batch, live)
+            yield cache, cache.view(batch)
         finally:
             cache.close()
 

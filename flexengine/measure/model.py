@@ -59,7 +59,8 @@ def measure_model(
     with torch.no_grad(), unnoticed(machine):
         names = [facts.signature(j) for j in range(len(facts.layers))]
         layers, start = _layers(skeleton, names, held, machine, [n for n in TOKENS if n <= most_tokens])
-        return layers, {facts.head_signature: _head(skeleton, held, machine, start)}
+        heads = {facts.head_signature: _head(skeleton, held, machine, start)} if facts.output is not None else {}
+        return layers, heads
 
 
 def _layers(

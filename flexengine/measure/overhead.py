@@ -98,7 +98,7 @@ def _sweep(machine: Machine, dtype: torch.dtype, count: int) -> float:
         def sweep(_: int) -> None:
             batches = sweeps.begin(cache.claim)
             for batch in batches:
-                cache.view(batch, sweeps.live)
+                cache.view(batch)
                 pieces = packed(batch)
                 for numbers in ([p.start for p in pieces], [p.count for p in pieces], [p.sequence for p in pieces]):
                     torch.tensor([numbers]).to(machine.compute)

@@ -120,7 +120,7 @@ def knows_attention(hardware: Hardware, facts: ModelFacts) -> bool:
 def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
     """Return whether the seconds of this model's layers and head were measured."""
     layers = {facts.signature(j) for j in range(len(facts.layers))}
-    return layers <= set(hardware.layers) and facts.head_signature in hardware.heads
+    return layers <= set(hardware.layers) and (facts.output is None or facts.head_signature in hardware.heads)
 
 
 def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:

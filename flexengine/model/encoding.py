@@ -47,7 +47,7 @@ def forms(skeleton: Skeleton, codec: str | None) -> dict[str, WeightFormat]:
             if (form := _form(slot, codec)) is not None and not (len(slot.shape) == 2 and form.packed.rows in experts):
                 formats[name] = form
     for name, shape in (skeleton.embedding, skeleton.head):
-        if name == skeleton.embedding[0] or not skeleton.tied:
+        if name in skeleton.wanted:
             formats[name] = WeightFormat(Packed(EDGES, *shape))
     return formats
 

@@ -111,11 +111,17 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class PausingLayer(nn.Module):
-    """A decoder layer that waits for its weights."""
+    """A decoder layer that waits for its weights.
+
+    Attributes:
+        index: number of the layer. A layer with a negative number returns its input (layer_range.py).
+        outputs: number of values that a layer with a negative number returns; None if it returns a tensor, not a tuple.
+    """
 
     def __init__(self, layer: nn.Module, index: int) -> None:
         super().__init__()
         self.layer, self.index = layer, index
+        self.outputs: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -124,6 +130,9 @@ class PausingLayer(nn.Module):
             return getattr(super().__getattr__("layer"), name)  # models ask their layers for e.g. attention_type
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.index < 0:
+            hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+            return hidden if self.outputs is None else (hidden, *[None] * (self.outputs - 1))
         if "hidden_states" in kwargs:
             kwargs["hidden_states"] = pause(Layer(self.index, kwargs["hidden_states"]))
         else:

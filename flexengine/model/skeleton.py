@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flexengine.errors import InvalidInput, UnsupportedModel
+from flexengine.errors import UnsupportedModel
 from flexengine.model.adapters import ADAPTED, adapt
 from flexengine.model.config import load_config
 from flexengine.model.form import WeightFormat
@@ -65,13 +65,13 @@ class CacheShape:
 
 @dataclass
 class Skeleton:
-    """A model without weights.
+    """A model without weights, or a range of its layers (layer_range.py).
 
     Attributes:
         model: a transformers.PreTrainedModel on the meta device, with pausing modules.
         config: of transformers.
         name: class and directory of the model, for messages.
-        layers: per decoder layer, its parameters by name.
+        layers: per decoder layer of the range, its parameters by name.
         others: parameters outside layers, embedding and head.
         embedding: name and shape of the embedding's weight.
         head: name and shape of the output projection's weight.
@@ -86,6 +86,8 @@ class Skeleton:
         loading: renames and conversions of the checkpoint.
         windows: by layer, number of tokens that a query sees; None for all.
         forms: format of each encoded parameter, by name.
+        total: number of decoder layers of the whole model.
+        first: number of `layers[0]` in the whole model.
     """
 
     model: Any
@@ -106,6 +108,23 @@ class Skeleton:
     loading: Loading
     windows: dict[int, int | None] = field(default_factory=dict)
     forms: dict[str, WeightFormat] = field(default_factory=dict)
+    total: int = 0
+    first: int = 0
+
+    @property
+    def layer_range(self) -> tuple[int, int]:
+        """First layer, and last layer + 1, in the whole model."""
+        return self.first, self.first + len(self.layers)
+
+    @property
+    def enters(self) -> bool:
+        """Whether hidden states enter from earlier layers."""
+        return self.first > 0
+
+    @property
+    def leaves(self) -> bool:
+        """Whether hidden states leave to later layers."""
+        return self.layer_range[1] < self.total
 
     def mode(self, device: torch.device) -> Invariance | None:
         """Return the torch function mode of a forward pass on a device.
@@ -119,17 +138,22 @@ class Skeleton:
     def wanted(self) -> dict[str, tuple[int, ...]]:
         """Shape of every parameter that the checkpoint must hold, by name."""
         names = {name: slot.shape for layer in (*self.layers, self.others) for name, slot in layer.items()}
-        names[self.embedding[0]] = self.embedding[1]
-        if not self.tied:
-            names[self.head[0]] = self.head[1]
-        if self.head_bias:
-            names[self.head_bias] = self.head[1][:1]
+        if not self.enters:
+            names[self.embedding[0]] = self.embedding[1]
+        if not self.leaves:
+            names[self.output] = self.head[1]
+            if self.head_bias:
+                names[self.head_bias] = self.head[1][:1]
         return names
 
     @property
+    def output(self) -> str:
+        """Name of the output projection's weight: the embedding's, where they are tied."""
+        return self.embedding[0] if self.tied else self.head[0]
+
+    @property
     def matrices(self) -> set[str]:
-        """Names of the parameters that only a Product or an embedding reads, so that they can keep their stored dtype.
-        """
+        """Names of the parameters that only a Product or an embedding reads: they can keep their stored dtype."""
         slots = [item for group in (*self.layers, self.others) for item in group.items()]
         linear = {n for n, slot in slots if slot.name == "weight" and isinstance(slot.module, FastLinear)}
         experts = {n for n, slot in slots if _reads_rows(slot)}
@@ -156,7 +180,7 @@ class Skeleton:
 
 
 def _why(error: Exception) -> str:
-    """Return the reason why a trial pass failed, for a message."""
+    """Return the reason why a trial pass failed."""
     if "meta" in str(error):
         return "its forward pass reads tensor values, so it cannot be checked on the meta device"
     return f"a trial pass without weights failed ({error or type(error).__name__})"
@@ -281,7 +305,7 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
         head_bias=f"{names[head]}.bias" if head.bias is not None else None,
         tied=any({target, source} == weights for target, source in loading.tied.items()),
         cache=CacheShape(0, 0), heads=0, width=wide, head_module=pausing, product=product,
-        invariance=Invariance(product), loading=loading,
+        invariance=Invariance(product), loading=loading, total=count,
     )  # fmt: skip
 
 
@@ -374,21 +398,3 @@ def _restore_buffers(model: Any) -> None:
             if name in module._non_persistent_buffers_set:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
         model._init_weights(module)
-
-
-def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
-    """Return the compute dtype: as requested; else float32 on cpu and sim, and the checkpoint's dtype on cuda."""
-    if (dtype := named_dtype(requested)) is not None:
-        return dtype
-    own = getattr(config, "dtype", None)
-    return own if device == "cuda" and isinstance(own, torch.dtype) else torch.float32
-
-
-def named_dtype(requested: str | None) -> torch.dtype | None:
-    """Return the dtype of that name, None for auto. Raise InvalidInput for an unknown name."""
-    names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if requested in (None, "auto"):
-        return None
-    if requested not in names:
-        raise InvalidInput(f"dtype is {requested!r}; it must be auto, {', '.join(names)}")
-    return names[requested]

@@ -64,10 +64,11 @@ class Clock:
             found = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
                      for home in layout.places[1:]}  # fmt: skip
             units.append({home: nbytes for home, nbytes in found.items() if nbytes})
-        head, chunks = model.edges[0], layout.head_chunks(model.vocabulary)
+        chunks = layout.head_chunks(model.vocabulary)
         shares = tuple((high - low) / model.vocabulary for low, high in chunks)
-        away = homes[head.name] != "device"
-        units += [{homes[head.name]: round(s * head.stored_bytes)} if away else {} for s in shares]
+        if (head := model.output) is not None:
+            away = homes[head.name] != "device"
+            units += [{homes[head.name]: round(s * head.stored_bytes)} if away else {} for s in shares]
         names = [model.signature(j) for j in range(len(model.layers))]
         kinds = dict(zip(dict.fromkeys(names), (curve for curve, _ in cost.rates.layers), strict=True))
         return Clock(cost, layout, tuple(units), tuple(kinds[name] for name in names), shares)
@@ -151,6 +152,7 @@ class Clock:
         layer, k, model = task.cell.layer, task.cell.batch, self.cost.model
         if layer < 0:
             t = model.embedding
+            assert t is not None
             row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
             shortest = self.cost.hardware.checkpoint_read[0][0]  # a shorter read takes as long
             read = max(row, shortest) if task.lane == "disk_read" else row

@@ -66,10 +66,10 @@ class Cost:
         ends = sum(self._held(p + n - 1) * times for (p, n), times in workload.sizes.items())
         self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of a mean sequence at its end
         streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
-        head = model.edges[0]
+        head = model.output.stored_bytes if model.output else 0
         self.unit_bytes = max(streamed)
-        self.head_chunks = -(-head.stored_bytes // self.unit_bytes)  # as slots are as large as a layer
-        self.streamed_bytes = sum(streamed) + head.stored_bytes
+        self.head_chunks = -(-head // self.unit_bytes)  # as slots are as large as a layer
+        self.streamed_bytes = sum(streamed) + head
         self._units = _cached(self._unit)
         self._prompts = _cached(self._prompt)
         self._profiles = _cached(self._profile)
@@ -256,7 +256,7 @@ class Cost:
     def realised(self, layout: Layout, split: Mapping[str, float]) -> dict[str, float]:
         """Return the fractions after rounding to tensors, sequences and gpu_batches. split: as in `terms`, by tier."""
         weights = dict(layout.stored)
-        for t in (*self.model.others, *self.model.edges[1:]):  # never streamed
+        for t in (*self.model.others, *(t for t in self.model.edges if t is not self.model.output)):  # never streamed
             weights[layout.homes[t.name]] -= t.stored_bytes
         batches = max(1, -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size))
         hidden = places(batches, layout.policy.activations)

@@ -44,7 +44,7 @@ def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
     def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
         return off_device({homes[t.name] for t in layer if bool(t.experts) == experts})
 
-    table = homes[model.embedding.name]
+    table = homes[model.embedding.name] if model.embedding is not None else "device"
     return Demand(
         table if table != "device" else "",
         tuple(of(layer, True) for layer in model.layers), tuple(of(layer, False) for layer in model.layers),

@@ -49,9 +49,12 @@ class CacheGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model in numbers. layers: tensors per layer in order; others: outside layers; head rows: vocabulary.
+    """A model, or a range of its layers, in numbers. layers: tensors per layer in order; others: outside layers;
+    head rows: vocabulary.
 
-    itemsize: bytes per element in the compute dtype; width: widest activation of a layer; head: None when tied.
+    itemsize: bytes per element in the compute dtype; width: widest activation of a layer; embedding: None where hidden
+    states enter from layers before the range; head: None when tied. leaves: whether hidden states leave to layers after
+    the range, so that there is no head.
     kv_form: name of the format that K and V are kept in, "" if they are kept as they are computed.
     kv_kept: bytes one token adds to one layer's KV cache, if it is not kept as it is computed; kv_pieces: places in a
     page where parts of its K of one head lie; centred: whether mean keys are apart; topk: share of the
@@ -64,7 +67,7 @@ class ModelFacts:
 
     layers: tuple[tuple[TensorFact, ...], ...]
     others: tuple[TensorFact, ...]
-    embedding: TensorFact
+    embedding: TensorFact | None
     head: TensorFact | None
     vocabulary: int
     hidden: int
@@ -84,6 +87,17 @@ class ModelFacts:
     scratch: int = 0
     kv_form: str = ""
     gpu: bool = False
+    leaves: bool = False
+
+    @property
+    def output(self) -> TensorFact | None:
+        """The output projection; None where hidden states leave."""
+        return None if self.leaves else self.head or self.embedding
+
+    @property
+    def logits(self) -> int:
+        """Bytes of the logits of one token; 0 where hidden states leave."""
+        return 0 if self.leaves else 4 * self.vocabulary
 
     @property
     def kv_token(self) -> int:
@@ -163,8 +177,9 @@ class ModelFacts:
 
     @property
     def edges(self) -> list[TensorFact]:
-        """The output projection (the embedding, where they are tied), then an embedding of its own."""
-        return [self.head, self.embedding] if self.head else [self.embedding]
+        """The output projection (the embedding, where they are tied), then an embedding of its own. A range of layers
+        has those of them that it uses."""
+        return [t for t in (self.head, self.embedding) if t is not None]
 
     def signature(self, layer: int) -> str:
         """The same for layers whose computing takes the same time: under it `Hardware.layers` has the measured one."""
@@ -182,8 +197,9 @@ class ModelFacts:
 
     @property
     def head_signature(self) -> str:
-        """The same for output projections that take the same time."""
-        head = self.edges[0]
+        """The same for output projections that take the same time; "" where hidden states leave."""
+        if (head := self.output) is None:
+            return ""
         return f"{self.vocabulary}x{self.hidden} held in {head.form or f'{head.held} bytes'}"
 
 

@@ -40,6 +40,7 @@ VALUES = "chosen values"
 EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
 READING = "read buffers"
+ENTERING = "entering hidden states"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
@@ -55,6 +56,7 @@ class Layout:
     bytes of a layer's weights that come from it together, in the mean of the layers that have any there.
     groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
     and group; cache_buffer: device bytes of one buffer.
+    port_buffer: device bytes of one buffer between a port and a forward pass.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
     values: bytes of chosen values that are on their way to a buffer at once.
     embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
@@ -77,6 +79,7 @@ class Layout:
     values: int = 0
     embedded: int = 0
     passing: int = 0
+    port_buffer: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
@@ -105,7 +108,9 @@ class Layout:
         return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
 
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
-        """(first, last + 1) rows of each head chunk."""
+        """(first, last + 1) rows of each head chunk; [] without a head."""
+        if not self.head_rows:
+            return []
         return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
 
 
@@ -123,6 +128,7 @@ def lay_out(
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
     _embedded(layout, model, workload)
+    _ports(layout, model, workload, capacity)
     layout.book("device", "workspace", workspace(model, policy, workload) + kernel_buffers(model, policy, workload))
     waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
@@ -186,7 +192,8 @@ def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], time
 
 def _head(layout: Layout, model: ModelFacts) -> None:
     """Cuts a streamed head into runs of rows that fit the slots the layers need anyway."""
-    head = model.edges[0]
+    if (head := model.output) is None:
+        return
     home = layout.homes[head.name]
     if home == "device":
         layout.head_rows = model.vocabulary
@@ -219,11 +226,23 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
 
 def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
     """Host memory for the rows that a sweep's tokens need of an embedding off a GPU. On a CPU they are activations."""
-    if not model.gpu or layout.homes[model.embedding.name] == "device":
+    if not model.gpu or model.embedding is None or layout.homes[model.embedding.name] == "device":
         return
     width = max(model.hidden, model.embedding.elements // model.vocabulary)
     layout.embedded = aligned(sweep_tokens(layout.policy, workload) * width * model.itemsize)
     layout.book("host", EMBEDDED, layout.embedded)
+
+
+def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
+    """Device buffers for hidden states that enter or leave, and RAM for those of a sweep that wait to enter."""
+    policy, row, enters = layout.policy, model.hidden * model.itemsize, model.embedding is None
+    if not enters and not model.leaves:
+        return
+    layout.port_buffer = aligned(policy.prefill_tokens * row)
+    layout.book("device", "port buffers", (enters + model.leaves) * policy.slots * layout.port_buffer)
+    if enters:
+        states = aligned(sweep_tokens(policy, workload) * row)
+        layout.book("device" if capacity.shared else "host", ENTERING, states)
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:

@@ -64,7 +64,9 @@ class Rates:
             first.setdefault(name, j)
         layers = tuple((_layer(model, hardware, first[name], name), times) for name, times in kinds.items())
         table = hardware.heads.get(model.head_signature)
-        return Rates(model, hardware, layers, Curve.of(table or _head(model, hardware)))
+        head = model.output
+        curve = Curve.of(table or _head(model, hardware, head)) if head is not None else Curve(((1.0, np.inf),))
+        return Rates(model, hardware, layers, curve)
 
     def stack(self, tokens: Array | float) -> Array:
         """All layers of one gpu_batch of that many tokens, attention apart."""
@@ -172,9 +174,9 @@ def derived(table: Table, width: float, nbytes: float, encoded: bool, vector_flo
     return tuple((rows, 2 * rows / (each + 2 * rows / most)) for rows, _ in table)
 
 
-def _head(model: ModelFacts, hardware: Hardware) -> Table:
+def _head(model: ModelFacts, hardware: Hardware, head: TensorFact) -> Table:
     points = []
     for rows in (1, 8, 64, 512):
-        product = _product(hardware, model.edges[0], rows, 0)
+        product = _product(hardware, head, rows, 0)
         points.append((float(rows), product + 3 * 4 * rows * model.vocabulary / hardware.elementwise))
     return tuple(points)

@@ -76,7 +76,7 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
-    logits = 2 * 4 * model.vocabulary * min(policy.gpu_batch_size, workload.count or 1)
+    logits = 2 * model.logits * min(policy.gpu_batch_size, workload.count or 1)
     return aligned(tokens * moment * model.itemsize + logits + model.scratch)
 
 
@@ -98,7 +98,7 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
         return 0  # a single batch, which the workspace covers
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
-    logits = 4 * model.vocabulary * min(policy.block_size, workload.count or 1)
+    logits = model.logits * min(policy.block_size, workload.count or 1)
     row = model.hidden * model.itemsize
     passes = open_passes(policy, workload) * PASS if not model.gpu else 0
     return aligned(tokens * (row + 2 * 4 * model.head_dim + 2 * 8) + resident * row + logits + passes)

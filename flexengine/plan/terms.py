@@ -30,7 +30,7 @@ from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Array, LayerPages, Profile
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy
-from flexengine.schedule.program import Routes
+from flexengine.schedule.routes import Routes
 
 LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
 
@@ -202,8 +202,8 @@ class Sweeping:
 
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
     """Yield the seconds of reading embedding rows, if each row is a read from disk."""
-    t = model.edges[-1]
-    if layout is None or layout.homes[t.name] != "disk":
+    t = model.embedding
+    if t is None or layout is None or layout.homes[t.name] != "disk":
         return
     row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)

@@ -11,6 +11,8 @@
 | ("run", k) | the forward pass of batch k |
 | ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and at its place |
 | ("embedded", k) | embedding rows of batch k |
+| ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
+| ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
 | ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
 
 A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
@@ -32,16 +34,16 @@ loads only those that no batch before it has loaded.
 
 import enum
 from collections import deque
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from flexengine.places import DISK, HOST, TIERS, is_disk
+from flexengine.places import DISK
 from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
+from flexengine.schedule.routes import Routes
 from flexengine.schedule.slots import Ring
 
+BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
 LOADING = "loading"  # what SETTLE counts as, beside the lanes: it happens once
 
 
@@ -61,6 +63,8 @@ class Op(enum.Enum):
     OPEN = "begin the forward pass"
     LOAD_ROWS = "load rows"
     RESUME = "compute from the rows on"
+    ENTER = "take hidden states from a port"
+    LEAVE = "put hidden states into a port"
 
 
 class Task(NamedTuple):
@@ -103,48 +107,14 @@ class Parts(NamedTuple):
     rest: Sequence[Task]
 
 
-@dataclass(frozen=True)
-class Routes:
-    """Lanes between each place and the device.
-
-    Attributes:
-        load: by place, the lanes from the place to the device. Two lanes mean a stop in host staging.
-        store: by place, the lanes from the device to the place.
-        attend: by place that computes attention, the lanes of the question, of attention there and of the answer.
-    """
-
-    load: dict[str, tuple[str, ...]]
-    store: dict[str, tuple[str, ...]]
-    attend: dict[str, tuple[str, str, str]]
-
-    @staticmethod
-    @cache
-    def between(places: tuple[str, ...], staged: bool) -> "Routes":
-        """Return the routes of a machine. Every disk has a lane for reads and a lane for writes.
-
-        Args:
-            places: all places of the machine.
-            staged: whether disks and device are not directly connected. If they are, RAM is the device, and nothing is
-                delegated to the host.
-        """
-        load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
-        store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
-        for disk in filter(is_disk, places):
-            load[disk] = (f"{disk}_read", *load[HOST] * staged)
-            store[disk] = (*store[HOST] * staged, f"{disk}_write")
-        return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
-
-
-STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
-
-
 class Program:
     """Tasks of sweep after sweep, with weight loads running `slots` units ahead across sweep boundaries.
 
     streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
     layers: how many of the units are layers (hidden states move between those only). arriving: rising numbers of the
     units with weights that stay in memory and are not there yet, each as often as there are batches of them; they come
-    while the first sweep computes. demand: weights that are loaded by rows.
+    while the first sweep computes. demand: weights that are loaded by rows. ports: BEFORE if hidden states enter from
+    layers of another program, AFTER if they leave to layers of another.
     """
 
     def __init__(
@@ -155,9 +125,10 @@ class Program:
         routes: Routes,
         arriving: Sequence[int] = (),
         demand: Demand = NOTHING,
+        ports: Collection[str] = (),
     ) -> None:
         self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
-        self.arriving, self.demand = list(arriving), demand
+        self.arriving, self.demand, self.ports = list(arriving), demand, ports
         self.first = bool(arriving)  # whether units may still have to wait for what is to stay
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
         self.weights = Ring("w", slots)
@@ -212,6 +183,10 @@ class Program:
                     started = {}
                 self.weights.leave(held=bool(started))
             waiting = started
+        for rest in waiting.values():  # of the last layer, where hidden states leave
+            yield from rest
+        if waiting:
+            self.weights.give_back()
         yield from self._weights(number, horizon)
         self.first = False
 
@@ -291,18 +266,36 @@ class Program:
         if j >= self.layers:
             return Parts((), compute, (), ())
         if batch.delegated:
-            return self._delegated(compute, batch.attention, reads, experts)
+            return self._ported(self._delegated(compute, batch.attention, reads, experts))
         cache, cache_loads, cache_stores = self._cached(cell, batch, batches)
         hidden, hidden_loads, hidden_stores = self._hidden(cell, batch)
         buffers = (self.caches.buffer(cache),) * (cache >= 0), (self.hiddens.buffer(hidden),) * (hidden >= 0)
         loads = (*cache_loads, *hidden_loads)
         compute = compute._replace(writes=(("run", k), *buffers[0], *buffers[1]), cache=cache, hidden=hidden)
         if not experts:
-            return Parts(loads, compute, (*cache_stores, *hidden_stores), ())
+            return self._ported(Parts(loads, compute, (*cache_stores, *hidden_stores), ()))
         compute = compute._replace(by_rows=True)
         *rows, resume = self._rows(compute, reads, experts)
         resume = resume._replace(writes=(("run", k), *buffers[1]), hidden=hidden)
-        return Parts(loads, compute, (*cache_stores, *rows), (resume, *hidden_stores))
+        return self._ported(Parts(loads, compute, (*cache_stores, *rows), (resume, *hidden_stores)))
+
+    def _ported(self, parts: Parts) -> Parts:
+        """Return a cell with the tasks by which its hidden states enter and leave, if it is in the first or last
+        layer."""
+        cell, compute = parts.compute.cell, parts.compute
+        k, source, target = cell.batch, ("inbuf", cell.batch % self.slots), ("outbuf", cell.batch % self.slots)
+        if BEFORE in self.ports and cell.layer == 0:
+            enter = Task(Op.ENTER, cell, "enter", ((BEFORE, k),), (source,))
+            compute = compute._replace(reads=(*compute.reads, source))
+            parts = parts._replace(loads=(*parts.loads, enter), compute=compute)
+        if AFTER in self.ports and cell.layer == self.layers - 1:
+            leave = Task(Op.LEAVE, cell, "leave", (target,), ((AFTER, k),))
+            last = parts.rest[-1] if parts.rest else compute
+            last = last._replace(writes=(*last.writes, target))
+            if parts.rest:
+                return parts._replace(rest=(*parts.rest[:-1], last, leave))
+            return parts._replace(compute=last, after=(*parts.after, leave))
+        return parts
 
     def _cached(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[int, list[Task], list[Task]]:
         """Return the buffer for a batch's KV, its loads and its stores; -1 and none where the KV is on the device."""

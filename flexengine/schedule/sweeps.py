@@ -5,7 +5,7 @@ The engine tells it what was sampled; `simulate` lets every sequence run to its 
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flexengine.policy import Policy
 from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, peak_pages, split_prompt
@@ -22,8 +22,6 @@ class Sequence:
     Attributes:
         cached: tokens whose KV is stored.
         home: tier of that KV.
-        pages: page ids of each pool of that tier.
-        copied: by pool, the shared page whose tokens the page being filled begins with, if there is one.
         prompt: number of its prompt, None if no other sequence has it. Sequences of one prompt that enter together
             share the prompt's pages.
         source: the sequence whose prompt's pages it is about to share, if there is one.
@@ -36,8 +34,6 @@ class Sequence:
     cached: int = 0
     generated: int = 0
     home: str = ""
-    pages: list[list[int]] = field(default_factory=list)
-    copied: dict[int, int] = field(default_factory=dict)
     prompt: int | None = None
     source: "Sequence | None" = None
     first: int = -1

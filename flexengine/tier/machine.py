@@ -19,7 +19,7 @@ import torch
 from flexengine.errors import InvalidInput
 from flexengine.places import MOST_DISKS, place_names
 from flexengine.plan.capacity import Capacity
-from flexengine.schedule.program import Routes
+from flexengine.schedule.routes import Routes
 from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier

@@ -62,6 +62,9 @@ class Embedding:
 
     def __init__(self, weights: Weights, layout: Layout, regions: Regions) -> None:
         self.weights, self.machine = weights, weights.machine
+        width, on = weights.skeleton.embedding[1][1], weights.machine.compute
+        entering = weights.skeleton.enters  # then no layer sees the embedding's output, and no row of it is read
+        self._blank = torch.zeros(1, width, dtype=weights.dtype, device=on) if entering else None
         self._stage: Tensor | None = None
         self._used = 0  # elements of it
         if layout.embedded:
@@ -79,6 +82,8 @@ class Embedding:
             staged: whether rows read from RAM or disk go through locked memory, which has room for each gpu_batch once.
         """
         table, on = self.weights.table, self.machine.compute
+        if self._blank is not None:
+            return Lookup(torch.zeros_like(ids).to(on))
         if table is not None and table.dtype == self.weights.dtype:
             return Lookup(ids.to(on))
         unique, inverse = torch.unique(ids, return_inverse=True)
@@ -118,6 +123,8 @@ class Embedding:
     def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
         """Return embedding rows on the device, and each token's place among them."""
         weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
+        if self._blank is not None:
+            return self._blank, rows.place
         if rows.reads:
             if rows.found is None:
                 self.read(rows)

@@ -15,11 +15,13 @@ from flexengine.kernels.base import Compute
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
+from flexengine.model.dtypes import choose_dtype
 from flexengine.model.encoding import encoded, forms, use_forms
 from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
+from flexengine.model.layer_range import use_range
 from flexengine.model.loading import ByteRange, Origin, differ, origins
-from flexengine.model.skeleton import Skeleton, build, choose_dtype
+from flexengine.model.skeleton import Skeleton, build
 from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
 from flexengine.plan.facts import ModelFacts, TensorFact
@@ -144,6 +146,7 @@ def open_model(
     weights: bool = True,
     lossy: Lossy = EXACT,
     verifier: Verifier | None = None,
+    layers: tuple[int, int] | None = None,
 ) -> Opened:
     """Return an opened model.
 
@@ -156,8 +159,10 @@ def open_model(
             the config's dtype.
         lossy: switches for the formats of weights and cache.
         verifier: see source.resolve.
+        layers: first layer, and last layer + 1, to hold; None for all.
 
     Raises:
+        InvalidInput: there are no such layers.
         ModelNotFound: there is no such model.
         UnsupportedModel: the model cannot be run.
         BadCheckpoint: a file is damaged.
@@ -171,12 +176,14 @@ def open_model(
     computing = choose_dtype(dtype, config, kind)
     with torch.no_grad():
         skeleton = build(source.directory, computing, trust_remote_code)
+    tensors = {} if bare else read_checkpoint(source.directory)
+    skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
+    if layers is not None:
+        use_range(skeleton, layers)
     if bare:
         own = getattr(config, "dtype", None)
         stored = _imagined(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
     else:
-        tensors = read_checkpoint(source.directory)
-        skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
     opened = Opened(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
     opened.use(lossy)
@@ -229,17 +236,19 @@ def model_facts(
             found.append(fact)
         return tuple(found)
 
-    head = None if skeleton.tied else facts(dict([skeleton.head]), {})[0]
+    embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
+    own = not skeleton.leaves and not (skeleton.tied and embedding)
+    head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
     others = {name: slot.shape for name, slot in skeleton.others.items()}
-    others |= {skeleton.head_bias: skeleton.head[1][:1]} if skeleton.head_bias else {}
+    others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
     layers = [{name: slot.shape for name, slot in layer.items()} for layer in skeleton.layers]
     text = skeleton.config.get_text_config()
     return ModelFacts(
         tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
-        facts(dict([skeleton.embedding]), {})[0], head,
+        embedding, head,
         vocabulary=skeleton.head[1][0], hidden=text.hidden_size, width=skeleton.width,
         heads=skeleton.heads, kv_heads=skeleton.cache.kv_heads, head_dim=skeleton.cache.head_dim,
         itemsize=dtype.itemsize, kind=skeleton.config.model_type, active=skeleton.active,
         windows=tuple(skeleton.windows.get(j) for j in range(len(skeleton.layers))),
-        softcap=getattr(text, "attn_logit_softcapping", None),
+        softcap=getattr(text, "attn_logit_softcapping", None), leaves=skeleton.leaves,
     )  # fmt: skip

@@ -48,7 +48,7 @@ class Weights:
             raise
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
-        self._head = skeleton.embedding[0] if skeleton.tied else skeleton.head[0]
+        self._head = skeleton.output
         self._chunks = layout.head_chunks(skeleton.head[1][0])
         skeleton.head_module.chunks = len(self._chunks)
         self.units: list[Parts] = [self._streamed(layer) for layer in skeleton.layers]

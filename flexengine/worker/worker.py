@@ -12,8 +12,7 @@ from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, L
 from flexengine.model.sample import Draw, Sampled, sample
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
-from flexengine.plan.layout import READING
-from flexengine.schedule import sweeps
+from flexengine.plan.layout import ENTERING, READING
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.attend import Attender
@@ -24,7 +23,7 @@ from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
-_OTHERS = {"workspace", "paused forwards", READING}  # purposes whose memory nobody takes from a tier
+_OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # purposes whose memory nobody takes from a tier
 
 
 @dataclass
@@ -90,21 +89,20 @@ class Worker:
         self.experts = Experts(weights)
 
     def begin(
-        self, batches: list[Batch], live: dict[int, sweeps.Sequence], texts: Mapping[int, Text],
-        first_tokens: Mapping[int, list[int]],
-    ) -> None:  # fmt: skip
+        self, batches: list[Batch], texts: Mapping[int, Text], first_tokens: Mapping[int, list[int]]
+    ) -> None:
         """Prepares the forward passes of one sweep. first_tokens: see `Sweeps.first_tokens`."""
         self._texts, self.sampled, self._joining = texts, {}, first_tokens
         self.hidden.begin(batches)
         self.embedding.begin()
         for place, attender in self.attenders.items():
             attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
-        self._runs = [self._run(batch, live) for batch in batches]
+        self._runs = [self._run(batch) for batch in batches]
 
-    def _run(self, batch: Batch, live: dict[int, sweeps.Sequence]) -> Run:
+    def _run(self, batch: Batch) -> Run:
         inputs, rows = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch, live), rows)
+        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup]:
         ids: list[int] = []
@@ -144,6 +142,10 @@ class Worker:
             self.hidden.store(cell.batch, task.home, task.hidden, task.hop)
         elif task.op is Op.COMPUTE:
             self._compute(task)
+        elif task.op is Op.ENTER:
+            self.hidden.enter(cell.batch)
+        elif task.op is Op.LEAVE:
+            self.hidden.leave(cell.batch)
         else:
             self._delegate(task, self._runs[cell.batch])
 
@@ -172,6 +174,8 @@ class Worker:
             attender.fetch(k)
         else:
             run.event = self._up_to_rows(task, run, run.forward.resume(attender.answer(k)))
+            if not task.by_rows:
+                self._end(task, run)
 
     def _compute(self, task: Task) -> None:
         run = self._runs[task.cell.batch]
@@ -182,7 +186,8 @@ class Worker:
         else:
             assert isinstance(run.event, Head)
             run.event = run.forward.resume(self.weights.head(run.event.chunk, task.slot))
-        self._end(task, run)
+        if not task.by_rows:
+            self._end(task, run)
 
     def _up_to_rows(self, task: Task, run: Run, event: Pause) -> Pause:
         """Go on until experts have to be loaded. Return that pause or, if there are none, the one at the layer's
@@ -198,18 +203,20 @@ class Worker:
     def _resume(self, task: Task, run: Run) -> None:
         """Compute the rest of a layer whose experts were loaded. A layer's second mixture of experts loads its own
         here."""
-        event = run.event
-        if not isinstance(event, Rows):  # the layer has not read experts: it ended before
-            return
-        run.event = None
-        while isinstance(event := run.forward.resume(), Rows):
-            self.experts.bring(event, task.slot)
-        run.event = event
+        if isinstance(run.event, Rows):  # else the layer has not read experts: it ended before
+            run.event = None
+            while isinstance(event := run.forward.resume(), Rows):
+                self.experts.bring(event, task.slot)
+            run.event = event
         self._end(task, run)
 
     def _end(self, task: Task, run: Run) -> None:
-        """Put away what a cell has computed, if it has ended."""
-        if isinstance(run.event, Layer) and task.hidden >= 0:
+        """Put away what a cell has computed. The last task of the cell calls this."""
+        if isinstance(run.event, Layer) and run.event.index == self.layers:
+            self.hidden.leaving(task.cell.batch).copy_(run.event.hidden)
+            run.event = None
+            run.forward.end()
+        elif isinstance(run.event, Layer) and task.hidden >= 0:
             hidden = run.event.hidden
             self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
             hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
@@ -237,6 +244,8 @@ class Worker:
         self.weights.bind(j, task.slot)
         away = task.hidden >= 0 and j > 0
         hidden = self.hidden.buffer(task.cell.batch, task.hidden) if away else event.hidden
+        if j == 0 and self.skeleton.enters:  # the pass holds its input for longer than the buffer is free
+            hidden = self.hidden.entered(task.cell.batch).clone()
         run.event = event = None  # the layer's input must not outlive the layer
         attend = run.forward.resume(hidden)
         del hidden
@@ -244,7 +253,7 @@ class Worker:
             self.experts.bring(attend, task.slot)
             attend = run.forward.resume()
         assert isinstance(attend, Attend)
-        return attend._replace(window=self.skeleton.windows[attend.layer])
+        return attend._replace(layer=j, window=self.skeleton.windows[j])
 
     def _sample(self, run: Run, logits: Tensor) -> None:
         final = [p.sequence for p in packed(run.batch) if p.final]

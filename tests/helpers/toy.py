@@ -18,7 +18,8 @@ from flexengine.schedule.order import (
     Piece,
 )
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.sweeps import Sequence, Sweeps
 
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate)
@@ -54,7 +55,15 @@ def oracle(streamed: Homes, layers: int, rows: Rows) -> dict[int, list[int]]:
 
 
 class Toy:
-    """Performs tasks on memories of values: slots, buffers and staging are as few as the real ones, and reused."""
+    """Performs tasks on memories of values: slots, buffers and staging are as few as the real ones, and reused.
+
+    Attributes:
+        before: hidden states by batch, which enter; None if the toy begins with tokens.
+        after: hidden states by batch, which leave; None if the toy ends with a token.
+    """
+
+    before: dict[int, dict[int, list[int]]] | None = None
+    after: dict[int, dict[int, list[int]]] | None = None
 
     def __init__(
         self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows, arriving: Iterable[int] = ()
@@ -65,6 +74,8 @@ class Toy:
         self.staging: dict[tuple[str, int], Any] = {}  # ("w" | "c" | "h", number)
         self.cbuf: list[dict[int, int]] = [{} for _ in range(slots)]
         self.hbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
+        self.inbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
+        self.outbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
         self.kv: dict[tuple[str, int, int], int] = {}  # (tier, layer, sequence)
         self.away: dict[int, dict[int, list[int]]] = {}  # batch -> hidden states in their home
         self.near: dict[int, dict[int, list[int]]] = {}  # batch -> hidden states on the device
@@ -90,6 +101,8 @@ class Toy:
             Op.LOAD_HIDDEN: self._load_hidden,
             Op.STORE_HIDDEN: self._store_hidden,
             Op.COMPUTE: self._compute,
+            Op.ENTER: self._enter,
+            Op.LEAVE: self._put,
         }[task.op](task)
 
     def _leg(self, task: Task, routes: dict[str, tuple[str, ...]], kind: str, number: int, source: Any) -> Any:
@@ -137,6 +150,14 @@ class Toy:
         if value is not None:
             self.away[task.cell.batch] = value
 
+    def _enter(self, task: Task) -> None:
+        assert self.before is not None
+        self.inbuf[task.cell.batch % len(self.slots)] = self.before.pop(task.cell.batch)
+
+    def _put(self, task: Task) -> None:
+        assert self.after is not None
+        self.after[task.cell.batch] = dict(self.outbuf[task.cell.batch % len(self.slots)])
+
     def _compute(self, task: Task) -> None:
         unit, k = task.cell.layer, task.cell.batch
         batch = self.batches[k]
@@ -144,13 +165,17 @@ class Toy:
         weights = [part[0] if len(set(part)) == 1 and self._at_home(unit) else -3 for part in read]
         weights += [] if self._at_home(unit) else [-8]
         before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
+        if unit == 0 and self.before is not None:
+            before = self.inbuf[k % len(self.slots)]
         past = dict(self.cbuf[task.cache]) if task.cache >= 0 else {}
         if unit < self.layers and task.cache < 0:
             past = {p.sequence: self.kv.get(("device", unit, p.sequence), -4) for p in batch.pieces}
         now, after = dict[int, int](), dict[int, list[int]]()
         for p in batch.pieces:
             s = p.sequence
-            inputs = self.tokens[s][p.start : p.start + p.count] if unit == 0 else before.get(s, [-5] * p.count)
+            inputs = before.get(s, [-5] * p.count)
+            if unit == 0 and self.before is None:
+                inputs = self.tokens[s][p.start : p.start + p.count]
             kv, out = past.get(s, -6) if p.start else 0, []
             for h in inputs:
                 kv = hash((kv, h)) if unit < self.layers else 0
@@ -164,11 +189,13 @@ class Toy:
             self.cbuf[task.cache] = now
         elif unit < self.layers:
             self.kv |= {("device", unit, s): value for s, value in now.items()}
-        if task.hidden >= 0 and unit < self.layers - 1:
+        if unit == self.layers - 1 and self.after is not None:
+            self.outbuf[k % len(self.slots)] = after
+        elif task.hidden >= 0 and unit < self.layers - 1:
             self.hbuf[task.hidden] = after
         else:
             self.near[k] = after
-        if unit == len(self.streamed) - 1:
+        if unit == len(self.streamed) - 1 and self.after is None:
             self.sampled |= {p.sequence: after[p.sequence][-1] for p in batch.pieces if p.final}
 
     def end(self) -> None:

@@ -16,7 +16,7 @@ from flexengine.plan.layout import lay_out
 from flexengine.plan.search import search
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.program import Routes
+from flexengine.schedule.routes import Routes
 from tests.helpers.plans import both, opt
 
 MODEL = opt(16, 1024, 8, 20000)

@@ -15,7 +15,8 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.feedback import LEAST_SECONDS, LEAST_SHARE, TOLERATED, Watch
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
-from flexengine.schedule.program import STAGED, Program
+from flexengine.schedule.program import Program
+from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import Links
 from flexengine.worker.weights import Weights

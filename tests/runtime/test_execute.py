@@ -15,7 +15,8 @@ from flexengine.runtime import execute
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.lane import Thread
 from flexengine.schedule.order import Cell
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.routes import DIRECT, STAGED
 from tests.helpers.patience import PATIENCE, in_time
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import ROUTES, Toy, generate, jobs, oracle, uniform

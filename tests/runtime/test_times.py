@@ -14,7 +14,8 @@ from flexengine.runtime.execute import Executor
 from flexengine.runtime.lane import Stream
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Task
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.routes import DIRECT, STAGED
 from flexengine.schedule.simulate import simulate
 from tests.helpers import pretend_gpu
 from tests.helpers.toy import uniform

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.schedule.edges import Edges
-from flexengine.schedule.program import Program, Routes
+from flexengine.schedule.program import Program
+from flexengine.schedule.routes import Routes
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import ROUTES, Job, Shuffled, SomeEdges, Toy, generate, jobs, oracle
 

@@ -9,7 +9,8 @@ from flexengine.schedule.order import (
     Cell,
     Piece,
 )
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program
+from flexengine.schedule.program import Op, Program
+from flexengine.schedule.routes import DIRECT, STAGED
 from tests.helpers.toy import ROUTES, Homes, tasks_of, uniform
 
 

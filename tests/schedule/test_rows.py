@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.simulate import simulate
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import KINDS, ROUTES, Homes, Job, Rows, Shuffled, SomeEdges, feed, generate, jobs, weight

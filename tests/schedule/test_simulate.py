@@ -11,7 +11,8 @@ from flexengine.places import TIERS
 from flexengine.schedule.order import (
     Batch,
 )
-from flexengine.schedule.program import STAGED, Op, Program, Routes, Task
+from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.routes import STAGED, Routes
 from flexengine.schedule.simulate import simulate
 from tests.helpers.strategies import SEEDS
 from tests.helpers.toy import (

@@ -11,7 +11,8 @@ import pytest
 from flexengine.places import TIERS
 from flexengine.policy import Policy
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.program import DIRECT, STAGED, Program, Task
+from flexengine.schedule.program import Program, Task
+from flexengine.schedule.routes import DIRECT, STAGED
 from flexengine.schedule.slots import Ring
 from flexengine.schedule.sweeps import Sequence, Sweeps
 

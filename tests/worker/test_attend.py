@@ -19,7 +19,7 @@ from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import Batch
-from flexengine.schedule.program import STAGED
+from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import make_machine
 from flexengine.worker import attend

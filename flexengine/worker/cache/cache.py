@@ -67,12 +67,13 @@ class Cache:
             self._places.give([self._place.pop(sequence.id)])
         self.pools.release(sequence)
 
-    def view(self, batch: Batch, live: dict[int, Sequence]) -> View:
+    def view(self, batch: Batch) -> View:
         """The tables of one batch for one sweep."""
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
-        copies = {i: copied for i, p in enumerate(pieces) if (copied := live[p.sequence].copied)}
+        held, copied_of = self.pools.held, self.pools.copied
+        copies = {i: copied for i, p in enumerate(pieces) if (copied := copied_of.get(p.sequence))}
         groups = (
-            tables_of(batch, pieces, pool, [live[p.sequence].pages[g] for p in pieces],
+            tables_of(batch, pieces, pool, [held[p.sequence][g] for p in pieces],
                       {i: copied[g] for i, copied in copies.items() if g in copied}, self.pools.page_shape(g, tier),
                       compute, self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])

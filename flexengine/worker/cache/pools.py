@@ -21,6 +21,9 @@ class Pools:
     after layer.
 
     Attributes:
+        held: by sequence id, its page ids in each pool of its tier.
+        copied: by sequence id and pool, the shared page whose tokens the page being filled begins with. Only sequences
+            that begin such a page in the coming sweep have an entry.
         dtype: of the elements of pages; uint8 if they are encoded.
         group: by layer, the number of its group.
     """
@@ -33,6 +36,8 @@ class Pools:
         self._places = [places[layer] for layer in range(len(model.layers))]
         self.group = [g for g, _ in self._places]
         self.ids = {tier: [Pages(tier, pool.pages) for pool in pools] for tier, pools in layout.pools.items()}
+        self.held: dict[int, list[list[int]]] = {}
+        self.copied: dict[int, dict[int, int]] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
         self._homes: dict[str, Region] = {}
         for tier, pools in layout.pools.items():
@@ -49,11 +54,11 @@ class Pools:
         replaced by one of its own (copy on write).
         """
         pools, ids = self.layout.pools[sequence.home], self.ids[sequence.home]
-        if not sequence.pages:
-            shared = sequence.source.pages if sequence.source else [[] for _ in pools]
-            sequence.pages = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
-        sequence.copied = {}
-        for g, (pool, free, held) in enumerate(zip(pools, ids, sequence.pages, strict=True)):
+        if sequence.id not in self.held:
+            shared = self.held[sequence.source.id] if sequence.source else [[] for _ in pools]
+            self.held[sequence.id] = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
+        self.copied.pop(sequence.id, None)
+        for g, (pool, free, held) in enumerate(zip(pools, ids, self.held[sequence.id], strict=True)):
             if len(held) * pool.page_tokens < tokens and (more := pool.held(tokens) - len(held)) > 0:
                 held += free.take(more)
             if sequence.prompt is None or not sequence.cached:
@@ -61,15 +66,16 @@ class Pools:
             entry = pool.entry((tokens - 1) // pool.page_tokens)
             if free.is_shared(held[entry]):
                 if sequence.cached % pool.page_tokens:
-                    sequence.copied[g] = held[entry]
+                    self.copied.setdefault(sequence.id, {})[g] = held[entry]
                 free.give([held[entry]])
                 held[entry : entry + 1] = free.take(1)
 
     def release(self, sequence: Sequence) -> None:
         """Take the sequence's pages back."""
-        for free, held in zip(self.ids[sequence.home], sequence.pages, strict=False):
-            free.give(held)
-        sequence.pages = []
+        self.copied.pop(sequence.id, None)
+        if sequence.id in self.held:
+            for free, held in zip(self.ids[sequence.home], self.held.pop(sequence.id), strict=True):
+                free.give(held)
 
     def page_bytes(self, layer: int, tier: str) -> int:
         """Return the bytes of one page of a layer."""

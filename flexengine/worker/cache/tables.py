@@ -107,7 +107,7 @@ class _Moved:
         """Note what the piece loads and stores. Return the buffer's pages for the sequence's page ids.
 
         Args:
-            copied: as `Sequence.copied`, of the pool.
+            copied: as `Pools.copied`, of the sequence and the pool.
         """
         pool, size = self.pool, self.pool.page_tokens
         here = list(range(self._at, self._at + pool.held(piece.start + piece.count)))
@@ -143,7 +143,7 @@ def tables_of(
         pieces: of the batch, in packed order.
         pool: of the batch's tier.
         owned: page ids of the sequence of each piece.
-        copied: by piece, `Sequence.copied` of this pool if there is one.
+        copied: by piece, `Pools.copied` of its sequence and this pool if there is one.
         shape: layout of a page.
         device: where attention runs that is not delegated.
         values: whether values are loaded when they are chosen.

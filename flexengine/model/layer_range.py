@@ -1,0 +1,125 @@
+"""A range of a model's layers: hidden states enter before its first layer and leave after its last one.
+
+Modules stay as they are, so positions and masks are computed as for the whole model. Layers before the range return
+their input; the pass ends at the pause of the first layer behind the range. Layers are then numbered from the range's
+first layer on.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flexengine.errors import FlexError, InvalidInput, UnsupportedModel
+from flexengine.model.forward import ATTENTION, Attend, Forward, Head, Inputs, Layer, Logits, PausingLayer, Rows
+from flexengine.model.masks import marked
+from flexengine.model.skeleton import Skeleton
+
+
+def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
+    """Let a skeleton of a whole model hold and compute only some layers.
+
+    Args:
+        skeleton: changed in place.
+        layers: first layer, and last layer + 1.
+
+    Raises:
+        InvalidInput: there is no such range.
+        UnsupportedModel: the layers read values that earlier layers or the embedding computed, beside hidden states.
+    """
+    first, end = _checked(layers, skeleton)
+    modules = sorted((m for m in skeleton.model.modules() if isinstance(m, PausingLayer)), key=lambda m: m.index)
+    try:
+        with marked(ATTENTION), torch.enable_grad():
+            if first:
+                _note_outputs(skeleton, modules)
+            for module in modules:
+                module.index -= first
+            skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
+            skeleton.windows = {j - first: skeleton.windows[j] for j in range(first, end)}
+            if first:
+                _refuse_leaks(skeleton)
+    except FlexError:
+        raise
+    except Exception as error:
+        raise UnsupportedModel(f"{skeleton.name}: a trial pass through layers {first} to {end - 1} alone failed"
+                               f" ({error or type(error).__name__})") from error  # fmt: skip
+
+
+def _checked(layers: Any, skeleton: Skeleton) -> tuple[int, int]:
+    count = len(skeleton.layers)
+    numbers = layers if isinstance(layers, tuple) and len(layers) == 2 else ()
+    if not numbers or any(type(n) is not int for n in numbers) or not 0 <= numbers[0] < numbers[1] <= count:
+        raise InvalidInput(f"layers is {layers!r}; it must be (first, last + 1) with 0 <= first <= last < {count}, as"
+                           f" {skeleton.name} has {count} layers")  # fmt: skip
+    return numbers[0], numbers[1]
+
+
+def _note_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
+    """Note on every layer how many values it returns, as a skipped layer must return as many."""
+
+    def noted(module: PausingLayer) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            module.outputs = len(output) if isinstance(output, tuple) else None
+
+        return hook
+
+    hooks = [module.layer.register_forward_hook(noted(module)) for module in modules]
+    try:
+        for _ in _trial(skeleton):
+            pass
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _refuse_leaks(skeleton: Skeleton) -> None:
+    """Raise UnsupportedModel if a layer of the range reads values of the embedding, except by hidden states.
+
+    The embedding's output requires gradients in this trial, and the hidden states that enter do not. A tensor that
+    requires gradients therefore depends on the embedding in another way.
+    """
+
+    def tainted(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_().clone()  # a leaf must not be changed in place
+
+    hook = skeleton.model.get_input_embeddings().register_forward_hook(tainted)
+    try:
+        for tensors in _trial(skeleton):
+            if any(tensor.requires_grad for tensor in tensors):
+                raise UnsupportedModel(f"{skeleton.name}: its layers read values of the embedding beside hidden states,"
+                                       " so it can be run only as a whole")  # fmt: skip
+    finally:
+        hook.remove()
+
+
+def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
+    """Run two packed tokens on the meta device. Yield the tensors of each pause inside the range, and the result."""
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    dtype = skeleton.model.dtype
+    answer: Any = None
+    with _ending(Forward(skeleton.model, Inputs(ids, ids, ids[0]), skeleton.invariance)) as forward:
+        while not isinstance(event := forward.resume(answer), Logits):
+            if isinstance(event, Rows):
+                answer = torch.empty(skeleton.embedding[1], device="meta", dtype=dtype), event.ids
+            elif isinstance(event, Layer):
+                answer = event.hidden if event.index else event.hidden.detach()
+                yield (answer,)
+                if event.index == len(skeleton.layers):
+                    return
+            elif isinstance(event, Attend):
+                yield event.q, event.k, event.v
+                answer = event.q.new_empty(1, event.q.shape[2], event.q.shape[1], event.v.shape[-1])
+            elif isinstance(event, Head):
+                answer = torch.empty(skeleton.head[1], device="meta", dtype=dtype), None, None
+        yield (event.values,)
+
+
+@contextmanager
+def _ending(forward: Forward) -> Iterator[Forward]:
+    try:
+        yield forward
+    finally:
+        forward.end()

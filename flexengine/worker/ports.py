@@ -1,0 +1,82 @@
+"""Ports: places through which the hidden states of gpu_batches pass from one stage of a model to the next.
+
+A stage's worker puts them into its port AFTER, in its lane "leave". The next stage's worker takes them from its port
+BEFORE, in its lane "enter". Neither knows how a port moves them: within a process, or by messages between machines.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flexengine.errors import InvalidInput
+from flexengine.model.skeleton import Skeleton
+from flexengine.schedule.program import AFTER, BEFORE
+
+
+class Port(ABC):
+    """Passes hidden states from the stage that puts them to the stage that takes them, in the same order."""
+
+    @abstractmethod
+    def put(self, batch: int, hidden: Tensor) -> None:
+        """Pass on the hidden states of a gpu_batch. They may be overwritten after the call.
+
+        Args:
+            batch: number of the gpu_batch in the sweep.
+            hidden: [1, tokens, hidden], on the device of the stage that puts them.
+        """
+
+    @abstractmethod
+    def take(self, batch: int, target: Tensor) -> None:
+        """Fill `target` with the hidden states of a gpu_batch. Wait until they are there.
+
+        Args:
+            batch: number of the gpu_batch in the sweep.
+            target: [1, tokens, hidden], on the device of the stage that takes them.
+        """
+
+
+class RamPort(Port):
+    """Port between two stages of one process that run one after the other. Holds hidden states in RAM."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Tensor] = {}
+
+    def put(self, batch: int, hidden: Tensor) -> None:
+        self._held[batch] = torch.empty(hidden.shape, dtype=hidden.dtype).copy_(hidden)
+
+    def take(self, batch: int, target: Tensor) -> None:
+        target.copy_(self._held.pop(batch))
+
+
+class Ports(NamedTuple):
+    """The ports of one stage.
+
+    Attributes:
+        before: hidden states enter here; None where the stage begins with the embedding.
+        after: hidden states leave here; None where the stage ends with the head.
+    """
+
+    before: Port | None = None
+    after: Port | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the ports that there are."""
+        return (BEFORE,) * (self.before is not None) + (AFTER,) * (self.after is not None)
+
+    def check(self, skeleton: Skeleton) -> None:
+        """Raise InvalidInput if the model's layers have no port that they need, or one that they do not use."""
+        needed = (BEFORE,) * skeleton.enters + (AFTER,) * skeleton.leaves
+        if self.names != needed:
+            first, end = skeleton.layer_range
+            raise InvalidInput(f"layers {first} to {end - 1} of {skeleton.total} need {_listed(needed)}, but"
+                               f" {_listed(self.names)} is given; let a chain of stages hold all layers")  # fmt: skip
+
+
+NO_PORTS = Ports()
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return " and ".join(f"port {name!r}" for name in names) or "no port"
