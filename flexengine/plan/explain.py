@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
-from flexengine.plan.chosen import wanted
+from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import LANES, Hardware, Table, at
@@ -88,7 +88,7 @@ def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     policy, f = prediction.policy, prediction.fractions
     if model.topk is None or not f.get("cache@disk", 0.0) + (0.0 if policy.delegate else f.get("cache@host", 0.0)):
         return []
-    share = percent(wanted(model))
+    share = percent(chosen_share(model))
     return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]
 
 

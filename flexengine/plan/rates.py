@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.attention import DEQUANTIZE, Attention
+from flexengine.plan.attention import DEQUANTIZE_FLOP, Attention
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table, at, values_at
@@ -155,7 +155,7 @@ def derived(table: Table, width: float, nbytes: float, encoded: bool, vector_flo
 
     One row is limited by reading weights: rate(1) = 2 / width x bandwidth. Many rows are limited by computing. So a
     product of r rows takes, per element, nbytes / bandwidth + 2 r / most FLOP per second, and an encoded one is
-    dequantized once: DEQUANTIZE FLOP at vector_flops or, where that is not known, one more write and read of `width`
+    dequantized once: DEQUANTIZE_FLOP at vector_flops or, where that is not known, one more write and read of `width`
     bytes. A table of one point says nothing of memory and holds for every format.
 
     Args:
@@ -168,7 +168,7 @@ def derived(table: Table, width: float, nbytes: float, encoded: bool, vector_flo
     bandwidth, most = table[0][1] / table[0][0] * width / 2, max(rate for _, rate in table)
     each = nbytes / bandwidth
     if encoded:
-        each += DEQUANTIZE / vector_flops if vector_flops else 2 * width / bandwidth
+        each += DEQUANTIZE_FLOP / vector_flops if vector_flops else 2 * width / bandwidth
     return tuple((rows, 2 * rows / (each + 2 * rows / most)) for rows, _ in table)
 
 
