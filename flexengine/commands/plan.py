@@ -21,7 +21,7 @@ from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fitting import aside, fitting
+from flexengine.plan.fitting import fitting, left_out
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
@@ -145,7 +145,7 @@ def plan(args: argparse.Namespace) -> None:
         return _priced(*machine, given) if given is not None else search(*machine, options)
 
     answer, largest, why = fitting(rows, planned)
-    if message := aside(rows, largest, why):
+    if message := left_out(rows, largest, why):
         say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
     case = (opened.facts, hardware, rows.up_to(largest))

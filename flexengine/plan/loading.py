@@ -1,20 +1,22 @@
-"""Seconds of reading resident weights, and of the first write to RAM, which happen while the first sweep computes."""
+"""Seconds of reading resident weights and of page faults of new RAM. Both happen during the first sweep."""
 
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import PLACES, WEIGHTS, Linear, fraction
 
-LOADED = 8 << 20  # bytes of one read of resident weights
+RESIDENT_READ_BYTES = 8 << 20  # of one read of resident weights
 RESIDENT = tuple(place for place in PLACES if place != "disk")  # tiers whose weights are read once
 
 
 def reading(hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of reading all resident weights, with nothing beside."""
-    return sum(layout.stored[place] for place in RESIDENT) / at(hardware.checkpoint_read, LOADED)
+    """Return the seconds of reading all resident weights if no other lane is busy."""
+    return sum(layout.stored[place] for place in RESIDENT) / at(hardware.checkpoint_read, RESIDENT_READ_BYTES)
 
 
 def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
-    """Return the seconds of page faults of new RAM: of the KV cache as it fills, and of all else in the first sweep.
+    """Return the seconds of page faults of new RAM: in the KV cache, and in everything else.
+
+    The KV cache's page faults happen as it fills, all others in the first sweep.
 
     Args:
         missing: share of the resident weights that are not yet in RAM.
@@ -30,13 +32,13 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
 def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
     """Return the work, by lane, of reading resident weights once into new RAM.
 
-    Page faults take the processor that computes where there is no GPU. Else they are a lane of their own ("touch"), as
-    they overlap disk reads.
+    Without a GPU, page faults take the processor that computes. With a GPU, they are a lane of their own ("touch"),
+    because they overlap disk reads.
 
     Args:
         nbytes: of all weights.
     """
-    read = nbytes / at(hardware.checkpoint_read, LOADED)
+    read = nbytes / at(hardware.checkpoint_read, RESIDENT_READ_BYTES)
     faults = nbytes / hardware.touch if hardware.touch else 0.0
     lane = "touch" if hardware.kind == "cuda" else "device"
     seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
