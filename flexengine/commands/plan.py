@@ -188,7 +188,7 @@ def _report(
         curve = frontier(searched)
         if args.json:
             return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
-        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.ROWS)
+        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.MAX_FRONTIER_LINES)
     better = _helps(args, case, searched, prediction)
     if args.json:
         return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})

@@ -74,7 +74,7 @@ def test_the_linear_program_is_written(line: Line) -> None:
 @pytest.mark.slow
 def test_a_plan_from_a_config_alone(line: Line) -> None:
     text = line(*SHAPE, "--save", str(line.folder / "policy.json"))
-    assert text.startswith("tiny on toy (cuda, numbers written by hand)\n6 rows of 30 prompt tokens, at most 10")
+    assert text.startswith("tiny on toy (cuda, not measured)\n6 rows of 30 prompt tokens, at most 10")
     assert "Would help" in text
     assert len(text.splitlines()) <= 40
     values = json.loads(line(*SHAPE, "--json"))
