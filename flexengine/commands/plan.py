@@ -26,10 +26,10 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.search import Search, frontier, question, search
+from flexengine.plan.search import Search, frontier, placement_problem, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options
-from flexengine.plan.whatif import BUDGET, Help, helps, instead
+from flexengine.plan.whatif import SEARCH_SECONDS, Help, helps, instead
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
@@ -160,7 +160,7 @@ def plan(args: argparse.Namespace) -> None:
         _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
     if args.save_lp:
         with _writing(args.save_lp):
-            lp.save(question(*case, prediction.policy, options), args.save_lp)
+            lp.save(placement_problem(*case, prediction.policy, options), args.save_lp)
 
 
 def _report(
@@ -203,7 +203,7 @@ def _helps(
     policy that the planner would choose."""
     if searched is not None:
         options = Options(latency_limit=args.latency)
-        return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
+        return helps(*case, prediction, options, budget=math.inf if args.verbose else SEARCH_SECONDS)
     return instead(*case, prediction)
 
 

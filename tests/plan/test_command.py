@@ -186,7 +186,7 @@ def test_plot_file(line: Line) -> None:
         (["--max-tokens", "0"], "max_tokens is 0; it must be a whole number"),
         (["--input", "x", "--rows", "3"], "leave one out"),
         (["--latency", "nan"], "--latency is nan; it must be a positive number"),
-        ([*SHAPE, "--latency", "1e-9"], "set it higher"),
+        ([*SHAPE, "--latency", "1e-9"], "set the limit higher"),
         (["--frontier", "--policy", "x"], "leave --policy out"),
         (["--policy", "missing.json"], "policy file missing.json"),
         (["--hardware", "missing.json"], "hardware file missing.json"),
