@@ -48,8 +48,8 @@ class OutOfMemory(FlexError, MemoryError):
 
 
 ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this text if shorter rows would fit
-_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
-            "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
+_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more"}
+_DIRECTORY = "set --offload-dir to a directory with {} bytes free"  # of any disk
 
 
 class TooLittle(OutOfMemory):
@@ -75,7 +75,7 @@ class TooLittle(OutOfMemory):
         needs = " and ".join(
             f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
-        remedy = " and ".join(_OPTIONS[t].format(n) for t, n in least.items())
+        remedy = " and ".join(_OPTIONS.get(t, _DIRECTORY).format(n) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 

@@ -7,25 +7,50 @@ from typing import Any
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
+from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, place_names
 
-TIERS = ("device", "host", "disk")
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
 MOST = 1_000_000_000  # largest whole number in a policy
 MOST_SLOTS = 1000  # more slots than any model has layers
 MOST_SEQUENCES = 1_000_000  # most sequences of a block
 
-Split = tuple[float, float, float]
+Split = tuple[float, ...]  # a fraction for each place, from near to far; at least device, host and disk
 
 
 def _split(name: str, value: Sequence[float]) -> Split:
+    """Return the checked fractions. Zeros of further disks at the end are left out, so that equal splits compare
+    equal."""
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    if len(numbers) != 3 or any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers):
-        raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk]")
+    known = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
+    if not (known and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
+        raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
+                           f" more for each further offload directory, {MOST_DISKS - 1} at most")  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
         total = f", not {sum(numbers)}" if all(abs(x) <= MOST for x in numbers) else ""
         raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
-    return (float(numbers[0]), float(numbers[1]), float(numbers[2]))
+    while len(numbers) > len(TIERS) and not numbers[-1]:
+        numbers.pop()
+    return tuple(map(float, numbers))
+
+
+def places_of(split: Split) -> tuple[str, ...]:
+    """Return the place of each fraction of a split."""
+    return place_names(len(split) - 2)
+
+
+def thousandths(fractions: Sequence[float]) -> Split:
+    """Return fractions that sum to 1, in thousandths. The last place gets the rest."""
+    left, rounded = 1.0, list[float]()
+    for x in fractions[:-1]:
+        rounded.append(min(max(0.0, round(x, 3)), left))
+        left = max(0.0, round(left - rounded[-1], 3))
+    return (*rounded, left)
+
+
+def shares(split: Split) -> dict[str, float]:
+    """Return the fractions of a split by place."""
+    return dict(zip(places_of(split), split, strict=True))
 
 
 @dataclass(frozen=True)
@@ -35,7 +60,8 @@ class Policy:
     Attributes:
         gpu_batch_size: sequences computed together.
         num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
-        weights: fractions of the weights on (device, host, disk), which sum to 1.
+        weights: fractions of the weights on (device, host, disk), which sum to 1. Further fractions are for further
+            disks: the second offload directory, and so on.
         cache: fractions of the KV cache, in the same form.
         activations: fractions of the activations, in the same form.
         slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
@@ -84,9 +110,29 @@ class Policy:
                                " where a share of the cache lives on the host")  # fmt: skip
 
     @property
+    def places(self) -> tuple[str, ...]:
+        """Return the places that the splits name, from near to far."""
+        return max(map(places_of, (self.weights, self.cache, self.activations)), key=len)
+
+    def spills(self, place: str) -> bool:
+        """Return whether KV cache or activations have a share on a place."""
+        return any(shares(split).get(place, 0.0) > 0 for split in (self.cache, self.activations))
+
+    @property
     def block_size(self) -> int:
         """Return the number of sequences alive at once. Under schedule `row` this is one gpu_batch."""
         return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
+
+    def attends(self, cache_home: str) -> str:
+        """Return the place that computes decode attention of sequences whose KV cache is on this tier: the place's
+        attender, or the compute device itself ("device")."""
+        return HOST if self.delegate and cache_home == HOST else DEVICE
+
+    @property
+    def attended(self) -> dict[str, str]:
+        """Return, by place of the KV cache, the place that computes decode attention, where this is not the device."""
+        homes = places_of(self.cache)
+        return {home: place for home in homes if (place := self.attends(home)) != DEVICE}
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as a policy file holds them."""

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench.harness import Job, Record, peak_rss, versions
 
@@ -57,7 +57,7 @@ def engine_of(asked: Asked) -> Any:
     options: dict[str, Any] = {"device": job.device, "device_mem": job.device_mem, "offload_dir": job.scratch}
     options |= {"policy": Policy(**job.policy) if job.policy else None}
     options |= {"lossy": Lossy(**job.lossy) if job.lossy else None}
-    options |= {"links": Links(**asked.links) if asked.links else None}
+    options |= {"links": Links(**cast(dict[str, Any], asked.links)) if asked.links else None}
     options |= {"hardware": Hardware.from_json(asked.hardware, "bench.plan") if asked.hardware else None}
     return Engine(job.model, **{k: v for k, v in options.items() if v is not None})
 

@@ -24,8 +24,9 @@ def add_machine(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
     group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
     group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    group.add_argument("--offload-dir", type=named, metavar="DIR",
-                       help="where KV cache and activations spill to disk")  # fmt: skip
+    group.add_argument("--offload-dir", type=named, metavar="DIR", action="append",
+                       help="where KV cache and activations spill to disk; give it once more for each further disk,"
+                            " which may also hold a copy of some weights")  # fmt: skip
 
 
 def add_lossy(group: "argparse._ArgumentGroup") -> None:

@@ -310,8 +310,8 @@ def _choose(
     from flexengine.engine import planner as planners
 
     if other is None:
-        with closing((options := _machine_options(args)).machine()) as machine:
-            planner = planners.Planner(machine, opened, options.directory)
+        with closing(_machine_options(args).machine()) as machine:
+            planner = planners.Planner(machine, opened)
             planner.say = say
             return planner.least_lossy(workload, among)
 
@@ -330,7 +330,7 @@ def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) ->
     options = _machine_options(args)
     with closing(options.machine()) as machine:
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
-        planner = planners.Planner(machine, opened, options.directory)
+        planner = planners.Planner(machine, opened)
         planner.say = say
         return planner.hardware()
 

@@ -11,18 +11,19 @@ from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
+from flexengine.places import DISK
 from flexengine.plan.experts import demand_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import has_room
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.runtime.trace import Trace
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
+from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
-from flexengine.worker.delegation import Delegation
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import open_model
 from flexengine.worker.weights import Weights
@@ -62,7 +63,7 @@ class Core:
         self._resident_read = 0  # bytes read for resident weights that have been dropped since
 
     def _check_disk(self, policy: Policy | None) -> None:
-        if self.machine.no_offload and policy and (policy.cache[2] or policy.activations[2]):
+        if self.machine.no_offload and policy and policy.spills(DISK):
             self.machine.close()
             raise InvalidInput(f"the policy puts cache or activations on disk, but {self.machine.no_offload}")
 
@@ -98,8 +99,8 @@ class Core:
         """
         layout, machine = watch.layout, self.machine
         self._drop_misplaced(layout)
-        for tier in TIERS:
-            machine.tier(tier).ledger.restart_peak()
+        for tier in machine.tiers.values():
+            tier.ledger.restart_peak()
         machine.keep_freed(has_room(layout, machine.capacity))
         worker = self._worker(layout, load_first)
         weights = worker.weights
@@ -122,15 +123,15 @@ class Core:
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype)
             undo.callback(hidden.close)
-            delegation = None
-            if layout.delegation:
-                delegation = Delegation(self.facts, layout, self.machine, cache, self.dtype)
-                undo.callback(delegation.close)
+            attenders = dict[str, Attender]()
+            for place in sorted(set(layout.policy.attended.values())):
+                attenders[place] = ATTENDERS[place](self.facts, layout, self.machine, cache, self.dtype)
+                undo.callback(attenders[place].close)
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
                 self._weights.settle_all()
-            worker = Worker(self.skeleton, self._weights, cache, hidden, delegation)
+            worker = Worker(self.skeleton, self._weights, cache, hidden, attenders)
             undo.pop_all()
         return worker
 
@@ -144,7 +145,7 @@ class Core:
         """Drop the weights of an earlier job unless this layout places them alike."""
         if self._weights is None:
             return
-        old, same = self._weights.layout, ("homes", "slot", "stage", "head_rows")
+        old, same = self._weights.layout, ("homes", "slot", "stages", "head_rows")
         if old.policy.slots != layout.policy.slots or any(getattr(old, n) != getattr(layout, n) for n in same):
             self.drop_weights()
 

@@ -53,7 +53,7 @@ class Engine:
         self.options = EngineOptions(model=model, **options)
         self.core = core = Core(self.options)
         self.planner = Planner(
-            core.machine, core.opened, self.options.directory, self.options.hardware, self.options.overlap,
+            core.machine, core.opened, self.options.hardware, self.options.overlap,
             self.options.policy, self.options.allow,
         )  # fmt: skip
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])

@@ -161,7 +161,7 @@ class Job:
         The key `verified` holds files, bytes and seconds of the checksum comparisons since the engine was made.
         """
         core = self.core
-        tiers = ("device", "disk") if core.machine.capacity.shared else ("device", "host", "disk")
+        tiers = [t for t in core.machine.tiers if not (core.machine.capacity.shared and t == "host")]
         return {
             "model": core.source.name,
             "device": core.machine.kind,

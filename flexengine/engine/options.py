@@ -23,32 +23,34 @@ class MachineOptions:
         device: auto, cpu, cuda or sim.
         device_mem: bytes of device memory, or text such as "800M"; None takes the free memory. On a CPU this is RAM.
         host_mem: bytes of host memory beside a GPU, in the same form.
-        offload_dir: directory for KV cache and activations that are offloaded to disk.
+        offload_dir: directory for KV cache and activations that are offloaded to disk, or a list of directories on
+            different disks. Further directories may also hold copies of weights.
         links: link rates of a `sim` machine.
     """
 
     device: str = "auto"
     device_mem: str | int | None = None
     host_mem: str | int | None = None
-    offload_dir: str | Path | None = None
+    offload_dir: str | Path | Sequence[str | Path] | None = None
     links: Links | None = None
 
     @property
-    def directory(self) -> Path:
-        """Return the offload directory. If the home directory is unknown, return a path that cannot be created; only
+    def directories(self) -> tuple[Path, ...]:
+        """Return the offload directories. If the home directory is unknown, return a path that cannot be created; only
         plans that offload to disk then fail."""
         if self.offload_dir:
-            return Path(self.offload_dir)
+            given = [self.offload_dir] if isinstance(self.offload_dir, (str, Path)) else self.offload_dir
+            return tuple(map(Path, given))
         try:
-            return cache_root() / "offload"
+            return (cache_root() / "offload",)
         except InvalidInput:
-            return Path(os.devnull) / "offload"
+            return (Path(os.devnull) / "offload",)
 
     def machine(self) -> Machine:
         """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
         device = parse_size(self.device_mem, "--device-mem") if self.device_mem is not None else None
         host = parse_size(self.host_mem, "--host-mem") if self.host_mem is not None else None
-        return make_machine(self.device, device, host, self.directory, self.links)
+        return make_machine(self.device, device, host, self.directories, self.links)
 
 
 @dataclass(frozen=True, kw_only=True)

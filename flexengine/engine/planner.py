@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flexengine.config import SamplingParams
@@ -71,7 +70,6 @@ class Planner:
         self,
         machine: Machine,
         opened: Opened,
-        offload_dir: Path,
         hardware: Hardware | None = None,
         overlap: bool = True,
         policy: Policy | None = None,
@@ -86,7 +84,7 @@ class Planner:
         Raises:
             InvalidInput: `hardware` is of another kind of machine, or a name in `allow` is unknown.
         """
-        self.machine, self.opened, self.offload_dir, self.overlap = machine, opened, offload_dir, overlap
+        self.machine, self.opened, self.overlap = machine, opened, overlap
         self.policy = policy
         self.prefill_tokens: int | None = None
         self._hardware = fitted(hardware, machine) if hardware is not None else None
@@ -262,7 +260,7 @@ class Planner:
         """
         if not self._hardware_override and watch.cost.hardware.measured and (factors := watch.factors()):
             opened = self.opened
-            key = store.key_of(self.machine, self.offload_dir, opened.dtype, opened.files)
+            key = store.key_of(self.machine, opened.dtype, opened.files)
             latest = store.cached(key) or watch.cost.hardware  # other jobs may have stored their corrections meanwhile
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.save_rates(key, corrected)
@@ -271,7 +269,7 @@ class Planner:
 
     def known(self) -> Hardware:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
-        known = self._hardware or store.obtain(self.machine, self.offload_dir, self.opened)
+        known = self._hardware or store.obtain(self.machine, self.opened)
         return known or assumed(self.machine.kind, self.machine.capacity)
 
     def hardware(self) -> Hardware:
@@ -279,7 +277,7 @@ class Planner:
         fails, call `say` with the reason and return `known()`."""
         if self._hardware is None:
             try:
-                self._hardware = store.obtain(self.machine, self.offload_dir, self.opened, measure=True, say=self.say)
+                self._hardware = store.obtain(self.machine, self.opened, measure=True, say=self.say)
             except (FlexError, OSError) as error:
                 self.say(f"not measured: {error}")
         self._hardware = self._hardware or self.known()
@@ -339,7 +337,7 @@ def this_machine(
     if machine.no_offload and say:
         say(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
-        hardware = store.obtain(machine, options.directory, opened, True, say, again, computing)
+        hardware = store.obtain(machine, opened, True, say, again, computing)
         assert hardware is not None
         return hardware
     finally:

@@ -105,7 +105,7 @@ class Trial:
                     cache.claim(sequence, (number + 1) * size)
             for layer in range(n):
                 fill(cache.on_host(layer)[0] if on_host else cache.on_device(layer))
-            batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", delegated=on_host)
+            batch = Batch(tuple(Piece(i, past, count, True) for i in live), home, "device", home)
             yield cache, cache.view(batch, live)
         finally:
             cache.close()
@@ -123,7 +123,7 @@ def _on_device(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
 
 
 def _on_host(cache: Cache, view: View, event: Attend, number: int) -> Tensor:
-    """Compute call `number` for a cache on the host, as worker.delegation does."""
+    """Compute call `number` for a cache on the host, as `HostAttender` does."""
     pool, form = cache.on_host(number % cache.layers)
     q, k, v = (x[0].transpose(0, 1).cpu() for x in (event.q, event.k, event.v))
     native, at = available.load(), cache.tables(view, event.layer)

@@ -59,7 +59,7 @@ def _seconds(executor: Executor, machine: Machine, depth: int, delegated: bool) 
     """Return the seconds of one layer of one gpu_batch."""
     program = Program([()] * (depth + 1), depth, 2, machine.routes)  # the last unit, a head, ends the last layer
     home = "host" if delegated else "device"
-    batches = [Batch((Piece(k, 1, 1, True),), home, "device", delegated) for k in range(BATCHES)]
+    batches = [Batch((Piece(k, 1, 1, True),), home, "device", home) for k in range(BATCHES)]
     seconds = seconds_per_call(lambda number: executor.run(program.sweep(number, batches, True)), SECONDS)
     return seconds / (depth * BATCHES)
 

@@ -14,6 +14,7 @@ import torch
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
+from flexengine.places import DISK, is_disk
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Region
@@ -74,7 +75,10 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
         touch, busy = _touch(room(machine, "device", "host"))
-        links = _copies(machine) | (_assumed_spills(machine) if machine.no_offload else _spills(machine))
+        links = _copies(machine) | _assumed_spills(machine)
+        for place in filter(is_disk, machine.tiers):
+            if not (place == DISK and machine.no_offload):
+                links |= _spills(machine, place)
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
 
 
@@ -183,17 +187,18 @@ def _part(region: Region, size: int, i: int) -> Region:
     return region.part(_offset(region.nbytes, size, i), size)
 
 
-def _spills(machine: Machine) -> dict[str, Table]:
-    """Return the rates of disk_write and disk_read in the offload directory.
+def _spills(machine: Machine, place: str) -> dict[str, Table]:
+    """Return the rates of writes and reads in the offload directory of a disk.
 
     With direct I/O no cache is involved. Without it, the page cache serves jobs as well as this measurement.
     """
     tier = "device" if machine.capacity.shared else "host"
-    sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, "disk")))
-    total = max(sizes[-1], min(SPILLED, room(machine, "disk")) // sizes[-1] * sizes[-1])
+    sizes = _sizes(SPILLS, min(room(machine, tier), room(machine, place)))
+    total = max(sizes[-1], min(SPILLED, room(machine, place)) // sizes[-1] * sizes[-1])
+    disk = machine.tier(place)
     regions = Regions(machine)
     try:
-        spill = regions.take("disk", total, WHAT, DTYPE)
+        spill = regions.take(place, total, WHAT, DTYPE)
         buffer = machine.tier(tier).view(regions.take(tier, sizes[-1], WHAT, DTYPE))
         fill(buffer)
         written = sizes[-1]
@@ -201,20 +206,21 @@ def _spills(machine: Machine) -> dict[str, Table]:
         def write(size: int, i: int) -> None:
             nonlocal written
             part = _part(spill, size, i)
-            machine.disk.store(buffer[: size // DTYPE.itemsize], part)
+            disk.store(buffer[: size // DTYPE.itemsize], part)
             written = max(written, part.start - spill.start + size)
 
         def read(size: int, i: int) -> None:  # only written bytes, as reads of a gap do not reach the disk
-            machine.disk.load_all([(_part(spill.part(0, written), size, i), buffer[: size // DTYPE.itemsize])])
+            disk.load_all([(_part(spill.part(0, written), size, i), buffer[: size // DTYPE.itemsize])])
 
         writes = _table(sizes, SPILL_SECONDS, write, machine)
-        return {"disk_write": writes, "disk_read": _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)}
+        reads = _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)
+        return {f"{place}_write": writes, f"{place}_read": reads}
     finally:
         regions.free()
 
 
 def _assumed_spills(machine: Machine) -> dict[str, Table]:
-    """Return assumed rates for an offload directory that cannot be used, and that no plan uses."""
+    """Return assumed rates of the first offload directory, for one that cannot be used, and that no plan uses."""
     links = assumed(machine.kind, machine.capacity).links
     return {lane: links[lane] for lane in ("disk_write", "disk_read")}
 
@@ -268,7 +274,7 @@ def _made(machine: Machine) -> Iterator[dict[Path, int]]:
     regions = Regions(machine)
     regions.take("disk", ALIGN, WHAT)  # makes the offload directory
     try:
-        file, name = tempfile.mkstemp(".measuring", "flexengine-", offload_directory(machine))
+        file, name = tempfile.mkstemp(".measuring", "flexengine-", machine.directories[0])
         try:
             try:
                 length = _write(file, min(WRITTEN, room(machine, "disk")))
@@ -292,11 +298,6 @@ def _write(file: int, most: int) -> int:
         done += os.write(file, block[: min(len(block), most - done)])
         os.fdatasync(file)
     return done // ALIGN * ALIGN or done
-
-
-def offload_directory(machine: Machine) -> Path:
-    """Return the directory of the spill file."""
-    return disk_of(machine).directory
 
 
 def disk_of(machine: Machine) -> DiskTier:

@@ -40,7 +40,7 @@ Say = Callable[[str], None]
 
 
 def obtain(
-    machine: Machine, offload_dir: Path, opened: Opened | None, measure: bool = False, say: Say | None = None,
+    machine: Machine, opened: Opened | None, measure: bool = False, say: Say | None = None,
     again: bool = False, dtype: torch.dtype | None = None,
 ) -> Hardware | None:  # fmt: skip
     """Return this machine's Hardware with the model's own rates and the memory that is free now.
@@ -49,7 +49,6 @@ def obtain(
 
     Args:
         machine: to measure.
-        offload_dir: of the spill file.
         opened: the model; None for the machine's rates only.
         measure: measure rates that the cache lacks, within a minute. Otherwise they are missing.
         say: receives a message before each measurement.
@@ -61,7 +60,7 @@ def obtain(
     """
     held = opened.dtype if opened else dtype or (torch.float16 if machine.kind == "cuda" else torch.float32)
     files = opened.files if opened else []
-    key = key_of(machine, offload_dir, held, files)
+    key = key_of(machine, held, files)
     say = say or _silent
     hardware = None if again else cached(key)
     if hardware is None and not measure:
@@ -137,15 +136,14 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
             crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
         machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
+        more_disks=(None,) * (len(machine.disks) - 1),
         touch=links.touch, touch_busy=links.touch_busy, crosstalk=crosstalk, measured=True, **vars(rates),
     )  # fmt: skip
 
 
 def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
     """Return `hardware` with the capacities of `machine`, which depend on the memory that is free now."""
-    capacity = machine.capacity
-    host = None if capacity.shared else capacity.host
-    return replace(hardware, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk)
+    return hardware.with_capacity(machine.capacity)
 
 
 def corrected(
@@ -190,23 +188,23 @@ def _times(table: Table, factor: float) -> Table:
     return tuple((x, y * factor) for x, y in table)
 
 
-def key_of(machine: Machine, offload_dir: Path, dtype: torch.dtype, checkpoint: Sequence[Path]) -> str:
+def key_of(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> str:
     """Return the cache key of this machine's rates.
 
     They also depend on the dtype of activations and the disk of the checkpoint. Without a checkpoint, the disk of the
     offload directory is used.
     """
-    disks = sorted({_device_of(path) for path in checkpoint or [offload_dir]})
-    return _digest([fingerprint(machine, offload_dir), str(dtype), *map(str, disks)])
+    disks = sorted({_device_of(path) for path in checkpoint or machine.directories[:1]})
+    return _digest([fingerprint(machine), str(dtype), *map(str, disks)])
 
 
-def fingerprint(machine: Machine, offload_dir: Path) -> str:
+def fingerprint(machine: Machine) -> str:
     """Return a hash, 32 hexadecimal digits, of all properties that a machine's rates depend on."""
-    rates = [(tier.rates, tier.latency) for tier in (machine.host, machine.disk) if isinstance(tier, Throttled)]
+    rates = [(tier.rates, tier.latency) for tier in machine.tiers.values() if isinstance(tier, Throttled)]
     parts = [
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
-        numerics(machine.compute), available.load().name, rates, _device_of(offload_dir),
+        numerics(machine.compute), available.load().name, rates, *map(_device_of, machine.directories),
         *(["no offload directory"] if machine.no_offload else []),
     ]  # fmt: skip
     return _digest([str(part) for part in parts])

@@ -79,7 +79,7 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
     if not opened.files or _depth(opened) < 2:
         return {}
     policy = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=2)
-    layout = lay_out_weights(opened.facts, policy, machine.capacity.staged)
+    layout = lay_out_weights(opened.facts, policy, machine.capacity)
     with unnoticed(machine):
         try:
             weights = Weights(opened, layout, machine)

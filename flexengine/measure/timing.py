@@ -111,7 +111,7 @@ def room(machine: Machine, *tiers: str) -> int:
 @contextmanager
 def unnoticed(machine: Machine) -> Iterator[None]:
     """Restore the ledgers' peaks after the block, as peaks are reported for jobs only."""
-    ledgers = [machine.tier(tier).ledger for tier in ("device", "host", "disk")]
+    ledgers = [tier.ledger for tier in machine.tiers.values()]
     peaks = [ledger.peak for ledger in ledgers]
     try:
         yield

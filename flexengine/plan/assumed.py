@@ -3,6 +3,7 @@
 They serve jobs so short that measuring would take longer than a better policy could save.
 """
 
+from flexengine.places import is_disk
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table
 
@@ -24,10 +25,12 @@ def assumed(kind: str, capacity: Capacity) -> Hardware:
     gpu = kind == "cuda"
     products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CPU, "float32": _CPU}
     memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)  # bytes per second
+    names = filter(is_disk, capacity.places)
+    disks = {f"{disk}_{way}": ((1.0, rate),) for disk in names for way, rate in (("read", 1.5e9), ("write", 7e8))}
     return Hardware(
         name=f"{kind}, assumed", kind=kind,
         device_bytes=capacity.device, host_bytes=capacity.host, disk_bytes=capacity.disk,
-        links={"disk_read": ((1.0, 1.5e9),), "disk_write": ((1.0, 7e8),), "h2d": ((1.0, link),), "d2h": ((1.0, link),)},
+        more_disks=capacity.more_disks, links={"h2d": ((1.0, link),), "d2h": ((1.0, link),), **disks},
         checkpoint_read=((1.0, 1.5e9),), products=products,
         prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
         host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,

@@ -48,18 +48,15 @@ class Attention:
         table = self.measured.get("call")
         return table[0][1] if table else 0.0
 
-    def decode(self, tokens: Array | float, length: Array | float) -> Array:
-        """Return the seconds of decode attention on the device.
+    def decode(self, tokens: Array | float, length: Array | float, place: str = "device") -> Array:
+        """Return the seconds of decode attention.
 
         Args:
             tokens: cached tokens that all sequences together read.
             length: cached tokens of one sequence, about.
+            place: place that computes; see `Policy.attends`.
         """
-        return self._read(self._decode_rates, tokens, length)
-
-    def on_host(self, tokens: Array | float, length: Array | float) -> Array:
-        """Return the seconds of decode attention on the host. Arguments as in `decode`."""
-        return self._read(self._host_rates, tokens, length)
+        return self._read(self._rates(place), tokens, length)
 
     def prompt(self, pairs: Array | float, length: float) -> Array:
         """Return the seconds of attention in prompts, or in their first chunks.
@@ -87,21 +84,17 @@ class Attention:
         rate = values_at(table, np.maximum(length, 1.0))
         return np.asarray(np.asarray(tokens, dtype=float) * self.model.kv_token / rate)
 
-    @cached_property
-    def _decode_rates(self) -> Table:
-        """Return (cached tokens of a sequence, bytes of KV per second) on the device."""
-        hardware = self.hardware
-        return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
+    def _rates(self, place: str) -> Table:
+        """Return (cached tokens of a sequence, bytes of KV per second) of decode attention that a place computes.
 
-    @cached_property
-    def _host_rates(self) -> Table:
-        """Return (cached tokens of a sequence, bytes of KV per second) on the host.
-
-        If the host's rate is unknown, it is assumed equal to the rate of moving the KV to the device.
+        If the place's rate is unknown, it is assumed equal to the rate of moving the KV to the device.
         """
         hardware = self.hardware
-        plain = hardware.host_attention or at(hardware.links["h2d"], EXTENT)
-        return self.measured.get("host") or self._derived(((1.0, plain),), hardware.host_flops)
+        if place == "device":
+            return self.measured.get("decode") or self._derived(hardware.decode_attention, hardware.vector_flops)
+        plain, flops = (hardware.host_attention, hardware.host_flops) if place == "host" else (None, 0.0)
+        plain = plain or at(hardware.links["h2d"], EXTENT)
+        return self.measured.get(place) or self._derived(((1.0, plain),), flops)
 
     def _derived(self, plain: Table, flops: float) -> Table:
         """Return (cached tokens of a sequence, bytes of KV per second) by the rule for decode above.

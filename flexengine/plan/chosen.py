@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
@@ -69,10 +70,10 @@ def waiting(
     """
     half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads  # bytes of a token's values; of one kv head's
     chosen, lanes = full * chosen_share(model), dict[str, Any]()
-    if home == "disk":
+    if is_disk(home):
         share = chosen_share(model, max(1.0, (MAX_GAP_BYTES + row) / row))  # of the values, gaps included
-        transfer = max(1.0, batch_tokens * share * half)
-        lanes["disk_read"] = full * share * half / at(hardware.links["disk_read"], transfer)
+        lane, transfer = f"{home}_read", max(1.0, batch_tokens * share * half)
+        lanes[lane] = full * share * half / at(hardware.links[lane], transfer)
     if home == "host" or not hardware.shared:
         transfer = min(float(CHOSEN), max(1.0, batch_tokens * chosen_share(model) * half))
         lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)

@@ -71,7 +71,7 @@ class Clock:
         units: list[dict[str, int]] = []
         for layer in model.layers:
             streamed = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
-                        for home in ("host", "disk")}  # fmt: skip
+                        for home in layout.places[1:]}  # fmt: skip
             units.append({home: nbytes for home, nbytes in streamed.items() if nbytes})
         head, chunks = model.edges[0], layout.head_chunks(model.vocabulary)
         shares = tuple((high - low) / model.vocabulary for low, high in chunks)
@@ -244,8 +244,7 @@ class Clock:
             length = sum(p.count for p in prompts if not p.start) / max(1, sum(not p.start for p in prompts))
             past = sum(p.start for p in prompts) / max(1, sum(p.start > 0 for p in prompts))
             attention = rates.attention[window]
-            decode = attention.on_host if batch.delegated else attention.decode
-            work = decode(sum(seen), sum(seen) / max(1, len(seen)))
+            work = attention.decode(sum(seen), sum(seen) / max(1, len(seen)), batch.attention)
             prompted = attention.prompt(pairs - late, length) + attention.continued(late, past)
             by_window[window] = float(work + prompted) + attention.call + self._values(batch, window)
         return [by_window[w] for w in model.windows or (None,) * len(model.layers)]

@@ -1,15 +1,15 @@
 """Seconds of the device lane by sweep: layers, head, attention and bookkeeping."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from flexengine.plan.attention import Attention
+from flexengine.places import DEVICE, TIERS, place_names
 from flexengine.plan.profile import Array, Profile
 from flexengine.plan.rates import Rates
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.order import form_batches, split_prompt
 
 PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
@@ -61,14 +61,15 @@ def parts(
     full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = np.zeros(sweeps.times.shape)
-    # Delegated sequences share no gpu_batch with prompts.
-    delegates = TIERS.index("host") if policy.delegate and len(split) == len(TIERS) else -1
+    # Sequences whose attention is delegated share no gpu_batch with prompts.
+    homes = place_names(len(split) - 2) if len(split) >= len(TIERS) else (DEVICE,)
+    delegated = [policy.attends(home) != DEVICE for home in homes]
     for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
         decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
         full = np.floor(decoding / g + 1e-9)
         rest = decoding - g * full
         # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch.
-        joins_decode = (prompt < prompts.batch) & (tier != delegates)
+        joins_decode = (prompt < prompts.batch) & (not delegated[tier])
         apart = np.where(joins_decode, 0, prompt)  # prompt tokens in gpu_batches of their own
         joined = prompt - apart
         layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds
@@ -83,21 +84,16 @@ def parts(
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
         "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,
-        "prompt attention": fresh, "decode attention": decode_attention(rates, sweeps, Attention.decode),
+        "prompt attention": fresh, "decode attention": decode_attention(rates, sweeps),
     }  # fmt: skip
 
 
-def decode_attention(rates: Rates, sweeps: Profile, seconds: Callable[[Attention, Array, Array], Array]) -> Array:
-    """Return the seconds by sweep of decode attention in all layers.
-
-    Args:
-        seconds: function that returns the seconds of one layer. Its arguments are the layer's attention, the cached
-            tokens of all sequences, and the cached tokens of one.
-    """
+def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Array:
+    """Return the seconds by sweep of decode attention in all layers. place: place that computes all of it."""
     length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
     total = np.zeros(sweeps.times.shape)
     for window, layers in rates.windows.items():
         cached = sweeps.cached if window is None else sweeps.windows[window]
         seen = length if window is None else np.minimum(length, window)
-        total = total + layers * seconds(rates.attention[window], cached, seen)
+        total = total + layers * rates.attention[window].decode(cached, seen, place)
     return total

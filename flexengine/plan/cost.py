@@ -17,8 +17,7 @@ from weakref import WeakMethod
 
 import numpy as np
 
-from flexengine.plan.attention import Attention
-from flexengine.plan.compute import Prompts, decode_attention, parts
+from flexengine.plan.compute import Prompts, parts
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
@@ -41,9 +40,9 @@ from flexengine.plan.profile import (
 )
 from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import PAGE_TOKENS
-from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding
+from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.place import places
 
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
@@ -138,17 +137,17 @@ class Cost:
         yield from data.weights(self.streamed_bytes, layout.layer_reads if layout else {}, self.unit_bytes)
         yield from data.cache()
         yield from data.hidden()
-        if policy.delegate:
-            on_host, on_device = (decode_attention(rates, sweeps, x) for x in (Attention.on_host, Attention.decode))
-            yield from data.delegated(on_host, on_device)
+        yield from data.delegated()
         yield from data.chosen_values(self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Return `crosstalk` under a policy. The device waits for attention on the host if there is no other
+        """Return `crosstalk` under a policy. The device waits for delegated attention if there is no other
         gpu_batch."""
-        if not policy.delegate or policy.block_size > policy.gpu_batch_size:
+        places = policy.attended.values() if policy.block_size <= policy.gpu_batch_size else ()
+        if not places:
             return self.crosstalk
-        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), "cpu": 1.0}}
+        lanes = dict.fromkeys((routes(self.hardware).attend[place][1] for place in places), 1.0)
+        return {**self.crosstalk, "device": {**self.crosstalk.get("device", {}), **lanes}}
 
     def overlaps(self, policy: Policy) -> bool:
         """Return whether lanes work at the same time under a policy, so that their seconds do not add up."""
@@ -164,7 +163,8 @@ class Cost:
         used = {lane: seconds for lane, seconds in work.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
         if not self.overlaps(policy):  # the device has waited for the weights of every streamed layer
-            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, tier), 0.0) for tier in TIERS if tier != "device"))
+            away = self.hardware.places[1:]
+            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, place), 0.0) for place in away))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * streamed
         return seconds, used
 
@@ -190,7 +190,7 @@ class Cost:
         """
         policy = layout.policy
         split, room = self._split(layout)
-        sweeps = self.sweeps(policy, room, round(sum(split[tier] for tier in TIERS if tier != "device"), 2))
+        sweeps = self.sweeps(policy, room, round(sum(x for place, x in split.items() if place != "device"), 2))
         fractions = self.realised(layout, split)
         seconds, lanes = self.sweep_seconds(self.lanes(policy, sweeps, split.values(), layout), fractions, policy)
         entering = sweeps.prompt > 1e-9
@@ -245,7 +245,7 @@ class Cost:
         that fit."""
         homes = places(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
-        room, counts = 0.0, dict.fromkeys(TIERS, 0.0)
+        room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
         for tier in layout.pools:
             tokens = layout.room(tier)
             counts[tier] = max(0.0, min(homes.get(tier, 0), tokens / self.mean_peak, live - sum(counts.values())))
@@ -263,7 +263,7 @@ class Cost:
         shares = {
             WEIGHTS: {tier: nbytes / self.streamed_bytes for tier, nbytes in weights.items()},
             CACHE: split,
-            HIDDEN: {tier: hidden.get(tier, 0) / batches for tier in TIERS},
+            HIDDEN: {place: hidden.get(place, 0) / batches for place in layout.places},
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from flexengine.places import off_device
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.profile import Array
 from flexengine.schedule.demand import Demand
@@ -44,8 +45,7 @@ def demand_of(model: ModelFacts, homes: Mapping[str, str]) -> Demand:
     """
 
     def of(layer: tuple[TensorFact, ...], experts: bool) -> tuple[str, ...]:
-        tiers = {homes[t.name] for t in layer if bool(t.experts) == experts}
-        return tuple(home for home in ("host", "disk") if home in tiers)
+        return off_device({homes[t.name] for t in layer if bool(t.experts) == experts})
 
     table = homes[model.embedding.name]
     return Demand(

@@ -4,19 +4,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
+from flexengine.places import DEVICE, DISK, MOST_DISKS, is_disk, place_names
 from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.hardware import LANES, Hardware, Table, at
+from flexengine.plan.hardware import Hardware, Table, at
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.problem import CACHE, HIDDEN, PLACES, WEIGHTS, fraction
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
+from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
-from flexengine.plan.words import clock, count, digits, lane_names, percent, size, tier_names
+from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 
 BAR_CHARACTERS = 40
-TIER_MARKS = dict(zip(TIERS, "#=.", strict=True))
+PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
 KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
 SCHEDULES = {
     "row": "a gpu_batch enters when the one before has ended",
@@ -45,7 +47,7 @@ def report(
         policy_words(prediction.policy), topk_words(model, prediction), [""],
         placement(model, workload, prediction, hardware.shared), [""],
         memory(prediction, hardware, verbose), [""],
-        lanes_table(prediction, hardware.shared), [""],
+        lanes_table(prediction, hardware), [""],
         bottleneck(model, hardware, workload, prediction), [""],
         totals(prediction),
         [] if helps is None else ["", *help_lines(helps)],
@@ -92,25 +94,25 @@ def policy_words(policy: Policy) -> list[str]:
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
     """Return a line on how chosen values (`topk`) are loaded from a KV cache off the device, if there are any."""
     policy, f = prediction.policy, prediction.fractions
-    if model.topk is None or not f.get("cache@disk", 0.0) + (0.0 if policy.delegate else f.get("cache@host", 0.0)):
+    moved = (place for place in prediction.layout.places[1:] if policy.attends(place) == DEVICE)
+    if model.topk is None or not sum(f.get(fraction(CACHE, place), 0.0) for place in moved):
         return []
     share = percent(chosen_share(model))
     return [f"            all keys of the KV cache are prefetched; the device waits for {share} of the values"]
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
-    """Return a bar per kind of data with its shares of the tiers, after rounding to tensors and sequences."""
-    names = tier_names(shared)
+    """Return a bar per kind of data with its shares of the places, after rounding to tensors and sequences."""
+    places = prediction.layout.places
     sizes = kind_bytes(model, workload, prediction)
     lines = []
     for kind, name in KINDS.items():
-        shares = {t: prediction.fractions.get(fraction(name, t), 0.0) for t in TIERS}
-        where = ", ".join(f"{names[t]} {percent(share)}" for t, share in shares.items() if share > 0)
-        if kind == "weights" and shares["disk"] > 0:
-            where += " (in the checkpoint's files)"
+        shares = {p: prediction.fractions.get(fraction(name, p), 0.0) for p in places}
+        where = ", ".join(f"{place_name(p, shared)} {percent(share)}" + " (in the checkpoint's files)"
+                          * (kind == "weights" and p == DISK) for p, share in shares.items() if share > 0)  # fmt: skip
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
-    used = [t for t in TIERS if not shared or t != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
-    return ["Placement   " + "  ".join(f"{TIER_MARKS[t] * 3} {names[t]}" for t in used), *lines]
+    used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
+    return ["Placement   " + "  ".join(f"{PLACE_MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
 
 
 def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) -> dict[str, int]:
@@ -119,7 +121,7 @@ def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) ->
     tokens = workload.prompt_tokens(block) + min(block, workload.count)
     return {
         "weights": sum(t.stored_bytes for t in model.tensors),
-        "KV cache": sum(account[tier].get("KV cache", 0) for tier in TIERS),
+        "KV cache": sum(booked.get("KV cache", 0) for booked in account.values()),
         "hidden states": tokens * model.hidden * model.itemsize,
     }
 
@@ -130,17 +132,18 @@ def _stacked(shares: Mapping[str, float]) -> str:
     counts = {t: max(1, round(BAR_CHARACTERS * share / total)) if share > 0 else 0 for t, share in shares.items()}
     largest = max(counts, key=lambda t: counts[t])
     counts[largest] += BAR_CHARACTERS - sum(counts.values()) if any(counts.values()) else 0
-    return "".join(TIER_MARKS[t] * n for t, n in counts.items()).ljust(BAR_CHARACTERS)
+    return "".join(PLACE_MARKS[t] * n for t, n in counts.items()).ljust(BAR_CHARACTERS)
 
 
 def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[str, int], int | None]]:
     """Return (name, bytes by purpose, capacity) of each memory. Without a GPU, RAM is one memory."""
     account, capacity = prediction.layout.account, hardware.capacity
     if not hardware.shared:
-        return [(t, account[t], getattr(capacity, t)) for t in TIERS]
+        return [(place, account[place], capacity.limits[place]) for place in hardware.places]
     ram = {what: account["device"].get(what, 0) + account["host"].get(what, 0)
            for what in dict.fromkeys([*account["device"], *account["host"]])}  # fmt: skip
-    return [("RAM", ram, capacity.device), ("disk", account["disk"], capacity.disk)]
+    disks = [(place, account[place], capacity.limits[place]) for place in filter(is_disk, hardware.places)]
+    return [("RAM", ram, capacity.device), *disks]
 
 
 def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) -> list[str]:
@@ -172,11 +175,11 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
     return [indent + line for line in lines]
 
 
-def lanes_table(prediction: Prediction, shared: bool) -> list[str]:
+def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
     """Return a table with the seconds of a mean sweep of each kind, and of each lane's work in this sweep."""
-    names = lane_names(shared)
-    used = [lane for lane in LANES if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
-    lines = ["Seconds       sweeps  one sweep" + "".join(f"{names[lane]:>16}" for lane in used)]
+    used = [lane for lane in hardware.lanes if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
+    names = [lane_name(lane, hardware.shared) for lane in used]
+    lines = ["Seconds       sweeps  one sweep" + "".join(f"{name:>16}" for name in names)]
     for kind, by in prediction.lanes.items():
         if prediction.counts[kind] > 0:
             cells = "".join(f"{_seconds(by.get(lane, 0.0)):>16}" for lane in used)
@@ -228,8 +231,11 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
 def _waits_for(lane: str, shared: bool) -> str:
     if shared and lane == "h2d":
         return "copies of weights from RAM to a slot"
-    words = ("reads from disk", "writes to disk", "the link from host to device", "the link from device to host")
-    return dict(zip(LANES, (*words, "computing", "computing on the host"), strict=True))[lane]
+    disk, _, way = lane.partition("_")
+    if is_disk(lane):
+        return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
+    return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
+            "cpu": "computing on the host"}[lane]  # fmt: skip
 
 
 def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[str, float]:
@@ -238,11 +244,9 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
     All weights off the device cross the links once per sweep.
     """
     hardware, f = cost.hardware, prediction.fractions
-    share, table = {
-        "disk_read": (f.get("weights@disk", 0.0), hardware.checkpoint_read),
-        "h2d": (f.get("weights@host", 0.0) + (0.0 if hardware.shared else f.get("weights@disk", 0.0)),
-                hardware.links["h2d"]),
-    }.get(lane, (0.0, hardware.links["h2d"]))
+    table = hardware.checkpoint_read if lane == "disk_read" else hardware.links.get(lane, hardware.links["h2d"])
+    passing = [place for place, lanes in routes(hardware).load.items() if lane in lanes]
+    share = sum(f.get(fraction(WEIGHTS, place), 0.0) for place in passing)
     seconds = share * cost.streamed_bytes / at(table, max(1.0, cost.unit_bytes))
     weights = min(1.0, seconds / prediction.lanes[kind][lane])
     others = [name for name in ("KV cache", "hidden states") if f.get(fraction(KINDS[name], "device"), 1.0) < 1]
@@ -278,13 +282,12 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
     """Return a table of named policies by falling tok/s. Policies that do not fit come last, with the reason."""
     fitting = [(name, p) for name, p in entries if isinstance(p, Prediction)]
     fitting.sort(key=lambda entry: -entry[1].tok_s)
-    names = lane_names(hardware.shared)
     width = max([len("policy"), *(len(name) for name, _ in entries)])
     lines = [f"rank  {'policy':<{width}}{'tok/s':>10}{'job':>12}{'prefill sweep':>15}{'decode sweep':>14}  bottleneck"]
     for rank, (name, p) in enumerate(fitting, 1):
         sweeps = [_seconds(p.sweep_seconds[kind]) for kind in ("prefill", "decode")]
         lines.append(f"{rank:>4}  {name:<{width}}{digits(p.tok_s):>10}{clock(p.seconds):>12}{sweeps[0]:>15}"
-                     f"{sweeps[1]:>14}  {names[p.bottleneck]}")  # fmt: skip
+                     f"{sweeps[1]:>14}  {lane_name(p.bottleneck, hardware.shared)}")  # fmt: skip
     for name, error in entries:
         if isinstance(error, FlexError):
             lines.append(f"   -  {name:<{width}}  {misfit(error)}")
@@ -300,9 +303,9 @@ def misfit(error: FlexError) -> str:
 
 
 def splits(prediction: Prediction) -> str:
-    """Return the realised percentages of weights, KV cache and hidden states on device/host/disk, e.g. w 3/15/82."""
-    f = prediction.fractions
-    shares = {kind: [100 * f.get(fraction(kind, place), 0.0) for place in PLACES] for kind in KINDS.values()}
+    """Return the realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
+    f, places = prediction.fractions, prediction.layout.places
+    shares = {kind: [100 * f.get(fraction(kind, place), 0.0) for place in places] for kind in KINDS.values()}
     return "  ".join(f"{kind[0]} " + "/".join(f"{x:.0f}" for x in row) for kind, row in shares.items())
 
 
@@ -342,11 +345,11 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
 
 def hardware_text(hardware: Hardware) -> str:
     """Return a table of a machine's capacities and rates, at most one line per table of rates."""
-    names = lane_names(hardware.shared)
-    limits = [("RAM" if hardware.shared and t == "device" else t, getattr(hardware.capacity, t)) for t in TIERS]
-    limits = [item for item in limits if not (hardware.shared and item[0] == "host")]
+    shared = hardware.shared
+    limits = [("RAM" if shared and p == "device" else p, limit) for p, limit in hardware.capacity.limits.items()]
+    limits = [item for item in limits if not (shared and item[0] == "host")]
     rows = [(f"{name} capacity", "no limit" if limit is None else size(limit)) for name, limit in limits]
-    rows += [(names.get(lane, lane), _points(table, size, size, "/s")) for lane, table in hardware.links.items()]
+    rows += [(lane_name(lane, shared), _points(table, size, size, "/s")) for lane, table in hardware.links.items()]
     rows.append(("model files", _points(hardware.checkpoint_read, size, size, "/s")))
     rows += [(f"products {dtype}", _points(t, _rows, _flops, "")) for dtype, t in hardware.products.items()]
     rows.append(("prompt attention", _points(hardware.prompt_attention, _rows, _flops, "")))
@@ -356,8 +359,8 @@ def hardware_text(hardware: Hardware) -> str:
     for what in ("cell", "task", "sweep", "sequence"):
         rows.append((f"one {what}", f"{getattr(hardware, f'{what}_seconds') * 1e6:,.1f} microseconds"))
     for lane, others in hardware.crosstalk.items():
-        slowed = ", ".join(f"by {percent(share)} of {names[other]}" for other, share in others.items() if share)
-        rows += [(f"{names[lane]} slowed", slowed)] if slowed else []
+        slowed = ", ".join(f"by {percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
+        rows += [(f"{lane_name(lane, shared)} slowed", slowed)] if slowed else []
     rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
     layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
     rows.append(("measured for models", f"{layers}, {heads}"))

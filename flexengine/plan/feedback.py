@@ -10,7 +10,6 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, fraction
 from flexengine.plan.profile import Array, Profile
-from flexengine.policy import TIERS
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import LOADING
 
@@ -25,8 +24,8 @@ class _Sweep:
     """Counts of one finished sweep, in the units of `Profile`.
 
     Attributes:
-        homes: sequences by tier of their KV cache.
-        hidden: tokens by tier of their hidden states.
+        homes: sequences by place of their KV cache.
+        hidden: tokens by place of their hidden states.
     """
 
     entering: int = 0
@@ -37,8 +36,8 @@ class _Sweep:
     stored: float = 0.0
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
-    homes: tuple[int, ...] = (0, 0, 0)
-    hidden: tuple[int, ...] = (0, 0, 0)
+    homes: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
     windows: Mapping[int, int] = field(default_factory=dict)
     pairs: Mapping[int | None, int] = field(default_factory=dict)
     late: Mapping[int | None, int] = field(default_factory=dict)
@@ -96,13 +95,13 @@ class Watch:
         windows, groups = self.cost.windows, [(g.layers * g.away.page_tokens, g.away) for g in self.cost.pages]
         entering = decoding = prompt = cached = 0
         moved = [[0.0, 0.0], [0.0, 0.0]]  # tokens loaded and stored, for generated tokens and for prompts
-        homes, hidden = [0, 0, 0], [0, 0, 0]
+        homes, hidden = (dict.fromkeys(self.layout.places, 0) for _ in range(2))
         seen = dict.fromkeys(windows, 0)
         pairs: dict[int | None, int] = dict.fromkeys((None, *windows), 0)
         late = dict(pairs)
         for batch in batches:
-            homes[TIERS.index(batch.cache_home)] += sum(p.final for p in batch.pieces)
-            hidden[TIERS.index(batch.hidden_home)] += batch.tokens
+            homes[batch.cache_home] += sum(p.final for p in batch.pieces)
+            hidden[batch.hidden_home] += batch.tokens
             for piece in batch.pieces:
                 end = piece.start + piece.count
                 if piece.decodes:
@@ -122,7 +121,7 @@ class Watch:
         (decode_loaded, decode_stored), (loaded, stored) = moved
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
-            tuple(homes), tuple(hidden), seen, pairs, late,
+            tuple(homes.values()), tuple(hidden.values()), seen, pairs, late,
         )  # fmt: skip
 
     def _price(self) -> None:
@@ -147,8 +146,9 @@ class Watch:
             peak=0.0, counted=away,
         )  # fmt: skip
         lanes = self.cost.lanes(policy, profile, homes.mean(0).tolist(), self.layout)
-        fractions: dict[str, Any] = dict(self.cost.realised(self.layout, dict(zip(TIERS, homes.mean(0), strict=True))))
-        for i, tier in enumerate(TIERS):
+        split = dict(zip(self.layout.places, homes.mean(0), strict=True))
+        fractions: dict[str, Any] = dict(self.cost.realised(self.layout, split))
+        for i, tier in enumerate(self.layout.places):
             fractions[fraction(CACHE, tier)], fractions[fraction(HIDDEN, tier)] = homes[:, i] / away, hidden[:, i]
         seconds, work = self.cost.sweep_seconds(lanes, fractions, policy)
         self.predicted += float(seconds.sum())

@@ -6,7 +6,7 @@ Measured (`flexengine.measure`) or written by hand, as JSON, to plan for a machi
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
+from flexengine.places import MOST_DISKS, TIERS, is_disk, place_names
 from flexengine.plan.capacity import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
@@ -24,7 +25,7 @@ STREAMING = ("device", "disk_read", "wake")
 LEAST, MOST = 1e-30, 1e30  # of any number: what machines have, so that seconds made of them stay finite
 MOST_SLOWED = 2.0  # seconds that one second of a lane may add to another, or waiting to a layer
 ATTENTION = ("decode", "host", "prompt", "continued", "call")
-LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")
+LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")  # of every machine
 
 Table = tuple[tuple[float, float], ...]
 
@@ -57,8 +58,10 @@ class Hardware:
     kind: cpu (RAM is the device tier), cuda or sim (a device behind links; disk and device meet in host staging).
     device_bytes, host_bytes, disk_bytes: what may be used of each; None is no limit. On cpu host_bytes is None: the
         host is the device's RAM.
+    more_disks: bytes that may be used of each further offload directory, in order; None is no limit.
     links: per lane (bytes of one transfer, bytes per second): disk_read and disk_write of the offload directory, h2d
-        and d2h; on cpu h2d is what brings 16-bit weights from RAM into a slot.
+        and d2h; on cpu h2d is what brings 16-bit weights from RAM into a slot. disk2_read and disk2_write are those of
+        the second offload directory, and so on.
     checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
     products: by dtype a matrix is held in, (rows of activations, FLOP per second) of a matrix product.
     prompt_attention: (tokens of the prompt, FLOP per second) of causal attention, 2 per multiply-add of what is seen.
@@ -115,6 +118,7 @@ class Hardware:
     touch: float = 0.0
     touch_busy: float = 0.0
     measured: bool = False
+    more_disks: tuple[int | None, ...] = ()
     corrected: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,10 +131,8 @@ class Hardware:
             object.__setattr__(self, name, {key: _table(f"{name} {key}", value) for key, value in tables.items()})
         object.__setattr__(self, "attention", _attention(self.attention))
         for name in ("device_bytes", "host_bytes", "disk_bytes"):
-            if (size := getattr(self, name)) is not None:
-                if _positive(name, size) < 1:
-                    raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
-                object.__setattr__(self, name, int(size))
+            object.__setattr__(self, name, _size(name, getattr(self, name)))
+        object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks))
         for name, factor in _object("corrected", self.corrected).items():
             _positive(f"corrected {name}", factor)
         for name, lost in _object("delegation", self.delegation).items():
@@ -147,19 +149,22 @@ class Hardware:
         self._check_lanes()
 
     def _check_lanes(self) -> None:
-        needed = {"disk_read", "disk_write", "h2d"} | (set() if self.shared else {"d2h"})
-        if unknown := set(self.links) - set(LANES[:4]):
-            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {LANES[:4]}")
+        lanes = self.lanes
+        needed = {"h2d"} | (set() if self.shared else {"d2h"})
+        needed |= {f"{disk}_{way}" for disk in self.places if is_disk(disk) for way in ("read", "write")}
+        if unknown := set(self.links) - needed - {"d2h"}:
+            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among"
+                               f" {', '.join(sorted(needed | {'d2h'}))}")  # fmt: skip
         if missing := needed - set(self.links):
             raise InvalidInput(f"hardware {self.name} has no links {sorted(missing)}; it must have {sorted(needed)}")
         if self.shared and self.host_bytes is not None:
             raise InvalidInput("hardware of kind cpu has host_bytes; its RAM is device_bytes, set host_bytes to null")
         for lane, others in _object("crosstalk", self.crosstalk).items():
             for other, share in _object(f"crosstalk {lane}", others).items():
-                known = lane in LANES and other in LANES
+                known = lane in lanes and other in lanes
                 if not known or not 0 <= _number(f"crosstalk {lane}", share) <= MOST_SLOWED:
                     raise InvalidInput(f"crosstalk {shown(lane)} {shown(other)} is {shown(share)};"
-                                       f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(LANES)}")
+                                       f" it must be 0 to {MOST_SLOWED:g}, between lanes of {', '.join(lanes)}")
 
         for name, figures in _object("streaming", self.streaming).items():
             if set(_object(f"streaming {name}", figures)) != set(STREAMING):
@@ -176,7 +181,25 @@ class Hardware:
 
     @property
     def capacity(self) -> Capacity:
-        return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, shared=self.shared, staged=not self.shared)
+        return Capacity(self.device_bytes, self.host_bytes, self.disk_bytes, self.shared, not self.shared,
+                        self.more_disks)  # fmt: skip
+
+    def with_capacity(self, capacity: Capacity) -> "Hardware":
+        """Return the same rates with these capacities. The machine has rates for all places of the capacity."""
+        host = None if capacity.shared else capacity.host
+        return replace(self, device_bytes=capacity.device, host_bytes=host, disk_bytes=capacity.disk,
+                       more_disks=capacity.more_disks)  # fmt: skip
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """Return all places, from near to far."""
+        return place_names(1 + len(self.more_disks))
+
+    @property
+    def lanes(self) -> tuple[str, ...]:
+        """Return all lanes."""
+        disks = tuple(f"{disk}_{way}" for disk in self.places[len(TIERS) :] for way in ("read", "write"))
+        return LANES[:2] + disks + LANES[2:]
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane in transfers of `transfer` bytes."""
@@ -239,6 +262,21 @@ def _known(name: str, value: object) -> None:
     """Raise InvalidInput unless a number is positive or 0, which for rates means that they are not known."""
     if _number(name, value) != 0:
         _positive(name, value)
+
+
+def _size(name: str, size: object) -> int | None:
+    """Return checked bytes; None is no limit."""
+    if size is None:
+        return None
+    if (number := _positive(name, size)) < 1:
+        raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
+    return int(size) if isinstance(size, int) else int(number)
+
+
+def _sizes(name: str, value: object) -> tuple[int | None, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or len(value) >= MOST_DISKS:
+        raise InvalidInput(f"{name} is {shown(value)}; it must be a list of bytes, at most {MOST_DISKS - 1} of them")
+    return tuple(_size(f"{name} {number}", size) for number, size in enumerate(value))
 
 
 def _attention(value: object) -> dict[str, dict[str, Table]]:

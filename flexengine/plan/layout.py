@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
+from flexengine.places import DISK, TIERS, is_disk
 from flexengine.plan import experts, gpu
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
@@ -28,7 +29,7 @@ from flexengine.plan.sizes import (
     workspace,
 )
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy, shares
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import place_groups, places
 
@@ -42,18 +43,16 @@ READING = "read buffers"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
 CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
-_REMEDIES = {"disk": "set --offload-dir to a directory with more free bytes"}
-_MORE = "give more memory"  # of any other tier
 
 
 @dataclass
 class Layout:
     """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
 
-    homes: tier of every tensor by name; stored: sum of their `stored_bytes` by tier; head_rows: vocabulary
-    rows per head chunk.
-    slot, stage: bytes of one weight slot and of its host staging. layer_reads: per tier, bytes of a layer's weights
-    that come from it together, in the mean of the layers that have any there.
+    places: of the machine. homes: place of every tensor by name; stored: sum of their `stored_bytes` by place;
+    head_rows: vocabulary rows per head chunk.
+    slot: bytes of one weight slot; stages: by disk, bytes of its part of a slot's host staging. layer_reads: per place,
+    bytes of a layer's weights that come from it together, in the mean of the layers that have any there.
     groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
     and group; cache_buffer: device bytes of one buffer.
     hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
@@ -64,11 +63,12 @@ class Layout:
     """
 
     policy: Policy
+    places: tuple[str, ...] = TIERS
     homes: dict[str, str] = field(default_factory=dict)
-    stored: dict[str, int] = field(default_factory=lambda: dict.fromkeys(TIERS, 0))
+    stored: dict[str, int] = field(default_factory=dict)
     head_rows: int = 0
     slot: int = 0
-    stage: int = 0
+    stages: dict[str, int] = field(default_factory=dict)
     layer_reads: dict[str, float] = field(default_factory=dict)
     groups: tuple[CacheGroup, ...] = ()
     pools: dict[str, tuple[Pool, ...]] = field(default_factory=dict)
@@ -80,7 +80,12 @@ class Layout:
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
     delegation: int = 0
-    account: dict[str, dict[str, int]] = field(default_factory=lambda: {t: {} for t in TIERS})
+    account: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for place in self.places:
+            self.stored.setdefault(place, 0)
+            self.account.setdefault(place, {})
 
     def book(self, tier: str, what: str, nbytes: int) -> None:
         if nbytes:
@@ -113,7 +118,7 @@ def lay_out(
     Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached, and
     InvalidInput for a policy that delegates attention where no cache lives apart from the device.
     """
-    placed = weights or lay_out_weights(model, policy, capacity.staged)
+    placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
     layout = replace(placed, policy=policy, pools={}, page_bytes={}, hidden_home={}, account=account)
     _hidden(layout, model, workload, capacity)
@@ -122,24 +127,35 @@ def lay_out(
     waiting = aligned(experts.suspended(model, layout.homes, sweep_tokens(policy, workload)))
     layout.book("device", "paused forwards", paused(model, policy, workload) + suspended(model, policy) + waiting)
     _delegation(layout, model, capacity)
-    for tier in TIERS:
+    for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     _cache(layout, model, workload, capacity)
     return layout
 
 
-def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
-    """The part of a layout that depends on the policy's weights and slots alone. staged: see Capacity."""
-    layout = Layout(policy)
+def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> Layout:
+    """Return the part of a layout that depends on the policy's weights and slots alone.
+
+    Args:
+        capacity: only its places and `staged` matter.
+
+    Raises:
+        InvalidInput: the policy names a place that the machine does not have.
+    """
+    if unknown := [place for place in policy.places if place not in capacity.places]:
+        raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
+                           " give --offload-dir once more for each further disk")  # fmt: skip
+    layout = Layout(policy, capacity.places)
     homes = place_groups(model.group_sizes, policy.weights)
     layout.homes.update(zip(model.group_names, chain.from_iterable(homes), strict=True))
     layout.homes.update((t.name, "device") for t in model.others)
     layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
-    reads = {tier: [0, 0] for tier in TIERS}  # bytes, and layers that have any there
+    reads = {tier: [0, 0] for tier in layout.places}  # bytes, and layers that have any there
     for (j, at), times in layers.items():
         placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
-        layout.stage = max(layout.stage, slot_bytes(t.stored_bytes for t, home in placed if home == "disk"))
+        for disk in filter(is_disk, set(at)):
+            _grow_stage(layout, disk, slot_bytes(t.stored_bytes for t, home in placed if home == disk))
         _book_weights(layout, placed, times)
         for tier in set(at):
             reads[tier][0] += times * sum(t.stored_bytes for t, home in placed if home == tier)
@@ -148,19 +164,23 @@ def lay_out_weights(model: ModelFacts, policy: Policy, staged: bool) -> Layout:
     _book_weights(layout, [(t, layout.homes[t.name]) for t in (*model.others, *model.edges)])
     _head(layout, model)
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
-    if staged:
-        layout.book("host", "weight staging", policy.slots * aligned(layout.stage))
+    if capacity.staged:
+        layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
     if model.gpu:
         layout.passing = gpu.CONVERTED
         layout.book("host", PASSING, layout.passing)
     return layout
 
 
+def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:
+    layout.stages[disk] = max(layout.stages.get(disk, 0), nbytes)
+
+
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
     """Of tensors with their homes, so many times."""
     for t, home in placed:
         layout.stored[home] += times * t.stored_bytes
-        if home != "disk":  # the disk home of a weight is the user's own checkpoint
+        if home != DISK:  # on the first disk, a weight lies in the user's own checkpoint
             layout.book(home, "weights", times * aligned(t.held_bytes if home == "device" else t.stored_bytes))
 
 
@@ -177,19 +197,19 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     taken = min(runs, max(1, room // (head.held_bytes // runs)))
     layout.head_rows = min(model.vocabulary, taken * together)
     layout.slot = max(layout.slot, aligned(taken * (head.held_bytes // runs), TENSOR_ALIGN))
-    if home == "disk":
-        layout.stage = max(layout.stage, aligned(taken * (head.stored_bytes // runs), TENSOR_ALIGN))
+    if is_disk(home):
+        _grow_stage(layout, home, aligned(taken * (head.stored_bytes // runs), TENSOR_ALIGN))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy = layout.policy
-    away = [t for t, share in zip(TIERS, policy.activations, strict=True) if share and t != "device"]
+    away = [place for place, share in shares(policy.activations).items() if share and place != "device"]
     if not away:
         return
     row = model.hidden * model.itemsize
     layout.hidden_buffer = aligned(policy.prefill_tokens * row)
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
-    if "disk" in away and capacity.staged:
+    if any(map(is_disk, away)) and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
     for tier in away:
         states = aligned(hidden_tokens(policy, workload, tier) * row)
@@ -226,11 +246,13 @@ def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
 
 def read_buffers(model: ModelFacts, layout: Layout) -> int:
     """Return the bytes of RAM that data from disk is read into before it is converted: buffers for long reads, where
-    one is long, and for short ones. Of a buffer only as much is touched as the longest read fills; weights that lie
-    next to each other are one read."""
+    one is long, and for short ones, for each disk in use. Of a buffer only as much is touched as the longest read
+    fills; weights that lie next to each other are one read."""
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
-    return aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
+    each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
+    further = (place for place in layout.places if is_disk(place) and place != DISK)
+    return each * (1 + sum(bool(layout.stored[p] or p in layout.pools or p in layout.hidden_home) for p in further))
 
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
@@ -249,10 +271,10 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.book("host", VALUES, layout.values if capacity.staged else 0)
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
-    if "disk" in homes and capacity.staged:
+    if any(map(is_disk, homes)) and capacity.staged:
         layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
     layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
-    for tier in TIERS:
+    for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")
     needed = {tier: _fill(layout, tier, workload, capacity, count) for tier, count in homes.items()}
     if not any(pool.pages for pools in layout.pools.values() for pool in pools):
@@ -281,14 +303,16 @@ def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, cou
 
 
 def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
-    if capacity.shared and tier != "disk":
-        return layout.total("device") + layout.total("host")
-    return layout.total(tier)
+    return layout.total("device") + layout.total("host") if _in_ram(tier, capacity) else layout.total(tier)
+
+
+def _in_ram(tier: str, capacity: Capacity) -> bool:
+    """Return whether a place is part of the one memory that host and device share."""
+    return capacity.shared and not is_disk(tier)
 
 
 def _limit(tier: str, capacity: Capacity) -> int | None:
-    limit: int | None = capacity.device if capacity.shared and tier != "disk" else getattr(capacity, tier)
-    return limit
+    return capacity.device if _in_ram(tier, capacity) else capacity.limits[tier]
 
 
 def _left(layout: Layout, tier: str, capacity: Capacity) -> int | None:
@@ -306,11 +330,12 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
 
 def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> str:
     """Return what takes `nbytes` of a tier, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
-    tiers = ("device", "host") if capacity.shared and tier != "disk" else (tier,)
+    tiers = ("device", "host") if _in_ram(tier, capacity) else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
     parts += Counter({"left free": nbytes - parts.total()})
     return ", ".join(f"{name} {part:,}" for name, part in parts.items())
 
 
 def _remedy(tier: str) -> str:
-    return f"{_REMEDIES.get(tier, _MORE)}, move a share of the policy to another tier, or make the block smaller"
+    more = "set --offload-dir to a directory with more free bytes" if is_disk(tier) else "give more memory"
+    return f"{more}, move a share of the policy to another tier, or make the block smaller"

@@ -13,7 +13,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout, booked_parts, lay_out
 from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy, Split
+from flexengine.policy import Policy, Split
 
 # Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
 OVERHEAD = 64 << 20
@@ -86,19 +86,19 @@ def _too_little(
     """Return the error for policies none of which fits. It names the single tier whose growth is enough, the one that
     lacks the fewest bytes; if none is, every tier that must grow, the device as little as possible."""
     find = partial(_least, model, policies, workload)
-    given = {tier: limit for tier in TIERS if (limit := getattr(capacity, tier)) is not None}
+    given = {place: limit for place, limit in capacity.limits.items() if limit is not None}
     single = {tier: least for tier in given if (least := find(capacity, tier)) is not None}
     if single:
         tier = min(single, key=lambda t: single[t] - given[t])
         needs = {tier: single[tier]}
     else:
-        needs, room = {}, replace(capacity, **dict.fromkeys(given))  # type: ignore[arg-type]
+        needs, room = {}, capacity.limited(dict.fromkeys(given))
         for tier in given:  # each as little as possible while those after it have no limit
             least = find(room, tier)
             if least is not None and least > given[tier]:
                 needs[tier] = least
-            room = replace(room, **{tier: needs.get(tier, given[tier])})  # type: ignore[arg-type]
-    enough = replace(capacity, **needs)  # type: ignore[arg-type]
+            room = room.limited({tier: needs.get(tier, given[tier])})
+    enough = capacity.limited(needs)
     layout = next(lay_out(model, p, workload, enough) for p in policies if _fits(model, p, workload, enough))
     parts = {tier: booked_parts(layout, tier, capacity, needs[tier]) for tier in needs}
     return TooLittle(_reason(model, policies, workload, capacity, next(iter(needs))), needs, given, parts)
@@ -136,7 +136,7 @@ def _least(
     for policy in policies:
         fits = partial(_fits_in, model, policy, workload, capacity, tier)
         try:
-            layout = lay_out(model, policy, workload, replace(capacity, **{tier: None}))  # type: ignore[arg-type]
+            layout = lay_out(model, policy, workload, capacity.limited({tier: None}))
         except OutOfMemory:
             continue
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
@@ -149,4 +149,4 @@ def _least(
 def _fits_in(
     model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, tier: str, nbytes: int
 ) -> bool:
-    return _fits(model, policy, workload, replace(capacity, **{tier: nbytes}))  # type: ignore[arg-type]
+    return _fits(model, policy, workload, capacity.limited({tier: nbytes}))

@@ -1,16 +1,28 @@
-"""Seconds of reading resident weights and of page faults of new RAM. Both happen during the first sweep."""
+"""Seconds of additional work in the first sweep: reading resident weights, copying weights to further disks, and page
+faults of new RAM."""
 
+from flexengine.places import DEVICE, DISK, HOST, is_disk
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
-from flexengine.plan.problem import PLACES, WEIGHTS, Linear, fraction
+from flexengine.plan.problem import WEIGHTS, Linear, fraction
 
-RESIDENT_READ_BYTES = 8 << 20  # of one read of resident weights
-RESIDENT = tuple(place for place in PLACES if place != "disk")  # tiers whose weights are read once
+LOAD_BYTES = 8 << 20  # of one read or write of weights
+RESIDENT = (DEVICE, HOST)  # places in memory, whose weights are read once
 
 
 def reading(hardware: Hardware, layout: Layout) -> float:
-    """Return the seconds of reading all resident weights if no other lane is busy."""
-    return sum(layout.stored[place] for place in RESIDENT) / at(hardware.checkpoint_read, RESIDENT_READ_BYTES)
+    """Return the seconds of reading all weights that are not streamed from the checkpoint, if no other lane is busy.
+
+    The same lane copies weights to further disks, so these writes are included.
+    """
+    read = sum(nbytes for place, nbytes in layout.stored.items() if place != DISK)
+    return read / at(hardware.checkpoint_read, LOAD_BYTES) + copying(hardware, layout)
+
+
+def copying(hardware: Hardware, layout: Layout) -> float:
+    """Return the seconds of writing weights to further disks."""
+    return sum(nbytes / at(hardware.links[f"{place}_write"], LOAD_BYTES)
+               for place, nbytes in layout.stored.items() if nbytes and is_disk(place) and place != DISK)  # fmt: skip
 
 
 def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
@@ -21,7 +33,7 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
     Args:
         missing: share of the resident weights that are not yet in RAM.
     """
-    tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else ("host",)
+    tiers = RESIDENT if hardware.shared or hardware.kind == "sim" else (HOST,)
     booked = [(what, n) for tier in tiers for what, n in layout.account[tier].items()]
     cache, weights = (sum(n for what, n in booked if what == name) for name in ("KV cache", "weights"))
     rest, rate = sum(n for _, n in booked) - cache - (1 - missing) * weights, hardware.touch
@@ -30,17 +42,20 @@ def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, 
 
 
 def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
-    """Return the work, by lane, of reading resident weights once into new RAM.
+    """Return the work, by lane, of reading weights once into new RAM, or of copying them to further disks.
 
-    Without a GPU, page faults take the processor that computes. With a GPU, they are a lane of their own ("touch"),
-    because they overlap disk reads.
+    The lane of the checkpoint's disk reads and writes copies. Without a GPU, page faults take the processor that
+    computes. With a GPU, they are a lane of their own ("touch"), because they overlap disk reads.
 
     Args:
         nbytes: of all weights.
     """
-    read = nbytes / at(hardware.checkpoint_read, RESIDENT_READ_BYTES)
+    read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
     faults = nbytes / hardware.touch if hardware.touch else 0.0
     lane = "touch" if hardware.kind == "cuda" else "device"
     seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
-    work = {"disk_read": dict.fromkeys(RESIDENT, read), lane: seconds}
+    reads = dict.fromkeys(RESIDENT, read)
+    for disk in (place for place in hardware.places if is_disk(place) and place != DISK):
+        reads[disk] = read + nbytes / at(hardware.links[f"{disk}_write"], LOAD_BYTES)
+    work = {"disk_read": reads, lane: seconds}
     return {lane: Linear(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

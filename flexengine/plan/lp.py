@@ -6,7 +6,7 @@ FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), filled in b
     subject to  T[p] >= busy[p][lane] + sum over others o of crosstalk[lane][o] * busy[p][o]    one row per p, lane
                 T[p] >= sum over lanes of busy[p][lane]                                         or this, if no overlap
                 used[m] <= capacity[m]                                                          one row per memory m
-                weights@device + weights@host + weights@disk = 1, cache and hidden likewise, all >= 0
+                weights@device + weights@host + weights@disk + ... = 1, cache and hidden likewise, all >= 0
                 sum over phases p of life[p] * T[p] <= latency limit                             if there is one
 
 busy and used are linear in the fractions. PuLP holds the program, HiGHS solves it. Every name ends in its unit,
@@ -17,33 +17,29 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pulp
 
 from flexengine.errors import FlexError
 from flexengine.plan.problem import (
     CACHE,
-    FRACTIONS,
     HIDDEN,
     KINDS,
-    PLACES,
     WEIGHTS,
     Linear,
     Memory,
     Phase,
     Problem,
     checked,
-    fraction,
+    fractions,
     kind_of,
     unique,
 )
 
 Terms = list[tuple[pulp.LpVariable, float]]
-SHARES = {fraction(kind, place): f"{what} on {place} share".replace(" ", "_")
-          for kind, what in KINDS.items() for place in PLACES}  # fmt: skip
-# Cost, among equals, of a kind one tier further away. The costs differ, so that the choice among equals is determined.
-_TIES = {fraction(kind, place): cost * rank for kind, cost in ((WEIGHTS, 1.0), (CACHE, 1.1), (HIDDEN, 1.23))
-         for rank, place in enumerate(PLACES)}  # fmt: skip
+# Cost, among equals, of a kind one place further away. The costs differ, so that the choice among equals is determined.
+_TIES = {WEIGHTS: 1.0, CACHE: 1.1, HIDDEN: 1.23}
 _TIE = 1e-9  # cost of one such unit, relative to the job's cost
 _COST = 1e4  # least number that the job's cost is in its unit: ties then stand clear of the solver's tolerance of 1e-7
 _SPREAD = 1e-4  # least capacity a memory's unit is chosen by, relative to its largest coefficient
@@ -91,10 +87,17 @@ def solve(problem: Problem) -> Solution | None:
     values = optimum(program(problem))
     if values is None:
         return None
-    fractions = _fractions({name: values.get(share, 0.0) for name, share in SHARES.items()})
-    seconds = [max((0.0, *(least.value(fractions) for _, least in bounds))) for bounds in problem.bounds]
+    found = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
+    seconds = [max((0.0, *(least.value(found) for _, least in bounds))) for bounds in problem.bounds]
     by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(fractions, *problem.over(seconds), by_label)
+    return Solution(found, *problem.over(seconds), by_label)
+
+
+@lru_cache
+def share_name(name: str) -> str:
+    """Return the name of a fraction's variable."""
+    kind, _, place = name.partition("@")
+    return f"{KINDS[kind]} on {place} share".replace(" ", "_")
 
 
 def save(problem: Problem, path: str) -> None:
@@ -126,8 +129,9 @@ class _Program:
     """A program under construction. shares: variables of the allowed fractions."""
 
     def __init__(self, problem: Problem) -> None:
-        self.lp = pulp.LpProblem("placement")
-        self.shares = {name: self.lp.add_variable(SHARES[name], 0) for name in FRACTIONS if name in problem.allowed}
+        self.lp, names = pulp.LpProblem("placement"), fractions(problem.places)
+        self.shares = {name: self.lp.add_variable(share_name(name), 0) for name in names if name in problem.allowed}
+        self._ranks = {name: problem.places.index(name.partition("@")[2]) for name in self.shares}  # 0: the device
         self._labels: list[str] = []
 
     def add(self, label: str, unit: str, terms: Terms, limit: float, equal: bool = False) -> None:
@@ -168,7 +172,8 @@ class _Program:
         for time, k in cost:
             _check_finite(k, f"cost of {time.name}")
         tie = _TIE * (total / scale or _COST)
-        ties = [(share, tie * _TIES[name]) for name, share in self.shares.items() if _TIES[name]]
+        ranked = ((share, self._ranks[name] * _TIES[kind_of(name)]) for name, share in self.shares.items())
+        ties = [(share, tie * cost) for share, cost in ranked if cost]
         self.lp.setObjective(pulp.LpAffineExpression([*cost, *ties]))
         self.lp.objective.name = _named("job", unit)
 
@@ -213,8 +218,8 @@ def _check_finite(value: float, what: str) -> None:
         raise SolverFailed(f"the {what} is {value:g} in its unit; the numbers of a linear program must be finite")
 
 
-def _fractions(values: Mapping[str, float]) -> dict[str, float]:
+def _normalised(values: Mapping[str, float]) -> dict[str, float]:
     """Return all fractions without the solver's rounding: none below 0, each kind summing to 1."""
     clean = {name: value if value > _NOISE else 0.0 for name, value in values.items()}
-    totals = {kind: sum(clean[fraction(kind, place)] for place in PLACES) for kind in KINDS}
+    totals = {kind: sum(value for name, value in clean.items() if kind_of(name) == kind) for kind in KINDS}
     return {name: value / totals[kind_of(name)] for name, value in clean.items()}

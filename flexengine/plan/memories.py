@@ -1,8 +1,8 @@
 """The memory rows of the linear program: bytes of each memory as linear functions of the fractions.
 
-They are computed from three layouts, the corners: all data that may move is on the device, on the host, or on disk.
-Between corners, the bytes of each purpose are linear in the fractions of one kind of data. A real layout differs from
-this line in three ways:
+They are computed from the corners: one layout per place, with all data that may move on this place. Between corners,
+the bytes of each purpose are linear in the fractions of one kind of data. A real layout differs from this line in three
+ways:
 
 * Whole tensors, sequences and gpu_batches are rounded.
 * Buffers and staging count at full size in the program as soon as a kind of data may leave the device.
@@ -15,7 +15,6 @@ from collections.abc import Mapping
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
-from flexengine.policy import TIERS
 
 # Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
 _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
@@ -30,8 +29,8 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
         cache: by tier, bytes of the KV cache if all of it is on that tier.
         capacity: of the machine.
     """
-    used = {tier: _bytes(corners, tier, cache[tier]) for tier in TIERS}
-    limits = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
+    used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
+    limits = capacity.limits
     if capacity.shared:
         used["device"], limits["host"] = used["device"] + used["host"], None
     return tuple(Memory(tier, used[tier], float(limit)) for tier, limit in limits.items() if limit is not None)

@@ -6,9 +6,9 @@ from typing import Any
 
 from flexengine.errors import InvalidInput
 from flexengine.plan.explain import tiers
-from flexengine.plan.hardware import LANES, Hardware
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.words import lane_names, size
+from flexengine.plan.words import lane_name, size
 
 
 def plot(
@@ -77,15 +77,14 @@ def _memory(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
 
 def _lanes(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
     """Draw the seconds of each lane in a mean sweep of each kind, and a line at the sweep's end."""
-    names = lane_names(hardware.shared)
     kinds = [kind for kind, count in prediction.counts.items() if count > 0]
-    lanes = [lane for lane in LANES if any(prediction.lanes[kind].get(lane, 0) > 0 for kind in kinds)]
+    lanes = [lane for lane in hardware.lanes if any(prediction.lanes[kind].get(lane, 0) > 0 for kind in kinds)]
     labels = []
     for i, kind in enumerate(kinds):
         rows = [i * (len(lanes) + 1) + j for j in range(len(lanes))]
         axes.barh(rows, [prediction.lanes[kind].get(lane, 0.0) for lane in lanes], label=kind)
         axes.vlines(prediction.sweep_seconds[kind], rows[0] - 0.5, rows[-1] + 0.5, colors="black")
-        labels += [(row, names[lane]) for row, lane in zip(rows, lanes, strict=True)]
+        labels += [(row, lane_name(lane, hardware.shared)) for row, lane in zip(rows, lanes, strict=True)]
     axes.set_yticks([row for row, _ in labels], [name for _, name in labels])
     axes.invert_yaxis()
     axes.set_xlabel("seconds in a mean sweep; the line is its end")

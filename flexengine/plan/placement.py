@@ -7,10 +7,10 @@ from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import Layout
 from flexengine.plan.lp import Solution, SolverFailed, solve
 from flexengine.plan.memories import memories
-from flexengine.plan.problem import CACHE, HIDDEN, PLACES, WEIGHTS, Memory, Problem, fraction
+from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Memory, Problem, fraction, kind_of
 from flexengine.plan.shapes import sensible
 from flexengine.plan.tried import Tried
-from flexengine.policy import TIERS, Policy, Split
+from flexengine.policy import Policy, Split, thousandths
 
 MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # shares of a memory that a retry leaves free after rounding was too large
 SLACK = 1.02  # rounding seldom gains more on the program's seconds: 1.2 % was the most in 4,000 placements
@@ -46,6 +46,11 @@ class Placement:
     failed: SolverFailed | None = None
     _solvable: dict[tuple[Policy, Choice], bool] = field(default_factory=dict)
     _corners: dict[Policy, Layout] = field(default_factory=dict)
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """The machine's places."""
+        return self.tried.cost.hardware.places
 
     @property
     def delegates(self) -> bool:
@@ -109,16 +114,16 @@ class Placement:
         sweeps = cost.sweeps(shape, share=0.5 if choice.cache else 0.0)
         return Problem(
             cost.phases(priced, sweeps), rows, cost.slowing(priced), cost.overlaps(shape),
-            self._allowed(choice), self.tried.shapes.options.latency_limit,
+            self._allowed(choice), self.tried.shapes.options.latency_limit, self.places,
         )  # fmt: skip
 
     def _allowed(self, choice: Choice) -> frozenset[str]:
         """Return the fractions that may be above 0. On a CPU RAM is the device, and host RAM is for weights whose
         stored form is smaller."""
         shared = self.tried.cost.hardware.shared
-        places = [place for place in PLACES if place != "host" or not shared]
+        places = tuple(place for place in self.places if place != "host" or not shared)
         by_kind = {
-            WEIGHTS: PLACES if self._narrow else places,
+            WEIGHTS: self.places if self._narrow else places,
             CACHE: places if choice.cache else ("device",),
             HIDDEN: places if choice.hidden else ("device",),
         }
@@ -126,7 +131,7 @@ class Placement:
 
     def _memories(self, shape: Policy, choice: Choice) -> tuple[Memory, ...]:
         """Return the memory rows of a block shape."""
-        corners = {tier: self._corner(shape, tier, choice) for tier in TIERS}
+        corners = {tier: self._corner(shape, tier, choice) for tier in self.places}
         return memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
 
     @cached_property
@@ -142,17 +147,17 @@ class Placement:
         token = cost.model.kv_token * len(cost.model.layers)
         device = cost.peak(shape) * token
         offloaded = cost.peak(shape, share=1.0) * token if cache else device
-        return {tier: device if tier == "device" else offloaded for tier in TIERS}
+        return {tier: device if tier == "device" else offloaded for tier in self.places}
 
     def _corner(self, shape: Policy, tier: str, choice: Choice) -> Layout:
         """Return the layout with all data that may move on one tier, in memory without limits."""
-        split: Split = tuple(float(t == tier) for t in TIERS)  # type: ignore[assignment]
+        split: Split = tuple(float(t == tier) for t in self.places)
         policy = replace(
             shape, weights=split, cache=split if choice.cache else ON_DEVICE,
             activations=split if choice.hidden else ON_DEVICE, delegate=choice.delegate and tier == "host",
         )  # fmt: skip
         if policy not in self._corners:
-            unlimited = replace(self.tried.capacity, device=None, host=None, disk=None)
+            unlimited = self.tried.capacity.limited(dict.fromkeys(self.places))
             self._corners[policy] = self.tried.laid_out(policy, unlimited)
         return self._corners[policy]
 
@@ -166,9 +171,7 @@ def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Poli
     """Return the policy of these fractions, in thousandths."""
 
     def split(kind: str) -> Split:
-        device, host = (min(1.0, max(0.0, round(fractions[fraction(kind, place)], 3))) for place in PLACES[:2])
-        host = min(host, round(1 - device, 3))
-        return (device, host, max(0.0, round(1 - device - host, 3)))
+        return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
 
     cache = split(CACHE)
     return replace(shape, weights=split(WEIGHTS), cache=cache, activations=split(HIDDEN),

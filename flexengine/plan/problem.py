@@ -4,15 +4,14 @@ the fraction of each kind of data on each tier."""
 import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from flexengine.config import shown
 from flexengine.errors import InvalidInput
-from flexengine.policy import TIERS
+from flexengine.places import TIERS
 
 WEIGHTS, CACHE, HIDDEN = "weights", "cache", "hidden"
 KINDS = {WEIGHTS: "weights", CACHE: "cache", HIDDEN: "hidden states"}  # kinds of data, and their names in messages
-PLACES = TIERS  # where a kind may be
 
 
 def fraction(kind: str, place: str) -> str:
@@ -25,9 +24,16 @@ def kind_of(name: str) -> str:
     return name.partition("@")[0]
 
 
-_BY_KIND = {kind: tuple(fraction(kind, place) for place in PLACES) for kind in KINDS}
-FRACTIONS = sum(_BY_KIND.values(), ())
-_NAMES = frozenset(FRACTIONS)
+@lru_cache
+def fractions(places: tuple[str, ...] = TIERS) -> tuple[str, ...]:
+    """Return the names of all fractions on a list of places: those of the weights, then of the other kinds."""
+    return tuple(fraction(kind, place) for kind in KINDS for place in places)
+
+
+@lru_cache(maxsize=256)
+def _by_kind(names: frozenset[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the names of fractions of each kind of data."""
+    return tuple(tuple(name for name in names if kind_of(name) == kind) for kind in KINDS)
 
 
 @dataclass(frozen=True)
@@ -41,11 +47,11 @@ class Linear:
         """Return the value at these fractions; fractions that are not named are 0."""
         return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
 
-    def least(self, allowed: Container[str]) -> float:
+    def least(self, allowed: frozenset[str]) -> float:
         """Return the least value where only the allowed fractions may be above 0."""
         total, coefficients = self.constant, self.coefficients
-        for names in _BY_KIND.values():
-            total += min((coefficients.get(name, 0.0) for name in names if name in allowed), default=0.0)
+        for names in _by_kind(allowed):
+            total += min((coefficients.get(name, 0.0) for name in names), default=0.0)
         return total
 
     def __add__(self, other: "Linear") -> "Linear":
@@ -101,6 +107,7 @@ class Problem:
         overlap: False where the lanes wait for one another, so that their seconds add up.
         allowed: fractions that may be above 0.
         latency_limit: seconds; the sum of life * T over the phases stays below.
+        places: where data may be, from near to far.
     """
 
     phases: tuple[Phase, ...]
@@ -109,6 +116,7 @@ class Problem:
     overlap: bool
     allowed: frozenset[str]
     latency_limit: float | None = None
+    places: tuple[str, ...] = TIERS
 
     @cached_property
     def bounds(self) -> tuple[tuple[tuple[str, Linear], ...], ...]:
@@ -141,18 +149,19 @@ def checked(problem: Problem) -> Problem:
     """Return the problem with phases of unique labels. Raise InvalidInput, with its name, for a value that is no number
     or no fraction."""
     labels: list[str] = []
+    names = fractions(problem.places)
     for phase in problem.phases:
         labels.append(unique(phase.label, labels))
     for phase in problem.phases:
         _check_number(f"{phase.label}: times", phase.times)
         _check_number(f"{phase.label}: life", phase.life)
         for lane, busy in phase.lanes.items():
-            _check_line(f"{phase.label}: {lane}", busy)
+            _check_line(f"{phase.label}: {lane}", busy, names)
     for memory in problem.memories:
-        _check_line(f"{memory.label} memory", memory.used)
+        _check_line(f"{memory.label} memory", memory.used, names)
         if math.isnan(memory.capacity):
             raise InvalidInput(f"{memory.label} memory: capacity is {memory.capacity}; it must be a number of bytes")
-    _check_allowed(problem.allowed)
+    _check_allowed(problem.allowed, names)
     limit = problem.latency_limit
     if limit is not None and not 0 < limit < math.inf:
         raise InvalidInput(f"latency limit is {shown(limit)}; it must be positive seconds, or None")
@@ -175,17 +184,18 @@ def _check_number(what: str, value: float) -> None:
         raise InvalidInput(f"{what} is {shown(value)}; it must be a finite number of 0 or more")
 
 
-def _check_line(what: str, line: Linear) -> None:
-    if unknown := line.coefficients.keys() - _NAMES:
-        raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(FRACTIONS)}")
+def _check_line(what: str, line: Linear, names: tuple[str, ...]) -> None:
+    if unknown := line.coefficients.keys() - set(names):
+        raise InvalidInput(f"{what} depends on {sorted(unknown)}; it may depend on {', '.join(names)}")
     for name, value in {"": line.constant, **line.coefficients}.items():
         if not math.isfinite(value):
             raise InvalidInput(f"{what} is {shown(value)}{f' for {name}' * bool(name)}; the number must be finite")
 
 
-def _check_allowed(allowed: frozenset[str]) -> None:
-    if unknown := allowed - _NAMES:
-        raise InvalidInput(f"allowed names {sorted(unknown)}; it may name {', '.join(FRACTIONS)}")
+def _check_allowed(allowed: frozenset[str], names: tuple[str, ...]) -> None:
+    if unknown := allowed - set(names):
+        raise InvalidInput(f"allowed names {sorted(unknown)}; it may name {', '.join(names)}")
     for kind, what in KINDS.items():
-        if not any(name in allowed for name in _BY_KIND[kind]):
-            raise InvalidInput(f"allowed has no place for the {what}; it must have one of {', '.join(_BY_KIND[kind])}")
+        own = [name for name in names if kind_of(name) == kind]
+        if not allowed.intersection(own):
+            raise InvalidInput(f"allowed has no place for the {what}; it must have one of {', '.join(own)}")

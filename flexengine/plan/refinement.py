@@ -4,18 +4,19 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from operator import attrgetter
 
+from flexengine.places import TIERS
 from flexengine.plan.placement import ON_DEVICE, Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
 from flexengine.plan.tried import Tried
-from flexengine.policy import Policy
+from flexengine.policy import Policy, thousandths
 
 MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
 # A step may gain nothing: whole tensors move, and the first tensor of a size enlarges the slot.
 MAX_STEPS_WITHOUT_GAIN = 2
 FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the best policy's weights moved at the end
-MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to) as indices of TIERS
+MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
 @dataclass
@@ -57,9 +58,15 @@ class Refinement:
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
         last = tried.leader().policy
-        for (source, target), step in product(MOVES, FINE_STEPS):
+        for (source, target), step in product(self._moves, FINE_STEPS):
             if (moved := _moved(last, source, target, step)) is not None:
                 tried.attempt(moved)
+
+    @property
+    def _moves(self) -> tuple[tuple[int, int], ...]:
+        """Return MOVES and, with further disks, moves between each of them and the device or the first disk."""
+        further = range(len(TIERS), len(self.placement.places))
+        return MOVES + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
 
     def _best(self) -> list[Prediction]:
         """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
@@ -93,7 +100,7 @@ class Refinement:
         """Move shares of the weights between tiers while the job gets faster."""
         best = prediction
         for step in WEIGHT_STEPS:
-            for source, target in MOVES:
+            for source, target in self._moves:
                 moved, idle = _moved(best.policy, source, target, step), 0  # idle: steps without gain
                 while moved is not None and idle < MAX_STEPS_WITHOUT_GAIN:
                     if (tried := self.tried.attempt(moved)) is None:
@@ -103,11 +110,10 @@ class Refinement:
 
 
 def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | None:
-    """Return the policy with a share `step` of the weights moved between tiers; None if the source has no weights."""
-    weights = list(policy.weights)
+    """Return the policy with a share `step` of the weights moved; None if the source place has no weights."""
+    weights = list(policy.weights) + [0.0] * (max(source, target) + 1 - len(policy.weights))
     if weights[source] <= 1e-9:
         return None
     step = min(step, weights[source])
     weights[source], weights[target] = weights[source] - step, weights[target] + step
-    device, host = round(weights[0], 3), round(weights[1], 3)
-    return replace(policy, weights=(device, host, max(0.0, round(1 - device - host, 3))))
+    return replace(policy, weights=thousandths(weights))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from flexengine.plan import gpu
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy, shares
 from flexengine.schedule.order import entrants
 from flexengine.schedule.place import places
 
@@ -62,7 +62,7 @@ def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
 
     `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
     """
-    share, total = policy.activations[TIERS.index(tier)], sweep_tokens(policy, workload)
+    share, total = shares(policy.activations).get(tier, 0.0), sweep_tokens(policy, workload)
     return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
 
 
@@ -105,8 +105,9 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 
 def delegated(policy: Policy) -> int:
-    """Most sequences that attend on the host at once."""
-    return places(policy.block_size, policy.cache).get("host", 0) if policy.delegate else 0
+    """Return the most sequences at once whose decode attention is delegated."""
+    homes = places(policy.block_size, policy.cache)
+    return sum(sequences for home, sequences in homes.items() if policy.attends(home) != "device")
 
 
 def suspended(model: ModelFacts, policy: Policy) -> int:

@@ -6,8 +6,8 @@ weights        Each layer, and the head, crosses the lanes from its tier once pe
                experts that no token chose (`plan.experts`).
 KV cache       Whole pages come before a layer computes, and changed pages go back after. A decode step stores its one
                token alone where the pages are in host RAM.
-delegated      Queries, keys and values of decoding sequences go to the host, attention comes back. Only pages of
-               continued prompts come to the device.
+delegated      Queries, keys and values of decoding sequences go to the place that computes their attention, attention
+               comes back. Only pages of continued prompts come to the device.
 hidden states  They cross the lanes once in each direction between two layers.
 chosen values  See `plan.chosen`; the device waits for these loads.
 """
@@ -19,7 +19,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flexengine.places import is_disk
 from flexengine.plan.chosen import Chosen, waiting
+from flexengine.plan.compute import decode_attention
 from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware, at
@@ -28,9 +30,9 @@ from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Array, LayerPages, Profile
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy
-from flexengine.schedule.program import DIRECT, STAGED, Routes
+from flexengine.schedule.program import Routes
 
-LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # lanes of every machine
+LANES = ("device", "h2d", "d2h", "disk_read", "disk_write")  # of every machine
 
 Lanes = dict[str, dict[str, Array]]  # lane -> fraction, or "" for none -> seconds by sweep
 
@@ -52,7 +54,7 @@ class Move(NamedTuple):
     transfer: float
 
     def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane. Weights on disk are the checkpoint's files."""
+        """Return the seconds of the lane. Weights on the first disk are the checkpoint's files."""
         if self.lane == "disk_read" and self.kind == WEIGHTS:
             return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
         lane = self.lane if self.lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
@@ -87,7 +89,7 @@ def by_lane(terms: Iterable[Term], hardware: Hardware) -> Lanes:
 
 def routes(hardware: Hardware) -> Routes:
     """Return the lanes between each tier and the device."""
-    return DIRECT if hardware.shared else STAGED
+    return Routes.between(hardware.places, staged=not hardware.shared)
 
 
 def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> float:
@@ -99,7 +101,7 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
         page: bytes.
         pages: of one gpu_batch in one layer.
     """
-    alone = hardware.kind == "cuda" or lane in ("disk_read", "disk_write")
+    alone = hardware.kind == "cuda" or is_disk(lane)
     return page if alone else page * max(1.0, pages)
 
 
@@ -148,7 +150,7 @@ class Sweeping:
         token, way = model.kv_token * len(model.layers), routes(self.hardware)
         coming = sweeps.loaded if model.topk is None else sweeps.prompt_loaded + self._chosen.ahead
         for place in way.load:
-            delegated = self.policy.delegate and place == "host"
+            delegated = self.policy.attends(place) != "device"
             loaded = sweeps.prompt_loaded if delegated else coming
             stored = sweeps.prompt_stored if place == "host" else sweeps.stored
             for lanes, tokens in ((way.load[place], loaded), (way.store[place], stored)):
@@ -160,18 +162,17 @@ class Sweeping:
                 for lane in way.store[place]:
                     yield Move(lane, CACHE, place, single * token, gpu_batch * model.kv_token)
 
-    def delegated(self, on_host: Array, on_device: Array) -> Iterator[Term]:
-        """Yield the terms of attention on the host.
-
-        Args:
-            on_host, on_device: seconds by sweep of all layers' attention of decoding sequences, computed there.
-        """
+    def delegated(self) -> Iterator[Term]:
+        """Yield the terms of delegated attention."""
         model, sweeps, gpu_batch = self.model, self.sweeps, self.policy.gpu_batch_size
         tokens = sweeps.decoding * sweeps.counted * len(model.layers)
-        yield Move("h2d", CACHE, "host", tokens * model.fetched, gpu_batch * model.fetched)
-        yield Move("d2h", CACHE, "host", tokens * model.sent, gpu_batch * model.sent)
-        yield Work("cpu", CACHE, "host", on_host * sweeps.counted)
-        yield Work("device", CACHE, "host", tokens / gpu_batch * self.rates.delegated - on_device * sweeps.counted)
+        for home, place in self.policy.attended.items():
+            down, there, up = routes(self.hardware).attend[place]
+            yield Move(up, CACHE, home, tokens * model.fetched, gpu_batch * model.fetched)
+            yield Move(down, CACHE, home, tokens * model.sent, gpu_batch * model.sent)
+            yield Work(there, CACHE, home, decode_attention(self.rates, sweeps, place) * sweeps.counted)
+            on_device = decode_attention(self.rates, sweeps) * sweeps.counted
+            yield Work("device", CACHE, home, tokens / gpu_batch * self.rates.delegated - on_device)
 
     def chosen_values(self, overlaps: bool) -> Iterator[Term]:
         """Yield the terms of chosen values. overlaps: whether lanes work at the same time; else the device waits for
@@ -182,7 +183,7 @@ class Sweeping:
         total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
         at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * self.policy.gpu_batch_size
         for place in routes(self.hardware).load:
-            if place == "host" and self.policy.delegate:  # attention reads the values where they are
+            if self.policy.attends(place) != "device":  # attention reads the values where they are
                 continue
             lanes, handling = waiting(self.model, self.hardware, place, full, at_once)
             for lane, seconds in lanes.items():

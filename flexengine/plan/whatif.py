@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.places import is_disk
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table
@@ -22,7 +23,7 @@ from flexengine.plan.search import search
 from flexengine.plan.shapes import Options
 from flexengine.plan.words import size
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy, places_of, thousandths
 
 MIN_SPEEDUP = 1.03  # changes with a smaller speedup are not reported
 NEARLY_FULL_SHARE = 0.8  # share of a memory in use from which on more memory may help
@@ -98,7 +99,7 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
         for tier, limit, label in _full(hardware, prediction)
     ]
     used = {lane for lane, seconds in prediction.busy.items() if seconds > 0}
-    if used & {"disk_read", "disk_write"} or prediction.load_seconds > 0:
+    if any(map(is_disk, used)) or prediction.load_seconds > 0:
         result.append(Change("disk twice as fast", model, _faster_disk(hardware)))
     if not hardware.shared:
         links = _twice_as_fast(hardware, "h2d", "d2h")
@@ -111,20 +112,20 @@ def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> li
 
 
 def _full(hardware: Hardware, prediction: Prediction) -> Iterator[tuple[str, int, str]]:
-    """Yield (tier, capacity in bytes, label of its doubling) of each memory that is nearly full."""
-    used = {tier: prediction.layout.total(tier) for tier in TIERS}
+    """Yield (place, capacity in bytes, label of its doubling) of each memory that is nearly full."""
+    used = {tier: prediction.layout.total(tier) for tier in hardware.places}
     if hardware.shared:
         used["device"] += used.pop("host")
-    words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM", "disk": "disk space"}
+    words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM"}
     for tier, nbytes in used.items():
-        limit: int | None = getattr(hardware.capacity, tier)
+        limit = hardware.capacity.limits[tier]
         if limit is not None and nbytes >= NEARLY_FULL_SHARE * limit:
-            yield tier, limit, f"+{size(limit)} {words[tier]}"
+            yield tier, limit, f"+{size(limit)} {words.get(tier, f'{tier} space')}"
 
 
 def _grown(hardware: Hardware, tier: str, nbytes: int) -> Hardware:
-    more: dict[str, Any] = {f"{tier}_bytes": getattr(hardware, f"{tier}_bytes") + nbytes}
-    return replace(hardware, **more)
+    capacity = hardware.capacity
+    return hardware.with_capacity(capacity.limited({tier: (capacity.limits[tier] or 0) + nbytes}))
 
 
 def _twice(table: Table) -> Table:
@@ -149,8 +150,8 @@ def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
 
 
 def _faster_disk(hardware: Hardware) -> Hardware:
-    """Return hardware on which the offload directory and the model's files are twice as fast."""
-    faster = _twice_as_fast(hardware, "disk_read", "disk_write")
+    """Return hardware on which the offload directories and the model's files are twice as fast."""
+    faster = _twice_as_fast(hardware, *filter(is_disk, hardware.links))
     return replace(faster, checkpoint_read=_twice(hardware.checkpoint_read))
 
 
@@ -256,11 +257,9 @@ def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[
 
 
 def _moved_up(policy: Policy, tier: str, share: float) -> Policy:
-    """Return the policy with this share of the weights moved to a tier from slower tiers, the slowest first."""
-    weights, place = list(policy.weights), TIERS.index(tier)
-    for source in range(len(TIERS) - 1, place, -1):
+    """Return the policy with this share of the weights moved to a place from farther places, the farthest first."""
+    weights, place = list(policy.weights), places_of(policy.weights).index(tier)
+    for source in range(len(weights) - 1, place, -1):
         moved = min(share, weights[source])
         weights[source], weights[place], share = weights[source] - moved, weights[place] + moved, share - moved
-    device = round(weights[0], 3)
-    host = min(round(weights[1], 3), round(1 - device, 3))
-    return replace(policy, weights=(device, host, max(0.0, round(1 - device - host, 3))))
+    return replace(policy, weights=thousandths(weights))

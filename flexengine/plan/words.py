@@ -2,8 +2,7 @@
 
 import math
 
-from flexengine.plan.hardware import LANES
-from flexengine.policy import TIERS
+from flexengine.places import is_disk
 
 
 def size(nbytes: float) -> str:
@@ -44,12 +43,15 @@ def percent(share: float) -> str:
     return "<1 %" if 0 < share < 0.005 else f"{share:.0%}".replace("%", " %")
 
 
-def lane_names(shared: bool) -> dict[str, str]:
-    """Return the names of lanes in messages. shared: whether host and device are one memory."""
-    names = ("disk read", "disk write", "host to device", "device to host", "compute", "host compute")
-    return dict(zip(LANES, names, strict=True)) | ({"h2d": "RAM to slot"} if shared else {})
+def lane_name(lane: str, shared: bool) -> str:
+    """Return the name of a lane in reports. shared: whether host and device are one memory."""
+    if is_disk(lane):
+        return lane.replace("_", " ")
+    names = {"h2d": "RAM to slot" if shared else "host to device", "d2h": "device to host", "device": "compute",
+             "cpu": "host compute"}  # fmt: skip
+    return names.get(lane, lane)
 
 
-def tier_names(shared: bool) -> dict[str, str]:
-    """Return the names of tiers in messages. Without a GPU, device and host tier are both RAM."""
-    return {"device": "RAM", "host": "RAM as stored", "disk": "disk"} if shared else {t: t for t in TIERS}
+def place_name(place: str, shared: bool) -> str:
+    """Return the name of a place in reports. Without a GPU, the places device and host are both RAM."""
+    return {"device": "RAM", "host": "RAM as stored"}.get(place, place) if shared else place

@@ -6,6 +6,7 @@ import re
 import torch
 
 from flexengine.errors import OutOfMemory
+from flexengine.places import is_disk
 from flexengine.runtime.frames import forget_variables
 
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -41,7 +42,7 @@ def shortage(error: BaseException, gpu: bool) -> Shortage | None:
     """
     ram = "host" if gpu else "device"
     if isinstance(error, OutOfMemory):
-        result = None if error.tier == "disk" else Shortage(_tier(error, ram), error.what, error.needed)
+        result = None if is_disk(error.tier) else Shortage(_tier(error, ram), error.what, error.needed)
     elif isinstance(error, torch.OutOfMemoryError) or _says(error, _ON_GPU):
         result = Shortage("device", _task(error), _requested(error))
     elif isinstance(error, MemoryError) or _says(error, _IN_RAM) or getattr(error, "errno", None) == errno.ENOMEM:

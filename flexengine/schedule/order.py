@@ -73,13 +73,19 @@ class Batch(NamedTuple):
         pieces: tokens to compute, of sequences whose KV cache lies in one tier.
         cache_home: tier of the KV cache.
         hidden_home: tier of the activations between layers.
-        delegated: attention is computed on the tier of the cache; every piece is then a decode step.
+        attention: place that computes attention, see `Policy.attends`. Every piece is a decode step unless this is the
+            device.
     """
 
     pieces: tuple[Piece, ...]
     cache_home: str
     hidden_home: str
-    delegated: bool = False
+    attention: str = "device"
+
+    @property
+    def delegated(self) -> bool:
+        """Whether an attender, not the device, computes attention."""
+        return self.attention != "device"
 
     @property
     def tokens(self) -> int:

@@ -7,18 +7,19 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from flexengine.policy import TIERS, Split
+from flexengine.policy import Split, places_of, shares
 
 
 def place(sizes: Sequence[int], split: Split) -> list[str]:
     """Return the tier of each item, in order.
 
-    The midpoint of an item in the cumulative size picks disk, then host, then device (FlexGen's rule). The realised
-    fractions differ from `split` by rounding to whole items, so memory is checked on the result.
+    The midpoint of an item in the cumulative size picks the place, the farthest first: disk, then host, then device
+    (FlexGen's rule). The realised fractions differ from `split` by rounding to whole items, so memory is checked on the
+    result.
 
     Args:
         sizes: bytes (or counts) of the items.
-        split: fractions (device, host, disk).
+        split: fractions by place, from near to far.
     """
     return [tier for tier, start, end in _Items.of(tuple(sizes)).runs(split) for _ in range(start, end)]
 
@@ -43,14 +44,16 @@ class _Items(NamedTuple):
         return _Items(ends, tuple(middles))
 
     def runs(self, split: Split) -> tuple[tuple[str, int, int], ...]:
-        """Return runs (tier, first item, item after the last). A tier whose share is 0 gets none."""
-        device, host, disk = split
-        last = "device" if device > 0 else "host" if host > 0 else "disk"
-        first, second = bisect_left(self.middles, disk), bisect_left(self.middles, disk + host)
-        return (
-            ("disk" if disk > 0 else last, 0, first), ("host" if host > 0 else last, first, second),
-            ("device" if device > 0 else last, second, len(self.middles)),
-        )  # fmt: skip
+        """Return runs (place, first item, item after the last). A place whose share is 0 gets none."""
+        names = places_of(split)
+        nearest = next((name for name, share in zip(names, split, strict=True) if share > 0), names[-1])
+        runs, start, total = list[tuple[str, int, int]](), 0, 0.0
+        for name, share in zip(reversed(names), reversed(split), strict=True):
+            total += share
+            end = bisect_left(self.middles, total) if name != names[0] else len(self.middles)
+            runs.append((name if share > 0 else nearest, start, end))
+            start = end
+        return tuple(runs)
 
 
 @lru_cache(maxsize=1024)
@@ -58,7 +61,7 @@ def places(count: int, split: Split) -> Mapping[str, int]:
     """Return how many of `count` items of one size `place` assigns to each tier that gets any. Cached: the policy
     search requests the same assignments often."""
     tiers = Counter(place([1] * count, split))
-    return {tier: tiers[tier] for tier in TIERS if tiers[tier]}
+    return {tier: tiers[tier] for tier in places_of(split) if tiers[tier]}
 
 
 @lru_cache(maxsize=256)
@@ -71,21 +74,22 @@ def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tup
 
     Args:
         groups: item sizes, one tuple per layer, head or embedding.
-        split: fractions (device, host, disk).
+        split: fractions by place, from near to far.
     """
+    names = places_of(split)
     if max(split) == 1.0:
-        tier = TIERS[split.index(1.0)]
+        tier = names[split.index(1.0)]
         return tuple((tier,) * len(sizes) for sizes in groups)
     tiers: list[tuple[str, ...]] = []
-    owed = dict.fromkeys(TIERS, 0.0)  # share of the sizes so far less the sizes assigned
+    owed = dict.fromkeys(names, 0.0)  # share of the sizes so far less the sizes assigned
     for sizes in groups:
         items = _Items.of(sizes)
-        for tier, share in zip(TIERS, split, strict=True):
+        for tier, share in shares(split).items():
             owed[tier] += share * items.ends[-1]
-        device, host, disk = (max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True))
-        whole = device + host + disk
+        due = [max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True)]
+        whole = sum(due)
         assigned: tuple[str, ...] = ()
-        for tier, start, end in items.runs((device / whole, host / whole, disk / whole) if whole else split):
+        for tier, start, end in items.runs(tuple(n / whole for n in due) if whole else split):
             assigned += (tier,) * (end - start)
             owed[tier] -= items.ends[end] - items.ends[start]
         tiers.append(assigned)

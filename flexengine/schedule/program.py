@@ -4,18 +4,19 @@
 |---|---|
 | ("home", j) | weights of unit j that stay in memory, until the first sweep has brought them there |
 | ("w", slot, home) | part of a weight slot filled from a home tier |
-| ("wstage", slot) | host staging of a weight slot on its way from disk |
+| ("wstage", slot, home) | host staging of the weights that come from a disk |
 | ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
 | ("hbuf", b), ("hstage", b) | the same for hidden states |
 | ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
 | ("run", k) | the forward pass of batch k |
-| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and on the host |
+| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and at its place |
 | ("embedded", k) | embedding rows of batch k |
 | ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
 
 A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
-to the host, attention there, the output to the device, the rest of the layer. The rest of layer j comes right before
-the start of layer j + 1 of the same batch, so that the host attends for it while the device computes the others:
+to the place that computes attention, attention there, the output to the device, the rest of the layer. Routes name the
+lanes of that place. The rest of layer j comes right before the start of layer j + 1 of the same batch, so that (here)
+the host attends for it while the device computes the others:
 
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
@@ -33,8 +34,10 @@ import enum
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
+from flexengine.places import DISK, HOST, TIERS, is_disk
 from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
 from flexengine.schedule.slots import Ring
@@ -64,7 +67,8 @@ class Task(NamedTuple):
     """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1; for OPEN and the LOAD_ROWS of embedding rows
     `cell.layer` is -1.
 
-    home: tier the data comes from or goes to; hop: which leg of the route (disk -> host staging -> device has two).
+    home: tier, or place of attention, the data comes from or goes to.
+    hop: which leg of the route (disk -> host staging -> device has two).
     slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
     by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads; whether a COMPUTE or FINISH
     ends before the experts, which RESUME computes.
@@ -101,17 +105,37 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Routes:
-    """Lanes a tensor passes on its way from (load) or to (store) each home; two lanes mean a stop in host staging."""
+    """Lanes between each place and the device.
+
+    Attributes:
+        load: by place, the lanes from the place to the device. Two lanes mean a stop in host staging.
+        store: by place, the lanes from the device to the place.
+        attend: by place that computes attention, the lanes of the question, of attention there and of the answer.
+    """
 
     load: dict[str, tuple[str, ...]]
     store: dict[str, tuple[str, ...]]
+    attend: dict[str, tuple[str, str, str]]
+
+    @staticmethod
+    @cache
+    def between(places: tuple[str, ...], staged: bool) -> "Routes":
+        """Return the routes of a machine. Every disk has a lane for reads and a lane for writes.
+
+        Args:
+            places: all places of the machine.
+            staged: whether disks and device are not directly connected. If they are, RAM is the device, and nothing is
+                delegated to the host.
+        """
+        load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
+        store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
+        for disk in filter(is_disk, places):
+            load[disk] = (f"{disk}_read", *load[HOST] * staged)
+            store[disk] = (*store[HOST] * staged, f"{disk}_write")
+        return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
 
 
-STAGED = Routes(
-    load={"host": ("h2d",), "disk": ("disk_read", "h2d")},
-    store={"host": ("d2h",), "disk": ("d2h", "disk_write")},
-)
-DIRECT = Routes(load={"host": ("h2d",), "disk": ("disk_read",)}, store={"host": ("d2h",), "disk": ("disk_write",)})
+STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
 
 
 class Program:
@@ -209,7 +233,7 @@ class Program:
             yield Task(Op.OPEN, cell, "device", self._home(0), (("run", cell.batch),))
         for cell in cells:
             k, lane = cell.batch, self.routes.load[home][0]
-            reads = (("run", k), *(self._home(0) if home == "host" else ()))
+            reads = (("run", k), *self._copied(0, home))
             yield Task(Op.LOAD_ROWS, cell, lane, reads, (("embedded", k),), home)
 
     def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:
@@ -225,8 +249,8 @@ class Program:
             empty = self.weights.parts(slot, (home for home in self.routes.load if home not in homes))
             for home in homes:
                 task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot, by_rows=split)
-                source = self._home(unit) if home == "host" else ()
-                target, stage = self.weights.part(slot, home), self.weights.stage(slot)
+                source = self._copied(unit, home)
+                target, stage = self.weights.part(slot, home), self.weights.stage(slot, home)
                 *first, last = _route(task, self.routes.load, source, target, stage)
                 yield from first
                 yield last._replace(writes=last.writes + empty)
@@ -237,13 +261,18 @@ class Program:
         behind no load that waits for a slot of a later unit."""
         while self.arriving and self.arriving[0] <= unit:
             j = self.arriving.pop(0)
-            yield Task(Op.SETTLE, Cell(sweep, j, -1), self.routes.load["disk"][0], (), (("home", j),))
+            yield Task(Op.SETTLE, Cell(sweep, j, -1), self.routes.load[DISK][0], (), (("home", j),))
 
     def _home(self, unit: int) -> tuple[Hashable, ...]:
         """What a unit needs to have come home. A head may be the embedding, and its chunks come with the first."""
         if not self.first:
             return ()
         return (("home", unit),) if unit < self.layers else (("home", 0), ("home", self.layers))
+
+    def _copied(self, unit: int, home: str) -> tuple[Hashable, ...]:
+        """Return what a load of a unit from `home` waits for: the first sweep copies weights to every place but the
+        disk of the checkpoint."""
+        return () if home == DISK else self._home(unit)
 
     def _cell(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> Parts:
         """Return the tasks of one cell. Hidden states and KV at home on the device are neither loaded nor stored. Where
@@ -262,7 +291,7 @@ class Program:
         if j >= self.layers:
             return Parts((), compute, (), ())
         if batch.delegated:
-            return self._delegated(compute, batch.cache_home, reads, experts)
+            return self._delegated(compute, batch.attention, reads, experts)
         cache, cache_loads, cache_stores = self._cached(cell, batch, batches)
         hidden, hidden_loads, hidden_stores = self._hidden(cell, batch)
         buffers = (self.caches.buffer(cache),) * (cache >= 0), (self.hiddens.buffer(hidden),) * (hidden >= 0)
@@ -306,16 +335,17 @@ class Program:
         return hidden, loads, stores
 
     def _delegated(
-        self, compute: Task, home: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
+        self, compute: Task, place: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
     ) -> Parts:  # fmt: skip
-        """Return a cell whose attention is computed on the host. compute: the cell in one task."""
+        """Return a cell whose attention is computed at a place off the device. compute: the cell in one task."""
         cell, slot = compute.cell, compute.slot
         j, k = cell.layer, cell.batch
         run, near, far = ("run", k), ("near", k), ("far", k)
+        down, there, up = self.routes.attend[place]
         attend = (
-            Task(Op.SEND, cell, self.routes.store[home][0], (near,), (far,), home),
-            Task(Op.ATTEND, cell, "cpu", (far,), (("kv", j, k), far), home),
-            Task(Op.FETCH, cell, self.routes.load[home][-1], (far,), (near,), home),
+            Task(Op.SEND, cell, down, (near,), (far,), place),
+            Task(Op.ATTEND, cell, there, (far,), (("kv", j, k), far), place),
+            Task(Op.FETCH, cell, up, (far,), (near,), place),
         )
         split = bool(experts)
         finish = Task(Op.FINISH, cell, "device", (*weights, near), (run,), slot=slot, by_rows=split)
@@ -333,9 +363,9 @@ class Program:
         loads = list[Task]()
         for home, target in zip(experts, rows, strict=True):
             task = Task(Op.LOAD_ROWS, cell, "", (), (), home, slot=slot, by_rows=True)
-            source = (("run", k), *(self._home(cell.layer) if home == "host" else ()))
+            source = (("run", k), *self._copied(cell.layer, home))
             *first, last = _route(task, self.routes.load, source, target, ("rowstage", home, k))
-            staging = (self.weights.stage(slot),) if first else ()  # not written to by the next unit meanwhile
+            staging = (self.weights.stage(slot, home),) if first else ()  # not written to by the next unit meanwhile
             before = (("rows", home, k - 1),) if k else ()
             loads += [t._replace(reads=t.reads + staging) for t in first]
             loads.append(last._replace(reads=last.reads + staging + before))

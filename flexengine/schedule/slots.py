@@ -56,6 +56,6 @@ class Ring:
         """Return the name of a device buffer."""
         return (f"{self.kind}buf", slot)
 
-    def stage(self, slot: int) -> Hashable:
-        """Return the name of the host staging of a slot or buffer."""
-        return (f"{self.kind}stage", slot)
+    def stage(self, slot: int, *home: str) -> Hashable:
+        """Return the name of the host staging of a buffer or, with a disk, of the part of a slot that comes from it."""
+        return (f"{self.kind}stage", slot, *home)

@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, peak_pages, split_prompt
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.place import place
+from flexengine.schedule.place import place, places
 
 Key = tuple[int | None, str]  # prompt and tier
 
@@ -72,8 +72,7 @@ class Sweeps:
 
     def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]]) -> None:
         self.policy, self.pools = policy, pools
-        homes = place([1] * policy.block_size, policy.cache)
-        self.places = {tier: homes.count(tier) for tier in TIERS}
+        self.places = places(policy.block_size, policy.cache)
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
         self.kept: dict[Key, Sequence] = {}
@@ -172,7 +171,7 @@ class Sweeps:
             sources: sequences that compute a prompt in the coming sweep.
         """
         for tier, pools in self.pools.items():
-            if len(there[tier]) >= self.places[tier]:
+            if len(there[tier]) >= self.places.get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue
@@ -204,15 +203,16 @@ class Sweeps:
         return found
 
     def _batches(self) -> list[Batch]:
-        policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, bool]]()
+        policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, str]]()
         for tier, pools in self.pools.items():
             computed = (s for s in self.live.values() if s.home == tier and s.source is None)
             there = sorted(computed, key=lambda s: (s.pending > 1, s.cached))
-            delegated = [s for s in there if s.generated] if policy.delegate and tier == "host" else []
+            where = policy.attends(tier)
+            delegated = [s for s in there if s.generated] if where != "device" else []
             # Pages of delegated sequences pass through no buffer, which is what bounds those of a gpu_batch.
-            formed += [(batch, tier, True) for batch in self._formed(delegated, ())]
+            formed += [(batch, tier, where) for batch in self._formed(delegated, ())]
             rest = [s for s in there if not s.generated] if delegated else there
-            formed += [(batch, tier, False) for batch in self._formed(rest, pools)]
+            formed += [(batch, tier, "device") for batch in self._formed(rest, pools)]
         hidden = place([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
         return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
 

@@ -9,19 +9,22 @@
 
 import contextlib
 import resource
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 
 from flexengine.errors import InvalidInput
+from flexengine.places import MOST_DISKS, place_names
 from flexengine.plan.capacity import Capacity
-from flexengine.schedule.program import DIRECT, STAGED, Routes
+from flexengine.schedule.program import Routes
 from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
-from flexengine.tier.limits import in_ram, total_memory, usable_disk, usable_memory
+from flexengine.tier.limits import in_ram, nearest, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
@@ -41,6 +44,7 @@ class Links:
         d2h: device to host, bytes per second.
         disk_read: bytes per second.
         disk_write: bytes per second.
+        more_disks: (read, write) of the further offload directories, in order; without limits for those left out.
         latency: seconds added to each transfer between device and host.
     """
 
@@ -49,6 +53,12 @@ class Links:
     disk_read: float | None = None
     disk_write: float | None = None
     latency: float = 0.0
+    more_disks: tuple[tuple[float | None, float | None], ...] = ()
+
+    def of_disk(self, number: int) -> tuple[float | None, float | None]:
+        """Return the rates (read, write) of a disk, by its number from 0."""
+        rates = ((self.disk_read, self.disk_write), *self.more_disks)
+        return rates[number] if number < len(rates) else (None, None)
 
 
 @dataclass
@@ -60,32 +70,46 @@ class Machine:
         compute: torch device of the kernels.
         device: tier of compute buffers; see the table above.
         host: tier of RAM.
-        disk: tier of checkpoint files and the spill file.
+        disks: tiers of the offload directories, one spill file each. The first also reads checkpoint files.
         capacity: bytes per tier, for the planner.
         routes: hops that data takes between tiers.
         lanes: kind of lanes that overlap transfers with compute: thread or stream.
-        no_offload: reason why the offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if the
-            directory can be used.
+        directories: the offload directory of each disk.
+        no_offload: reason why the first offload directory cannot be used; the disk's capacity is then NO_DISK. Empty if
+            the directory can be used.
     """
 
     kind: str
     compute: torch.device
     device: Tier
     host: Tier
-    disk: Tier
+    disks: tuple[Tier, ...]
     capacity: Capacity
     routes: Routes
     lanes: str
+    directories: tuple[Path, ...]
     no_offload: str = ""
 
-    def tier(self, name: str) -> Tier:
-        """Return the tier called `name`: device, host or disk."""
-        return {"device": self.device, "host": self.host, "disk": self.disk}[name]
+    @property
+    def disk(self) -> Tier:
+        """Return the tier of checkpoint files and of the first offload directory."""
+        return self.disks[0]
+
+    @cached_property
+    def tiers(self) -> dict[str, Tier]:
+        """Return the tier of every place, from near to far."""
+        return dict(zip(self.capacity.places, (self.device, self.host, *self.disks), strict=True))
+
+    def tier(self, place: str) -> Tier:
+        """Return the tier of a place, such as device, host, disk or disk2."""
+        return self.tiers[place]
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes moved so far per link."""
-        return {"disk_read": self.disk.bytes_read, "disk_write": self.disk.bytes_written,
-                "h2d": self.host.bytes_read, "d2h": self.host.bytes_written}  # fmt: skip
+        disks = dict(zip(self.capacity.places[2:], self.disks, strict=True))
+        reads = {f"{place}_read": disk.bytes_read for place, disk in disks.items()}
+        writes = {f"{place}_write": disk.bytes_written for place, disk in disks.items()}
+        return reads | writes | {"h2d": self.host.bytes_read, "d2h": self.host.bytes_written}
 
     def synchronize(self) -> None:
         """Wait for the work that this thread queued on the device, so that lanes may use its results."""
@@ -105,28 +129,28 @@ class Machine:
 
     def close(self) -> None:
         """Close all tiers and return freed memory to the system."""
-        for tier in (self.device, self.host, self.disk):
+        for tier in self.tiers.values():
             tier.close()
         give_back_freed()
 
 
 def make_machine(
-    kind: str, device_mem: int | None, host_mem: int | None, offload_dir: Path, links: Links | None = None
+    kind: str, device_mem: int | None, host_mem: int | None, offload_dirs: Sequence[Path], links: Links | None = None
 ) -> Machine:
     """Return the machine to run on.
 
-    An offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
+    A first offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
 
     Args:
         kind: one of KINDS; auto takes cuda if there is a CUDA GPU, else cpu.
         device_mem: bytes of the device tier; None for what is free (sim: no limit).
         host_mem: bytes of the host tier; None for what is free (sim: no limit).
-        offload_dir: directory of the spill file.
+        offload_dirs: directories of spill files, at least one; each is a place of its own.
         links: rates, for kind sim only.
 
     Raises:
         InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
-            memory of this machine.
+            memory of this machine, or a further offload directory cannot be used.
     """
     if kind not in KINDS:
         raise InvalidInput(f"device is {kind!r}; it must be one of {', '.join(KINDS)}")
@@ -141,22 +165,56 @@ def make_machine(
     _check_sizes(kind, device_mem, host_mem)
     _allow_open_files()
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
-    ram, free_disk, fault = _ram_and_disk(ram_limit, offload_dir)
-    disk: Tier = DiskTier("disk", Ledger("disk", free_disk), offload_dir)
+    directories = tuple(offload_dirs)
+    ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0])
+    more_disks = _further(directories)
+    free_disk = max(NO_DISK, free_disk // _beside(directories[0], directories))
+    disks = _disks(directories, (free_disk, *more_disks))
+    routes = Routes.between(place_names(len(disks)), staged=kind != "cpu")
     if kind == "cpu":
-        return _cpu(ram, disk, free_disk, fault)
+        memory = Ledger("device", ram)
+        capacity = Capacity(ram, None, free_disk, shared=True, staged=False, more_disks=more_disks)
+        both = MemoryTier("device", memory), MemoryTier("host", memory)
+        return Machine(kind, torch.device("cpu"), *both, disks, capacity, routes, "thread", directories, fault)
     if kind == "sim":
         links = links or Links()
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
-        disk = Throttled(disk, links.disk_read, links.disk_write)
-        capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True)
+        disks = tuple(Throttled(disk, *links.of_disk(number)) for number, disk in enumerate(disks))
+        capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True, more_disks=more_disks)
         device: Tier = MemoryTier("device", Ledger("device", device_mem))
-        return Machine(kind, torch.device("cpu"), device, host, disk, capacity, STAGED, "thread", fault)
+        return Machine(kind, torch.device("cpu"), device, host, disks, capacity, routes, "thread", directories, fault)
     device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
     pinned = cuda.PinnedTier("host", Ledger("host", ram))
-    capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True)
+    capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True, more_disks=more_disks)
     gpu = cuda.CudaTier("device", Ledger("device", device_mem))
-    return Machine(kind, torch.device("cuda"), gpu, pinned, disk, capacity, STAGED, "stream", fault)
+    return Machine(kind, torch.device("cuda"), gpu, pinned, disks, capacity, routes, "stream", directories, fault)
+
+
+def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...]:
+    """Return a tier for each offload directory. sizes: bytes of each."""
+    names = place_names(len(directories))[2:]
+    return tuple(
+        DiskTier(name, Ledger(name, size), directory)
+        for name, size, directory in zip(names, sizes, directories, strict=True)
+    )
+
+
+def _further(directories: Sequence[Path]) -> tuple[int, ...]:
+    """Return the bytes of each offload directory after the first. Raise InvalidInput if there are too many, one is
+    given twice, or one cannot be used."""
+    if len(directories) > MOST_DISKS:
+        raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
+    resolved = [directory.resolve() for directory in directories]
+    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
+        raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")
+    if in_memory := next(filter(in_ram, directories[1:]), None):
+        raise InvalidInput(f"offload directory {in_memory} is in RAM, which is no further disk; leave it out")
+    return tuple(usable_disk(directory) // _beside(directory, directories) for directory in directories[1:])
+
+
+def _beside(directory: Path, directories: Sequence[Path]) -> int:
+    """Return how many of the directories share the file system of one of them, and so its free bytes."""
+    return sum(nearest(other).lstat().st_dev == nearest(directory).lstat().st_dev for other in directories)
 
 
 def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> None:
@@ -197,10 +255,3 @@ def _ram_and_disk(ram_limit: int | None, offload_dir: Path) -> tuple[int, int, s
         return ram_limit or usable, free, ""
     ram = ram_limit or usable - min(free, usable // RAM_DISK)
     return ram, min(free, max(usable - ram, MIN_DISK_BYTES)), ""
-
-
-def _cpu(size: int, disk: Tier, free_disk: int, fault: str) -> Machine:
-    ram = Ledger("device", size)
-    capacity = Capacity(size, None, free_disk, shared=True, staged=False)
-    device, host = MemoryTier("device", ram), MemoryTier("host", ram)
-    return Machine("cpu", torch.device("cpu"), device, host, disk, capacity, DIRECT, "thread", fault)

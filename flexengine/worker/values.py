@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat, Part
+from flexengine.places import is_disk
 from flexengine.plan.layout import VALUES, Layout
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
@@ -91,7 +92,7 @@ class Values:
         for part in shape.parts:
             source = shape.rows(part, far, head, offset)
             target = shape.rows(part, near, head, offset)
-            if home == "disk":
+            if is_disk(home):
                 source, order = source.sort()
                 target = target[order]
             self._bring(home, pool, source.cpu(), buffer, target, part.width)

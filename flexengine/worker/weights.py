@@ -1,7 +1,6 @@
 """Weights: those that stay are brought home once, the others pass through slots; the head comes in chunks of
 rows."""
 
-from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
@@ -11,16 +10,17 @@ from torch import Tensor
 from flexengine.codec.packed import Packed
 from flexengine.model.form import WeightFormat
 from flexengine.model.skeleton import ParamRef
+from flexengine.places import DISK, is_disk, off_device
 from flexengine.plan.facts import ENCODED_ROWS
-from flexengine.plan.layout import PASSING, Layout
+from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.arrivals import Arrivals, Copy, to_disk, to_memory
+from flexengine.worker.arrivals import Pair as Arriving
 from flexengine.worker.mover import Mover, Part, spread
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
-
-BATCH = 128 << 20  # bytes that are read at once of what is to stay: an interrupted job ends when they are there
 
 Pieces = list[Region]  # where the bytes of a tensor are, one piece after another
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
@@ -40,16 +40,11 @@ class Weights:
         self._regions = Regions(machine)
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
-        self._arriving: dict[int, deque[list[Pair]]] = {}  # by unit: the batches that have not been read
-        self.settled = 0  # bytes that `settle` has read
-        self._passing: Region | None = None
         try:
-            if layout.passing:
-                self._passing = self._regions.take("host", layout.passing, PASSING)
+            self._arrivals = Arrivals(machine, self._regions, layout.passing)
             self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
-            self._arriving.clear()
             raise
         self._bind_resident()
         self._embedding = skeleton.embedding[0]
@@ -60,8 +55,8 @@ class Weights:
         self.units += [self._head_unit(*rows) for rows in self._chunks]
         take, slots = self._regions.take, layout.policy.slots
         self._slots = [take("device", layout.slot, "weight slots") for _ in range(slots if layout.slot else 0)]
-        staged = slots if machine.capacity.staged and layout.stage else 0
-        self._stages = [take("host", layout.stage, "weight staging") for _ in range(staged)]
+        stages = layout.stages.items() if machine.capacity.staged else ()
+        self._stages = {disk: [take("host", size, "weight staging") for _ in range(slots)] for disk, size in stages}
         self._in_slot: dict[tuple[int, int], dict[str, Region]] = {}  # by unit and slot
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._mover = Mover(machine)
@@ -70,51 +65,32 @@ class Weights:
     @property
     def streamed(self) -> list[tuple[str, ...]]:
         """Per unit the homes it is streamed from; () when resident."""
-        order = ("host", "disk")
-        return [tuple(h for h in order if any(self._tier(n) == h for n in unit)) for unit in self.units]
+        return [off_device({self._tier(name) for name in unit}) for unit in self.units]
 
     def _tier(self, name: str) -> str:
         return self.layout.homes[name]
 
     @property
     def arriving(self) -> list[int]:
-        """Units that lack weights that are to stay in memory, rising, each as often as it has to be settled. The first
-        one's need the embedding, norms and whatever else belongs to no layer; those of the head come with its first
-        chunk."""
-        return [unit for unit in sorted(self._arriving) for _ in self._arriving[unit]]
+        """Units whose weights have not all left the checkpoint that are to stay in memory or on a further disk; see
+        `Arrivals.units`. The first unit's need the embedding, norms and all else that belongs to no layer; those of the
+        head come with its first chunk."""
+        return self._arrivals.units
 
     @property
     def missing(self) -> float:
-        """Share of the bytes that are to stay in memory that is not there yet."""
-        coming = sum(source.nbytes for unit in self._arriving.values() for pairs in unit for source, _ in pairs)
-        return coming / max(1, coming + self.settled)
+        """Share of the bytes that are to stay in memory or on a further disk that is not there yet."""
+        return self._arrivals.missing
+
+    @property
+    def settled(self) -> int:
+        """Bytes that `settle` has read."""
+        return self._arrivals.settled
 
     def settle(self, unit: int) -> None:
-        """Reads the next batch of the weights of a unit that are to stay. Until all have come they are not there, nor
-        are those of units that come from host memory. Raises BadCheckpoint."""
-        disk, batches = self.machine.disk, self._arriving[unit]
-        disk.load_all([pair for pair in batches[0] if not self._passes(pair[1])])
-        for source, target in batches[0]:
-            if self._passes(target):
-                self._pass(source, target)
-        self.machine.synchronize()
-        self.settled += sum(source.nbytes for source, _ in batches.popleft())
-
-    def _passes(self, target: Tensor) -> bool:
-        """Whether a tensor is in GPU memory, which a disk cannot read into."""
-        return self._passing is not None and target.device.type == self.machine.compute.type
-
-    def _pass(self, source: Region, target: Tensor) -> None:
-        """Read a piece of the checkpoint into GPU memory by way of locked memory, a part of it at a time."""
-        assert self._passing is not None
-        machine, width = self.machine, source.dtype.itemsize
-        step = self._passing.nbytes // width
-        for at in range(0, len(target), step):
-            part = source.part(at * width, min(step, len(target) - at) * width)
-            passing = machine.host.view(replace(self._passing.part(0, part.nbytes), dtype=source.dtype))
-            machine.disk.load(part, passing)
-            target[at : at + step].copy_(passing, non_blocking=True)
-            machine.synchronize()  # before it is written to again
+        """Read the next batch of the weights of a unit that are to stay. Before its last batch the unit must not be
+        computed, nor loaded from a place other than the checkpoint's disk. Raise BadCheckpoint if a read fails."""
+        self._arrivals.settle(unit)
 
     def settle_all(self) -> None:
         """What `settle` does, of all units."""
@@ -122,25 +98,28 @@ class Weights:
             self.settle(unit)
 
     def _make_room(self) -> None:
-        """Room for every tensor that is to lie in memory; on disk it is where it lies already."""
+        """Take room for every tensor, but for those on the first disk, where the checkpoint holds them."""
         units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
         first, head = 0, len(self.skeleton.layers)
-        arriving: dict[int, list[Pair]] = {}
+        arriving: dict[int, list[Arriving]] = {}
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
             source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
-            if tier == "disk":
+            if tier == DISK:
                 self._homes[name] = source
                 continue
+            unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
             dtype = self._held[name] if tier == "device" else stored.dtype
             home = self._regions.take(tier, stored.nbytes // stored.dtype.itemsize * dtype.itemsize, "weights", dtype)
             self._homes[name] = [home]
+            if is_disk(tier):
+                arriving.setdefault(unit, []).extend(to_disk(source, Copy(self.machine.tier(tier), home)))
+                continue
             target = self.machine.tier(tier).view(home)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
-            unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
-            arriving.setdefault(unit, []).extend(spread(source, target))
-        self._arriving = {unit: deque(_batches(pairs)) for unit, pairs in arriving.items()}
+            arriving.setdefault(unit, []).extend(to_memory(source, target))
+        self._arrivals.expect(arriving)
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
@@ -208,11 +187,11 @@ class Weights:
 
     def _stage_homes(self, unit: int, slot: int, home: str) -> dict[str, Region]:
         """Return the places in staging of what a unit streams from `home`; none if its way has one leg."""
-        if home != "disk" or not self.machine.capacity.staged:
+        if home not in self._stages:
             return {}
-        parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == "disk"}
+        parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == home}
         offsets = slot_offsets([(n, _nbytes(pieces)) for n, pieces in parts.items()])
-        stage = self._stages[slot]
+        stage = self._stages[home][slot]
         return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
     def _slot_regions(self, unit: int, slot: int) -> dict[str, Region]:
@@ -283,10 +262,10 @@ class Weights:
         for group in (*self.skeleton.layers, self.skeleton.others):
             for slot in group.values():
                 slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
-        self._passing = None
+        self._arrivals.close()
         self._regions.free()
         slots = (self._views, self._in_slot, self._slots, self._stages)
-        for held in (self._homes, self._resident, self._arriving, *slots):
+        for held in (self._homes, self._resident, *slots):
             held.clear()
 
 
@@ -314,21 +293,6 @@ def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number + 1))
     return runs
-
-
-def _batches(pairs: list[Pair]) -> list[list[Pair]]:
-    """The same reads in the order of the files, in batches of at most BATCH bytes."""
-    batches, room = list[list[Pair]](), 0
-    for home, flat in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        at, width = 0, home.dtype.itemsize
-        while at < home.nbytes:
-            if room < width:
-                batches.append([])
-                room = BATCH
-            size = min(home.nbytes - at, room // width * width)
-            batches[-1].append((home.part(at, size), flat[at // width : (at + size) // width]))
-            at, room = at + size, room - size
-    return batches
 
 
 def _parameter(tensor: Tensor) -> torch.nn.Parameter:

@@ -16,8 +16,8 @@ from flexengine.plan.layout import READING
 from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
+from flexengine.worker.attend import Attender
 from flexengine.worker.cache import Cache, View, packed
-from flexengine.worker.delegation import Delegation
 from flexengine.worker.embedding import Embedding, Lookup
 from flexengine.worker.experts import Experts
 from flexengine.worker.hidden import Hidden
@@ -68,14 +68,14 @@ class Run:
 class Worker:
     """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to its new token.
 
-    delegation: only where the policy delegates attention.
+    attenders: by place, of the places where the policy lets decode attention be computed.
     """
 
     def __init__(
-        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, delegation: Delegation | None = None
+        self, skeleton: Skeleton, weights: Weights, cache: Cache, hidden: Hidden, attenders: Mapping[str, Attender]
     ) -> None:
         self.skeleton, self.weights, self.cache, self.hidden = skeleton, weights, cache, hidden
-        self.delegation = delegation
+        self.attenders = attenders
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
         self._runs: list[Run] = []
@@ -97,8 +97,8 @@ class Worker:
         self._texts, self.sampled, self._joining = texts, {}, first_tokens
         self.hidden.begin(batches)
         self.embedding.begin()
-        if self.delegation is not None:
-            self.delegation.begin(batches)
+        for place, attender in self.attenders.items():
+            attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
         self._runs = [self._run(batch, live) for batch in batches]
 
     def _run(self, batch: Batch, live: dict[int, sweeps.Sequence]) -> Run:
@@ -145,8 +145,7 @@ class Worker:
         elif task.op is Op.COMPUTE:
             self._compute(task)
         else:
-            assert self.delegation is not None
-            self._delegate(task, self.delegation)
+            self._delegate(task, self._runs[cell.batch])
 
     def _load_weight(self, task: Task) -> None:
         layer, slot = task.cell.layer, task.slot
@@ -161,18 +160,18 @@ class Worker:
         else:
             self.experts.load(task.cell.layer, task.slot, task.home, task.hop, run.lacking)
 
-    def _delegate(self, task: Task, delegation: Delegation) -> None:
-        k, run = task.cell.batch, self._runs[task.cell.batch]
+    def _delegate(self, task: Task, run: Run) -> None:
+        k, attender = task.cell.batch, self.attenders[run.batch.attention]
         if task.op is Op.PROJECT:
-            delegation.ask(k, self._attention(task, run), run.view)
+            attender.ask(k, self._attention(task, run), run.view)
         elif task.op is Op.SEND:
-            delegation.send(k)
+            attender.send(k)
         elif task.op is Op.ATTEND:
-            delegation.attend(k, run.view)
+            attender.attend(k, run.view)
         elif task.op is Op.FETCH:
-            delegation.fetch(k)
+            attender.fetch(k)
         else:
-            run.event = self._up_to_rows(task, run, run.forward.resume(delegation.answer(k)))
+            run.event = self._up_to_rows(task, run, run.forward.resume(attender.answer(k)))
 
     def _compute(self, task: Task) -> None:
         run = self._runs[task.cell.batch]
@@ -275,8 +274,8 @@ class Worker:
         self._runs = []
         self.cache.close()
         self.hidden.close()
-        if self.delegation is not None:
-            self.delegation.close()
+        for attender in self.attenders.values():
+            attender.close()
         self.embedding.close()
         self.experts.close()
         self._regions.free()

@@ -238,7 +238,7 @@ class TestPlanner:
         from flexengine.plan.assumed import assumed
         from flexengine.tier.machine import Machine, make_machine
 
-        machine: Machine = make_machine("sim", None, None, Path("/tmp"), None)
+        machine: Machine = make_machine("sim", None, None, [Path("/tmp")], None)
         with contextlib.closing(machine):
             hardware = assumed("sim", machine.capacity)
         slow = dict.fromkeys(hardware.links, ((4096.0, 1000000.0),))

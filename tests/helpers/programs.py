@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from flexengine.plan.lp import Solution, solve
-from flexengine.plan.problem import FRACTIONS, Linear, Memory, Phase, Problem
+from flexengine.plan.problem import Linear, Memory, Phase, Problem, fractions
 
+FRACTIONS = fractions()
 ALL = frozenset(FRACTIONS)
 WG, WC, WD, CG, CC, CD, HG, HC, HD = FRACTIONS  # weights, cache and hidden states on device, host and disk
 ROUNDING = 1e-6  # relative

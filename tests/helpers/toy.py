@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from flexengine.policy import TIERS, Policy
+from flexengine.places import TIERS
+from flexengine.policy import Policy
 from flexengine.schedule.order import (
     Batch,
     Piece,

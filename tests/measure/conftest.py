@@ -33,7 +33,7 @@ def at(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     made: list[Machine] = []
 
     def make(kind: str, memory: int | None = None, rates: Links | None = None) -> Machine:
-        made.append(make_machine(kind, memory, None, tmp_path / "offload", rates))
+        made.append(make_machine(kind, memory, None, [tmp_path / "offload"], rates))
         return made[-1]
 
     yield make

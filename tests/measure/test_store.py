@@ -51,11 +51,11 @@ def test_where_nothing_can_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same for the same machine, and another for each thing that matters."""
     machine = at("sim", 50 * MB, SLOW)
-    first = store.fingerprint(machine, tmp_path)
-    assert store.fingerprint(at("sim", 40 * MB, SLOW), tmp_path / "not" / "yet") == first
-    others = [store.fingerprint(at("sim", 50 * MB, replace(SLOW, **{lane: 7 * MB})), tmp_path)
+    first = store.fingerprint(machine)
+    assert store.fingerprint(at("sim", 40 * MB, SLOW)) == first
+    others = [store.fingerprint(at("sim", 50 * MB, replace(SLOW, **{lane: 7 * MB})))
               for lane in ("h2d", "d2h", "disk_read", "disk_write")]  # fmt: skip
-    others += [store.fingerprint(at("sim"), tmp_path), store.fingerprint(at("cpu"), tmp_path)]
+    others += [store.fingerprint(at("sim")), store.fingerprint(at("cpu"))]
     changes: list[tuple[Any, str, Any]] = [
         (store, "__version__", "9"), (torch, "__version__", "9"), (store, "version", lambda _: "9"),
         (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
@@ -65,11 +65,11 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
     for where, name, value in changes:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, value)
-            others.append(store.fingerprint(machine, tmp_path))
+            others.append(store.fingerprint(machine))
     assert len({first, *others}) == 1 + len(others)
-    keys = {store.key_of(machine, tmp_path, dtype, ()) for dtype in (torch.float32, torch.bfloat16)}
+    keys = {store.key_of(machine, dtype, ()) for dtype in (torch.float32, torch.bfloat16)}
     assert len({first, *keys}) == 3
-    assert store.fingerprint(machine, tmp_path) == first
+    assert store.fingerprint(machine) == first
 
 
 def test_corrected(families: Any, tmp_path: Path) -> None:
@@ -120,7 +120,7 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:
         known = families(family)
         with Engine(known.directory, policy=Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
-            return store.obtain(engine.core.machine, tmp_path, engine.core.opened, measure, measured.append)
+            return store.obtain(engine.core.machine, engine.core.opened, measure, measured.append)
 
     assert ask("llama", False, 50 * MB) is None
     first = ask("llama", True, 50 * MB)

@@ -41,7 +41,7 @@ def test_encoded_elements_are_dequantized_once_for_all_queries_of_a_group() -> N
     model = replace(MODEL, kv_kept=kept, kv_pieces=3, kv_form="int4")
     found = Attention(model, replace(MACHINE, vector_flops=1e10, host_flops=2e9))
     assert float(found.decode(100, 512)) == pytest.approx(100 * 512 * (2 * 8 + 4) / 1e10)
-    assert float(found.on_host(100, 512)) == pytest.approx(100 * 512 * (2 * 8 + 4) / 2e9)
+    assert float(found.decode(100, 512, "host")) == pytest.approx(100 * 512 * (2 * 8 + 4) / 2e9)
 
 
 def test_measured_tables_count_for_their_own_shape_alone() -> None:
@@ -51,7 +51,7 @@ def test_measured_tables_count_for_their_own_shape_alone() -> None:
     found = Attention(MODEL, machine)
     flop = 4 * 32 * 64 * 1000
     assert float(found.decode(1000, 512)) == pytest.approx(1000 * BYTES / 5e9)
-    assert float(found.on_host(1000, 512)) == pytest.approx(1000 * BYTES / 1e9)
+    assert float(found.decode(1000, 512, "host")) == pytest.approx(1000 * BYTES / 1e9)
     assert (float(found.prompt(1000, 128)), float(found.continued(1000, 512))) == (flop / 3e9, flop / 2e9)
     assert Rates.of(MODEL, machine).calls == 0.5
     for other in (replace(MODEL, heads=16), replace(MODEL, head_dim=128), replace(MODEL, kv_form="int8"),

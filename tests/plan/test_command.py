@@ -217,7 +217,7 @@ def test_refusals(line: Line, options: list[str], message: str) -> None:
 def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
     def this_machine(options: MachineOptions, opened: object, again: bool, say: Any, dtype: str) -> Hardware:
         say("measuring")
-        assert (options.device, options.offload_dir, opened, again, dtype) == ("cpu", "d", None, True, "auto")
+        assert (options.device, options.offload_dir, opened, again, dtype) == ("cpu", ["d"], None, True, "auto")
         return machine
 
     monkeypatch.setattr(planning, "this_machine", this_machine)

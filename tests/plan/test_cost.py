@@ -6,17 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from flexengine.places import TIERS
 from flexengine.plan.attention import Attention
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.loading import RESIDENT_READ_BYTES
+from flexengine.plan.loading import LOAD_BYTES
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.program import STAGED, Op, Program, Task
 from flexengine.schedule.simulate import simulate
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -168,7 +169,7 @@ def test_phases_add_up_to_the_prediction() -> None:
                 work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)
                 if lane == "disk_read":  # the program is told of what is read to stay, too
                     resident = (1 - told.fractions["weights@disk"]) * cost.streamed_bytes
-                    busy += resident / at(hardware.checkpoint_read, RESIDENT_READ_BYTES)
+                    busy += resident / at(hardware.checkpoint_read, LOAD_BYTES)
                 assert work_done == pytest.approx(busy, rel=0.03), (lane, policy)
 
 

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.places import TIERS
 from flexengine.plan import explain, picture, whatif, words
 from flexengine.plan.cost import Cost
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.rates import Rates
 from flexengine.plan.search import frontier, search
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from tests.helpers.explained import CPU, GPU, MIXED, WORK, in_bytes, model, predicted, told, toy_search
 
 # Numbers.
@@ -180,7 +181,7 @@ def test_compare_ranks_and_says_why_one_does_not_fit() -> None:
     for line in lines[1:4]:
         cells = line.split()
         assert float(cells[2]) == pytest.approx(dict(entries)[cells[1]].tok_s, rel=0.01)
-        assert line.endswith("  " + words.lane_names(False)[dict(entries)[cells[1]].bottleneck])
+        assert line.endswith("  " + words.lane_name(dict(entries)[cells[1]].bottleneck, False))
     over = caught.value.needed + caught.value.used - caught.value.capacity
     assert lines[4].split()[:2] == ["-", "resident"]
     assert f"does not fit: needs {words.size(over)} more than the {words.size(120 << 20)} of device memory" in lines[4]

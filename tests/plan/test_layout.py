@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.errors import OutOfMemory
+from flexengine.places import TIERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import READ, READ_BUFFERS, SHORT_READ, Layout, lay_out
 from flexengine.plan.sizes import slot_bytes, slot_offsets, workspace
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from flexengine.schedule.place import place, place_groups
 from flexengine.tier import disk
 from tests.helpers.drawn import model_of, policy_of, work_of

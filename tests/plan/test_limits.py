@@ -12,8 +12,8 @@ import pulp
 import pytest
 
 from flexengine.errors import InvalidInput
-from flexengine.plan.lp import SHARES, NoSolver, SolverFailed, optimum, save, solve
-from flexengine.plan.problem import FRACTIONS, Linear, Memory, Phase, Problem
+from flexengine.plan.lp import NoSolver, SolverFailed, optimum, save, share_name, solve
+from flexengine.plan.problem import Linear, Memory, Phase, Problem, fractions
 from tests.helpers.programs import (
     ALL,
     CC,
@@ -162,13 +162,13 @@ def test_whoever_reads_the_saved_program_finds_the_same(tmp_path: Path, seed: in
     scale = {"ks": 1e3, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}[unit[1]]
     assert highs.getObjectiveValue() * scale == pytest.approx(solution.seconds, rel=1e-5)
     columns = dict(zip(highs.getLp().col_names_, highs.getSolution().col_value, strict=True))
-    for name, share in SHARES.items():
+    for name, share in ((name, share_name(name)) for name in fractions()):
         assert columns.get(share, 0.0) == pytest.approx(solution.fractions[name], abs=1e-4)
 
 
 def test_linear_is_linear() -> None:
     rng = random.Random(0)
-    point = {name: rng.random() for name in FRACTIONS}
+    point = {name: rng.random() for name in fractions()}
     a, b = Linear(2.0, {WG: 3.0, CC: -1.0}), Linear(0.5, {CC: 4.0, HD: 1.0})
     assert a.value(point) == pytest.approx(2 + 3 * point[WG] - point[CC])
     assert (a + b * 2.0).value(point) == pytest.approx(a.value(point) + 2 * b.value(point))

@@ -8,8 +8,8 @@ import numpy as np
 import pulp
 import pytest
 
-from flexengine.plan.lp import SHARES, optimum, program, solve
-from flexengine.plan.problem import Linear, Phase
+from flexengine.plan.lp import optimum, program, share_name, solve
+from flexengine.plan.problem import Linear, Phase, fractions
 from tests.helpers.programs import (
     ALL,
     CC,
@@ -159,7 +159,7 @@ def test_which_of_equal_optima_is_found_depends_on_no_order(seed: int) -> None:
     before, after = optimum(made), optimum(mixed)
     assert (before is None) == (after is None)
     if before and after:
-        shares = [share for share in SHARES.values() if share in names]
+        shares = [share for share in map(share_name, fractions()) if share in names]
         assert [after[other[share]] for share in shares] == pytest.approx([before[s] for s in shares], abs=1e-4)
 
 

@@ -6,13 +6,14 @@ from itertools import product
 
 import pytest
 
+from flexengine.places import TIERS
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import Layout, lay_out
 from flexengine.plan.memories import memories
 from flexengine.plan.problem import Memory
 from flexengine.plan.sizes import ALIGN, sweep_tokens
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy, Split
+from flexengine.policy import Policy, Split
 from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from tests.helpers.plans import opt

@@ -9,6 +9,7 @@ import pulp
 import pytest
 
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.places import TIERS
 from flexengine.plan import placement
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
@@ -21,7 +22,7 @@ from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search
 from flexengine.plan.shapes import Options
 from flexengine.plan.workload import Workload
-from flexengine.policy import TIERS, Policy
+from flexengine.policy import Policy
 from tests.helpers.drawn import policy_of, work_of
 from tests.helpers.plans import machine_of, opt
 

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.order import Batch, Piece
-from flexengine.schedule.program import STAGED, Op, Program, Routes, Task
+from flexengine.schedule.program import DIRECT, STAGED, Op, Program, Routes, Task
 from flexengine.schedule.simulate import simulate
 from tests.helpers.strategies import SEEDS, refuted
-from tests.helpers.toy import ROUTES, Homes, Job, Rows, Shuffled, SomeEdges, Toy, generate, jobs, oracle, sweeps_of
+from tests.helpers.toy import Homes, Job, Rows, Shuffled, SomeEdges, Toy, generate, jobs, oracle, sweeps_of
 
 CACHES = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
+# "own lanes": a disk that needs no staging, and lanes that carry nothing but questions and answers.
+ROUTES = {"staged": STAGED, "own lanes": replace(DIRECT, attend={"host": ("out", "far", "back")})}
 PARTS = (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)
 
 
@@ -109,21 +111,27 @@ def batches_of(count: int, others: int = 0) -> list[Batch]:
     found = []
     for k in range(max(count, others)):
         piece = (Piece(k, 4, 1, True),)
-        there, here = Batch(piece, "host", "device", True), Batch(piece, "device", "device")
+        there, here = Batch(piece, "host", "device", "host"), Batch(piece, "device", "device")
         found += [there] * (k < count) + [here] * (k < others)
     return found
 
 
-def tasks_of(streamed: Homes, slots: int, batches: list[Batch], sweeps: int = 3) -> list[Task]:
-    program = Program(streamed, len(streamed) - 1, slots, STAGED)
+def tasks_of(
+    streamed: Homes, slots: int, batches: list[Batch], sweeps: int = 3, routes: Routes = STAGED
+) -> list[Task]:  # fmt: skip
+    program = Program(streamed, len(streamed) - 1, slots, routes)
     return [t for n in range(sweeps) for t in program.sweep(n, batches, n < sweeps - 1)]
 
 
-def test_a_cell_is_five_tasks_and_moves_no_pages() -> None:
-    tasks = tasks_of([()] * 4, 2, batches_of(2))
+@pytest.mark.parametrize(
+    ("routes", "lanes"), [("staged", ("d2h", "cpu", "h2d")), ("own lanes", ("out", "far", "back"))]
+)
+def test_a_cell_is_five_tasks_and_moves_no_pages(routes: str, lanes: tuple[str, str, str]) -> None:
+    tasks = tasks_of([()] * 4, 2, batches_of(2), routes=ROUTES[routes])
     cells = Counter((t.op, t.lane) for t in tasks)
+    down, there, up = lanes
     assert cells == {
-        **dict.fromkeys([(Op.PROJECT, "device"), (Op.SEND, "d2h"), (Op.ATTEND, "cpu"), (Op.FETCH, "h2d"),
+        **dict.fromkeys([(Op.PROJECT, "device"), (Op.SEND, down), (Op.ATTEND, there), (Op.FETCH, up),
                          (Op.FINISH, "device")], 3 * 3 * 2),
         (Op.COMPUTE, "device"): 3 * 2,
     }  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.policy import TIERS
+from flexengine.places import TIERS
 from flexengine.schedule.order import (
     Batch,
 )

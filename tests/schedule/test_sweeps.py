@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flexengine.policy import TIERS, Policy
+from flexengine.places import TIERS
+from flexengine.policy import Policy
 from flexengine.schedule.order import (
     Batch,
     Piece,

@@ -84,7 +84,7 @@ def test_an_offload_directory_in_ram_takes_from_the_same_memory(
     monkeypatch.setattr(machine, "usable_memory", lambda: 10_000_000)
     for there in (mounts, mounts[:1]):
         monkeypatch.setattr(limits.psutil, "disk_partitions", lambda all, there=there: there)
-        made = make_machine(kind, given, None, tmp_path / "not" / "yet")
+        made = make_machine(kind, given, None, [tmp_path / "not" / "yet"])
         disk_bytes = made.capacity.disk
         assert disk_bytes == made.disk.ledger.capacity
         assert disk_bytes == 1000 * disk if there is mounts else disk_bytes > 10_000_000

@@ -54,7 +54,7 @@ def test_machine_refusals(
 ) -> None:
     monkeypatch.setattr(machine.cuda, "available", lambda: False)
     with pytest.raises(InvalidInput, match=message):
-        make_machine(kind, None, host, tmp_path, links)
+        make_machine(kind, None, host, [tmp_path], links)
 
 
 @pytest.mark.parametrize(
@@ -76,11 +76,11 @@ def test_more_memory_than_there_is_is_refused(
     monkeypatch.setattr(machine.cuda, "available", lambda: True)
     monkeypatch.setattr(machine.cuda, "total_memory", lambda: 50)
     with pytest.raises(InvalidInput, match=message):
-        make_machine(kind, device, host, tmp_path)
+        make_machine(kind, device, host, [tmp_path])
 
 
 def test_cpu_machine_is_one_memory(tmp_path: Path) -> None:
-    made = make_machine("cpu", 10 * ALIGN, None, tmp_path)
+    made = make_machine("cpu", 10 * ALIGN, None, [tmp_path])
     made.device.allocate(6 * ALIGN, "weights")
     with pytest.raises(OutOfMemory):
         made.host.allocate(5 * ALIGN, "cache")
@@ -90,7 +90,7 @@ def test_cpu_machine_is_one_memory(tmp_path: Path) -> None:
 
 
 def test_sim_machine_is_three(tmp_path: Path) -> None:
-    made = make_machine("sim", 10 * ALIGN, 5 * ALIGN, tmp_path, Links(h2d=1e9, disk_write=1e9))
+    made = make_machine("sim", 10 * ALIGN, 5 * ALIGN, [tmp_path], Links(h2d=1e9, disk_write=1e9))
     assert (made.capacity.device, made.capacity.host, made.capacity.staged) == (10 * ALIGN, 5 * ALIGN, True)
     made.device.allocate(10 * ALIGN, "weights")
     home = made.host.allocate(5 * ALIGN, "weights")

@@ -31,7 +31,7 @@ def test_only_the_tokens_rows_are_written(tmp_path: Path, bits: int, dim: int) -
     form = CacheFormat(bits, KV_HEADS, PAGE_TOKENS, dim) if bits else None
     page_bytes = form.page_bytes if form else 2 * KV_HEADS * PAGE_TOKENS * dim * 4
     token_bytes = form.token_bytes if form else 2 * KV_HEADS * dim * 4
-    machine = make_machine("sim", None, None, tmp_path)
+    machine = make_machine("sim", None, None, [tmp_path])
     source = torch.randint(1, 255, (3, page_bytes), dtype=torch.uint8)
     target = torch.zeros(7, page_bytes, dtype=torch.uint8)
     buffer, pool = (Region(x.view(-1), 0, x.nbytes, torch.uint8) for x in (source, target))
@@ -54,7 +54,7 @@ def test_put_counts_and_refuses_what_cannot_be_addressed(tmp_path: Path) -> None
     tier.put(torch.tensor([[7, 8], [5, 6]]), home, torch.tensor([3, 1]))
     assert tier.view(home)[:64].view(torch.int64).tolist() == [0, 0, 5, 6, 0, 0, 7, 8]
     assert tier.bytes_written == 32
-    disk = make_machine("cpu", None, None, tmp_path).disk
+    disk = make_machine("cpu", None, None, [tmp_path]).disk
     with pytest.raises(TypeError, match="cannot be addressed"):
         disk.put(torch.zeros(1, 2), disk.allocate(4096, "rows"), torch.tensor([0]))
     disk.close()

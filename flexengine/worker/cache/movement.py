@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from flexengine.places import is_disk
 from flexengine.plan.layout import Layout
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
@@ -23,7 +24,7 @@ class Movement:
         self._mover = Mover(machine)
         count = layout.policy.slots if self._size else 0
         self._buffers = [regions.take("device", self._size, "cache buffers", dtype) for _ in range(count)]
-        count = count if "disk" in layout.pools and machine.capacity.staged else 0
+        count = count if any(map(is_disk, layout.pools)) and machine.capacity.staged else 0
         self._stages = [regions.take("host", self._size, "cache staging", dtype) for _ in range(count)]
 
     def room(self, layer: int, home: str, buffer: int) -> Region:
@@ -59,7 +60,7 @@ class Movement:
     def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Part]:
         """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
         pool, device = self.pools.home(layer, home), self._buffers[buffer]
-        stage = self._stages[buffer] if home == "disk" and self._stages else None
+        stage = self._stages[buffer] if is_disk(home) and self._stages else None
         return [
             Part([pool.part(first, nbytes)], self._at(stage, at, nbytes) if stage else None,
                  self._at(device, at, nbytes))

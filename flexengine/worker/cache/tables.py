@@ -37,8 +37,8 @@ class MeanKeys(NamedTuple):
 class Tables:
     """One gpu_batch's pages of a group of layers during a sweep.
 
-    Page numbers count in the pool, or in a buffer if the cache is off the device and attention is not delegated. If it
-    is delegated, they count in the host's pool, and the tensors are on the host.
+    Page numbers count in the pool of the cache's tier, or in a buffer if the cache is off the device and attention is
+    not delegated. If attention is delegated, the tensors are in RAM.
 
     Attributes:
         tables: int32 [decode, pages], of the single tokens.

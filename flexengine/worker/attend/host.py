@@ -1,9 +1,9 @@
-"""Attention on the host, where the KV cache lives: queries and new tokens go there, their attention comes back.
+"""The attender of host RAM: the CPU computes attention over the pages of the host.
 
-FlexGen section 4.2 ("CPU computation"); Lamina calls it attention offloading. Of one token 2 heads + 2 kv_heads vectors
-cross the link, however many tokens are cached.
+2 heads + 2 kv_heads vectors of a token cross the link, however many tokens are cached.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -16,13 +16,22 @@ from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.schedule.order import Batch
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
+from flexengine.worker.attend.base import Attender
 from flexengine.worker.cache import Cache, View, copy_pages
 from flexengine.worker.regions import Regions
 
 
 class Question(NamedTuple):
-    """What a gpu_batch asks in one layer. heads: of queries, and of keys; width: of a head's output; dtype: of queries;
-    options: scale, window, softcap and sinks, which lie on the host."""
+    """The question of a gpu_batch in one layer, without its tensors.
+
+    Attributes:
+        layer: number of the layer.
+        tokens: of the gpu_batch.
+        heads: heads of queries, and of keys.
+        width: of a head's output.
+        dtype: of the queries.
+        options: scale, window, softcap and sinks; the sinks are on the host.
+    """
 
     layer: int
     tokens: int
@@ -32,9 +41,12 @@ class Question(NamedTuple):
     options: tuple[float, int | None, float | None, Tensor | None]
 
 
-class Delegation:
-    """Each gpu_batch has a place of its own on either side. It first holds queries, keys and values, one after the
-    other, then what attention made of them in the queries' place."""
+class HostAttender(Attender):
+    """Computes attention on the CPU, over the host's pages where they are.
+
+    Each gpu_batch has a part of a buffer on the device and of one on the host. A part first holds queries, keys and
+    values, one after the other. Attention then replaces the queries.
+    """
 
     def __init__(self, model: ModelFacts, layout: Layout, machine: Machine, cache: Cache, dtype: torch.dtype) -> None:
         self.model, self.machine, self.cache, self.dtype = model, machine, cache, dtype
@@ -45,33 +57,31 @@ class Delegation:
         )
         room = "delegation workspace"
         self._regions.keep_room("host", layout.account["host"][room], room)
-        self._first: list[int] = []  # by gpu_batch: its first token's place
+        self._first: dict[int, int] = {}  # by gpu_batch: tokens before its part of a buffer
         self._asked: dict[int, Question] = {}
-        self._sinks: dict[int, Tensor] = {}
+        self._sinks: dict[int, Tensor] = {}  # by layer
 
-    def begin(self, batches: list[Batch]) -> None:
-        """Gives every delegated gpu_batch of a sweep its place."""
-        at, self._first, self._asked = 0, [], {}
-        for batch in batches:
-            self._first.append(at)
-            at += batch.tokens if batch.delegated else 0
+    def begin(self, batches: Mapping[int, Batch]) -> None:
+        at, self._first, self._asked = 0, {}, {}
+        for k, batch in batches.items():
+            self._first[k] = at
+            at += batch.tokens
 
     def _parts(self, region: Region, k: int) -> tuple[Region, Region]:
-        """A gpu_batch's question in a region, and its answer."""
+        """Return the parts of a buffer that hold a gpu_batch's question, and its answer."""
         asked, each = self._asked[k], self.model.head_dim * self.dtype.itemsize * self._asked[k].tokens
         start = self._first[k] * self.model.sent
         heads, kv_heads = asked.heads
         return region.part(start, (heads + 2 * kv_heads) * each), region.part(start, heads * each)
 
     def _vectors(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values [tokens, heads, head_dim] as they lie in a question."""
+        """Return queries, keys and values of a question, each [tokens, heads, head_dim]."""
         n, dim, (heads, kv_heads) = self._asked[k].tokens, self.model.head_dim, self._asked[k].heads
         rows = flat.view(heads + 2 * kv_heads, n, dim)  # only to be cut at the right places
         q, keys, values = rows[:heads], rows[heads : heads + kv_heads], rows[heads + kv_heads :]
         return q.view(n, heads, dim), keys.view(n, kv_heads, dim), values.view(n, kv_heads, dim)
 
     def ask(self, k: int, event: Attend, view: View) -> None:
-        """Puts down what gpu_batch k wants to know."""
         width, event = event.v.shape[-1], self.cache.prepared(event, view)
         heads, tokens = event.q.shape[1:3]
         if event.sinks is not None and event.layer not in self._sinks:  # a weight, which may lie in a slot
@@ -84,12 +94,10 @@ class Delegation:
             target.copy_(source[0].transpose(0, 1))
 
     def send(self, k: int) -> None:
-        """Brings the question to the host."""
         near, far = (self._parts(region, k)[0] for region in (self._near, self._far))
         self.machine.host.store(self.machine.device.view(near), far)
 
     def attend(self, k: int, view: View) -> None:
-        """Appends keys and values to the cache on the host, and answers there."""
         asked, cache = self._asked[k], self.cache
         far, answer = (self.machine.host.view(part) for part in self._parts(self._far, k))
         q, keys, values = self._vectors(far, k)
@@ -101,19 +109,16 @@ class Delegation:
         answer.copy_(out.view(-1))
 
     def fetch(self, k: int) -> None:
-        """Brings the answer to the device."""
         near, far = (self._parts(region, k)[1] for region in (self._near, self._far))
         self.machine.host.load(far, self.machine.device.view(near))
 
     def answer(self, k: int) -> Tensor:
-        """Attention [1, tokens, heads, head_dim] of what was asked; it lies there until k asks again."""
         asked = self._asked[k]
         out = self.machine.device.view(self._parts(self._near, k)[1])
         out = out.view(1, asked.tokens, asked.heads[0], self.model.head_dim).to(asked.dtype)
         return self.cache.restored(out, asked.width)
 
     def close(self) -> None:
-        """Free all memory of the regions, whatever still refers to this object."""
         self._near = self._far = Region(None, 0, 0, self.dtype)
         self._sinks.clear()
         self._regions.free()

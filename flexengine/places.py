@@ -1,0 +1,29 @@
+"""Places: where bytes live between uses. The device, host RAM, and one or more disks.
+
+Every place has a capacity, a ledger, a route of lanes to the device (`schedule.program.Routes`), and rates of these
+lanes (`plan.hardware`). Lists of places go from near to far: device, host, disk, disk2, disk3, ... The checkpoint's
+files and the first offload directory are "disk". Each further offload directory is a place of its own.
+"""
+
+from collections.abc import Container
+from functools import lru_cache
+
+DEVICE, HOST, DISK = "device", "host", "disk"
+TIERS = (DEVICE, HOST, DISK)  # the places of every machine
+MOST_DISKS = 8
+
+
+@lru_cache
+def place_names(disks: int = 1) -> tuple[str, ...]:
+    """Return the places of a machine with so many disks, from near to far."""
+    return (*TIERS, *(f"{DISK}{number}" for number in range(2, disks + 1)))
+
+
+def off_device(found: Container[str]) -> tuple[str, ...]:
+    """Return those of the places in `found` that are not the device, from near to far."""
+    return tuple(place for place in place_names(MOST_DISKS)[1:] if place in found)
+
+
+def is_disk(name: str) -> bool:
+    """Return whether a place is a disk, or a lane leads to or from one."""
+    return name.startswith(DISK)

@@ -1,0 +1,238 @@
+"""All attenders against a dense softmax in float64; and a job that uses another attender than the host's."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flexengine import Engine, Policy, SamplingParams
+from flexengine.errors import OutOfMemory
+from flexengine.kernels import load
+from flexengine.model.forward import Attend
+from flexengine.plan import sizes
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.plan.layout import lay_out
+from flexengine.plan.workload import Workload
+from flexengine.schedule.order import Batch
+from flexengine.schedule.program import STAGED
+from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.tier.machine import make_machine
+from flexengine.worker import attend
+from flexengine.worker.attend import Attender, HostAttender
+from flexengine.worker.cache import Cache, View, packed
+from tests.helpers.attenders import PlainAttender
+from tests.helpers.families import LENGTHS, NEW
+from tests.helpers.softmax import dense
+
+HOST = (0, 1, 0)
+TENSOR = TensorFact("w", 64, 4, 4)
+# Two query heads for each KV head; layers of one head width and of less.
+MODEL = ModelFacts(((TENSOR,),) * 3, (), TENSOR, None, 601, 64, 128, 4, 2, 16, 4)
+PROMPTS, OUTPUTS = (21, 1, 40, 9, 33), 6  # tokens; five sequences are three gpu_batches
+
+
+class Case(NamedTuple):
+    """Options of attention.
+
+    Attributes:
+        windows: by layer; () if all layers see all tokens.
+        softcap: None for none.
+        sinks: whether scores have sinks.
+        narrow: whether layers have one KV head, and heads of 12 elements whose values have 8.
+        shared: whether the first two sequences are samples of one prompt.
+    """
+
+    windows: tuple[int | None, ...] = ()
+    softcap: float | None = None
+    sinks: bool = False
+    narrow: bool = False
+    shared: bool = False
+
+
+CASES = {
+    "plain": Case(), "windows": Case((7, None, 19)), "soft cap": Case(softcap=0.5), "sinks": Case(sinks=True),
+    "narrow heads": Case(narrow=True), "shared pages": Case(shared=True),
+    "all": Case((None, 7, 7), 0.5, True, True, True),
+}  # fmt: skip
+
+
+class Job:
+    """A job of random queries, keys and values: prompts are attended on the device, the rest by an attender.
+
+    Attributes:
+        past: by layer and sequence, K and V of all tokens so far, [tokens, kv_heads, width].
+        compared: gpu_batches and layers whose attention was compared.
+    """
+
+    def __init__(self, case: Case, attender: Callable[..., Attender], directory: Path, host_mem: int | None = None):
+        self.case, self.rng = case, torch.Generator().manual_seed(3)
+        model = replace(MODEL, windows=case.windows, softcap=case.softcap)
+        self.model, policy = model, Policy(2, 3, cache=HOST, schedule="zigzag", delegate=True)
+        workload = Workload.of((n, OUTPUTS) for n in PROMPTS)
+        self.machine = make_machine("sim", 1 << 30, host_mem or 1 << 30, [directory])
+        layout = lay_out(model, policy, workload, self.machine.capacity)
+        self.cache = Cache(model, layout, self.machine, load(), torch.float32)
+        self.before = self.entries()
+        self.attender = attender(model, layout, self.machine, self.cache, torch.float32)
+        self.sweeps, self.place = Sweeps(policy, layout.pools), policy.attends("host")
+        for i, n in enumerate(PROMPTS):
+            shared = case.shared and i < 2
+            self.sweeps.add(Sequence(i, PROMPTS[0] if shared else n, OUTPUTS, prompt=0 if shared else None))
+        self.past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self.sinks = torch.randn(3, 4, generator=self.rng)
+        self.compared = 0
+
+    def entries(self) -> list[dict[str, int]]:
+        return [dict(tier.ledger.entries) for tier in (self.machine.device, self.machine.host)]
+
+    def run(self, order: random.Random) -> None:
+        """Compute all sweeps. order: of the calls for different gpu_batches."""
+        while not self.sweeps.idle:
+            batches = self.sweeps.begin(self.cache.claim)
+            self.attender.begin({k: b for k, b in enumerate(batches) if b.attention == self.place})
+            views = [self.cache.view(batch, self.sweeps.live) for batch in batches]
+            steps = [self._steps(k, *both) for k, both in enumerate(zip(batches, views, strict=True))]
+            while steps:
+                step = order.choice(steps)
+                if next(step, None) is None:
+                    steps.remove(step)
+            for s in self.sweeps.joining:
+                assert s.source is not None
+                for layer in range(len(self.model.layers)):
+                    self.past[layer, s.id] = self.past[layer, s.source.id]
+            for sequence in self.sweeps.advance(batches, set()):
+                self.cache.release(sequence)
+
+    def _steps(self, k: int, batch: Batch, view: View) -> Iterator[int]:
+        """Call what computes each layer's attention of a gpu_batch. Yield after each call."""
+        for layer in range(len(self.model.layers)):
+            event = self._event(layer, batch)
+            expected = self._expected(event, batch)
+            if batch.attention == "device":
+                found = self.cache.attend(event, view, "host", 0)
+                self.cache.store(layer, "host", view, 0, 0)
+            else:
+                self.attender.ask(k, event, view)
+                for x in (event.q, event.k, event.v, event.sinks):
+                    if x is not None:
+                        x.fill_(torch.nan)  # the model's tensors may be overwritten from here on
+                yield k
+                self.attender.send(k)
+                yield k
+                self.attender.attend(k, view)
+                yield k
+                self.attender.fetch(k)
+                yield k
+                found = self.attender.answer(k)
+                self.compared += 1
+            assert found.shape == expected.shape
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
+            yield k
+
+    def _event(self, layer: int, batch: Batch) -> Attend:
+        heads, width, values = (1, 12, 8) if self.case.narrow else (2, 16, 16)
+        q, k, v = (torch.randn(1, n, batch.tokens, w, generator=self.rng)
+                   for n, w in ((4, width), (heads, width), (heads, values)))  # fmt: skip
+        window = self.case.windows[layer] if self.case.windows else None
+        sinks = self.sinks[layer].clone() if self.case.sinks else None
+        return Attend(layer, q, k, v, 0.3, window, self.case.softcap, sinks)
+
+    def _expected(self, event: Attend, batch: Batch) -> Tensor:
+        """Append K and V to `past`. Return attention [1, tokens, heads, width of values]."""
+        q, k, v = (x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
+        out, at, options = [], 0, (event.scale, event.window, event.softcap, event.sinks)
+        for piece in packed(batch):
+            new, key = slice(at, at + piece.count), (event.layer, piece.sequence)
+            old = self.past.get(key, (k[:0], v[:0]))
+            self.past[key] = keys, values = torch.cat([old[0], k[new]]), torch.cat([old[1], v[new]])
+            assert len(keys) == piece.start + piece.count
+            widened = torch.nn.functional.pad(values, (0, q.shape[-1] - values.shape[-1]))
+            out.append(dense(q[new], keys, widened, *options)[..., : values.shape[-1]])
+            at += piece.count
+        return torch.cat(out)[None]
+
+
+@pytest.fixture(autouse=True)
+def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make pages of 16 tokens, so that sequences have several."""
+    monkeypatch.setattr(sizes, "EXTENT", 4096)
+
+
+class Conformance:
+    """Tests that every attender must pass. A subclass sets `attender`."""
+
+    attender: Callable[..., Attender]
+
+    @pytest.mark.parametrize("case", CASES)
+    @pytest.mark.parametrize("seed", [0, 1])
+    def test_attention_is_a_softmax_over_all_tokens_seen(self, case: str, seed: int, tmp_path: Path) -> None:
+        """Calls for different gpu_batches overlap in any order, and questions are copies."""
+        job = Job(CASES[case], type(self).attender, tmp_path)
+        job.run(random.Random(seed))
+        assert job.compared >= 3 * 3 * (OUTPUTS - 1)  # layers, gpu_batches, decode steps
+        job.attender.close()
+        assert job.entries() == job.before
+        job.cache.close()
+
+    def test_close_frees_all_memory_before_the_first_sweep_too(self, tmp_path: Path) -> None:
+        job = Job(CASES["plain"], type(self).attender, tmp_path)
+        job.attender.close()
+        assert job.entries() == job.before
+
+
+class TestHost(Conformance):
+    attender = HostAttender
+
+    def test_memory_is_what_the_layout_books_or_none(self, tmp_path: Path) -> None:
+        job = Job(CASES["plain"], HostAttender, tmp_path)
+        booked = job.cache.layout.account
+        added = [{what: n for what, n in after.items() if what not in before}
+                 for before, after in zip(job.before, job.entries(), strict=True)]  # fmt: skip
+        assert added == [{what: n for what, n in booked[tier].items() if what.startswith("delegation")}
+                         for tier in ("device", "host")]  # fmt: skip
+        job.attender.close()
+        job.machine.host.ledger.capacity = job.machine.host.ledger.used + 1
+        with pytest.raises(OutOfMemory):
+            HostAttender(job.model, job.cache.layout, job.machine, job.cache, torch.float32)
+        assert job.entries() == job.before
+
+
+class TestPlain(Conformance):
+    attender = PlainAttender
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_job_runs_with_an_attender_at_another_place(
+    families: Any, monkeypatch: pytest.MonkeyPatch, family: str, overlap: bool
+) -> None:
+    """The place is an entry of ATTENDERS, its lanes are in the routes, and a policy names it. No other code does."""
+    made = list[PlainAttender]()
+
+    def make(*args: Any) -> PlainAttender:
+        made.append(PlainAttender(*args))
+        return made[-1]
+
+    def attends(policy: Policy, cache_home: str) -> str:
+        return "beside" if policy.delegate and cache_home == "host" else "device"
+
+    monkeypatch.setitem(attend.ATTENDERS, "beside", make)
+    monkeypatch.setitem(STAGED.attend, "beside", ("out", "cpu beside", "back"))
+    monkeypatch.setattr(Policy, "attends", attends)
+    known = families(family)
+    policy = Policy(2, 4, cache=(0, 0.7, 0.3), weights=(0.4, 0.3, 0.3), delegate=True)
+    with Engine(known.directory, policy=policy, device="sim", overlap=overlap) as engine:
+        results = engine.generate(known.rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
+        assert [r.error for r in results] == [None] * len(LENGTHS)
+        assert [r.token_ids for r in results] == known.expected
+        busy = engine.summary["busy"]
+    assert min(busy[lane] for lane in ("out", "cpu beside", "back")) > 0
+    assert "cpu" not in busy
+    (attender,) = made
+    assert attender.answered >= 4 * (NEW - 1)  # layers, sweeps
