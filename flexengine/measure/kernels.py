@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from statistics import median
 
@@ -17,6 +18,7 @@ from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
 from flexengine.measure.timing import beside, fill, room, seconds_per_call, unnoticed
 from flexengine.model.linear import Product
+from flexengine.places import is_disk
 from flexengine.plan.hardware import Table
 from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.tier.base import ALIGN
@@ -209,40 +211,43 @@ def _elementwise(machine: Machine, dtype: torch.dtype) -> float:
 
 @torch.no_grad()
 def measure_crosstalk(machine: Machine, checkpoint: Sequence[Path] = ()) -> dict[str, dict[str, float]]:
-    """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time.
+    """Return `Hardware.crosstalk` between compute and the transfers that the CPU does at the same time, and between
+    the reads of two disks, whose directories may lie on one device.
 
-    These transfers are reads of the checkpoint and, if the CPU is the compute device, h2d. Let a be the factor by which
-    products slow down during transfers, and b the factor by which transfers slow down during products. Then products
-    that take c seconds alone and transfers that take d seconds alone end together after
-    max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
+    The transfers beside compute are reads of the checkpoint and of further disks and, if the CPU is the compute device,
+    h2d. Let a be the factor by which the first of two lanes slows down while the second works, and b the factor by
+    which the second slows down. Then c seconds of work of the first, alone, and d seconds of the second end together
+    after max(d + c a (1 - 1/b), c + d b (1 - 1/a)) seconds.
     """
     crosstalk: dict[str, dict[str, float]] = {}
+    reads = [f"{place}_read" for place in filter(is_disk, machine.tiers)]
+    links = [*reads, "h2d"] if machine.compute.type == "cpu" else reads
     with unnoticed(machine), readable(machine, checkpoint) as files:
-        for lane in ("disk_read", "h2d") if machine.compute.type == "cpu" else ("disk_read",):
-            a, b = _slowdowns(machine, lane, files)
-            crosstalk.setdefault(lane, {})["device"] = min(1.0, max(0.0, a * (1 - 1 / b)))
-            crosstalk.setdefault("device", {})[lane] = min(1.0, max(0.0, b * (1 - 1 / a)))
+        for lane, other in [("device", link) for link in links] + list(combinations(reads, 2)):
+            with _work(machine, lane, files) as work, _work(machine, other, files) as others:
+                a, b = _slowdowns(machine, work, others)
+            crosstalk.setdefault(other, {})[lane] = min(1.0, max(0.0, a * (1 - 1 / b)))
+            crosstalk.setdefault(lane, {})[other] = min(1.0, max(0.0, b * (1 - 1 / a)))
     return crosstalk
 
 
-def _slowdowns(machine: Machine, lane: str, files: Mapping[Path, int]) -> tuple[float, float]:
-    """Return the factors by which products, and transfers, slow down if both run at the same time.
+Calls = Callable[[int], object]  # does piece `number` of a lane's work
 
-    Runs alone and together take turns.
+
+def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, float]:
+    """Return the factors by which two lanes slow down if both work at the same time.
+
+    Turns alone and together alternate.
     """
-    on_cpu = machine.compute.type == "cpu"
-    dtype, held = (torch.float32 if on_cpu else torch.bfloat16), torch.bfloat16
-    rates: dict[str, list[float]] = {name: [] for name in ("product", "transfer", "product beside", "transfer beside")}
-    with products(machine, dtype, held) as product, _transfers(machine, lane, files) as transfer:
-        call = product(BESIDE).call
-        for _ in range(TURNS):
-            rates["product"].append(_rate(call, machine.synchronize, WINDOW))
-            rates["transfer"].append(beside(transfer, lane, lambda: time.sleep(WINDOW))[0])
-            slowed, together = beside(transfer, lane, lambda: _rate(call, machine.synchronize, WINDOW))
-            rates["transfer beside"].append(slowed)
-            rates["product beside"].append(together)
+    rates: dict[str, list[float]] = {name: [] for name in ("first", "second", "first beside", "second beside")}
+    for _ in range(TURNS):
+        rates["first"].append(_rate(first, machine.synchronize, WINDOW))
+        rates["second"].append(beside(second, WHAT, lambda: time.sleep(WINDOW))[0])
+        slowed, together = beside(second, WHAT, lambda: _rate(first, machine.synchronize, WINDOW))
+        rates["second beside"].append(slowed)
+        rates["first beside"].append(together)
     middle = {name: median(values) for name, values in rates.items()}
-    return middle["product"] / middle["product beside"], middle["transfer"] / middle["transfer beside"]
+    return middle["first"] / middle["first beside"], middle["second"] / middle["second beside"]
 
 
 def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: float) -> float:
@@ -256,9 +261,14 @@ def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: fl
 
 
 @contextmanager
-def _transfers(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Callable[[int], object]]:
-    """Yield a function that makes transfer number i of a lane, of at most MOVED bytes."""
-    staged = lane == "disk_read" and not machine.capacity.shared
+def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Calls]:
+    """Yield a function that does work of a lane: a product, or a transfer of at most MOVED bytes."""
+    if lane == "device":
+        dtype = torch.float32 if machine.compute.type == "cpu" else torch.bfloat16
+        with products(machine, dtype, torch.bfloat16) as product:
+            yield product(BESIDE).call
+        return
+    staged = is_disk(lane) and not machine.capacity.shared
     size = min(MOVED, room(machine, "device", "host"), max(files.values())) // ALIGN * ALIGN or ALIGN
     regions = Regions(machine)
     try:
@@ -268,9 +278,11 @@ def _transfers(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterat
             stream = stretches(machine, files, size)
             yield lambda i: machine.disk.load_all([(next(stream), target)])
         else:
-            count = max(1, min(32, room(machine, "host") // size))
-            home = regions.take("host", count * size, WHAT, torch.bfloat16)
-            fill(machine.host.view(home))
-            yield lambda i: machine.host.load_all([(home.part(i % count * size, size), target)])
+            place = lane.removesuffix("_read") if is_disk(lane) else "host"
+            count, source = max(1, min(32, room(machine, place) // size)), machine.tier(place)
+            home = regions.take(place, count * size, WHAT, torch.bfloat16)
+            for i in range(count):
+                source.store(target, home.part(i * size, size))
+            yield lambda i: source.load_all([(home.part(i % count * size, size), target)])
     finally:
         regions.free()

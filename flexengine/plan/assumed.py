@@ -11,8 +11,7 @@ from flexengine.plan.hardware import Hardware, Table
 _CPU: Table = ((1, 1.5e10), (8, 4e10), (64, 1.2e11), (512, 1.5e11))
 _GPU: Table = ((1, 5e11), (64, 2e13), (1024, 6e13))
 _GPU32: Table = ((1, 2.5e11), (64, 8e12), (1024, 1e13))  # twice the bytes, and no tensor cores
-# Seconds lost per second of the other lane, as both use the same cores. Measured were 0.2 to 0.5.
-_CROSSTALK = {"device": {"disk_read": 0.3}, "disk_read": {"device": 0.3}}
+_LOST = 0.3  # seconds that computing and a disk's reads lose per second of the other: 0.2 to 0.5 were measured
 
 
 def assumed(kind: str, capacity: Capacity) -> Hardware:
@@ -27,6 +26,7 @@ def assumed(kind: str, capacity: Capacity) -> Hardware:
     memory, link = (5e11, 1.2e10) if gpu else (1.5e10, 5e9)  # bytes per second
     names = filter(is_disk, capacity.places)
     disks = {f"{disk}_{way}": ((1.0, rate),) for disk in names for way, rate in (("read", 1.5e9), ("write", 7e8))}
+    reads = [lane for lane in disks if lane.endswith("read")]
     return Hardware(
         name=f"{kind}, assumed", kind=kind,
         device_bytes=capacity.device, host_bytes=capacity.host, disk_bytes=capacity.disk,
@@ -34,5 +34,5 @@ def assumed(kind: str, capacity: Capacity) -> Hardware:
         checkpoint_read=((1.0, 1.5e9),), products=products,
         prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
         host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,
-        crosstalk={} if gpu else _CROSSTALK,
+        crosstalk={} if gpu else {"device": dict.fromkeys(reads, _LOST), **{r: {"device": _LOST} for r in reads}},
     )  # fmt: skip

@@ -32,11 +32,12 @@ def at(tmp_path: Path) -> Iterator[Callable[..., Machine]]:
     """Machines that are closed again, and leave nothing in their offload directory."""
     made: list[Machine] = []
 
-    def make(kind: str, memory: int | None = None, rates: Links | None = None) -> Machine:
-        made.append(make_machine(kind, memory, None, [tmp_path / "offload"], rates))
+    def make(kind: str, memory: int | None = None, rates: Links | None = None, disks: int = 1) -> Machine:
+        folders = [tmp_path / f"offload{number}" for number in range(disks)]
+        made.append(make_machine(kind, memory, None, folders, rates))
         return made[-1]
 
     yield make
     for machine in made:
         machine.close()
-    assert not (tmp_path / "offload").exists()
+    assert not list(tmp_path.glob("offload*"))

@@ -11,7 +11,7 @@ import torch
 from flexengine.kernels import ReferenceKernels
 from flexengine.measure import kernels, store
 from flexengine.plan.hardware import Hardware
-from flexengine.tier.machine import Machine
+from flexengine.tier.machine import Links, Machine
 from tests.helpers.measuring import MB, books
 
 # Kernels.
@@ -74,6 +74,22 @@ def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
         assert max(d + on_read * c, c + on_device * d) == pytest.approx(ends(c, d, a, b))
     monkeypatch.setattr(kernels, "_slowdowns", lambda *_: (0.9, 3.0))
     assert kernels.measure_crosstalk(machine)["device"]["h2d"] == 0
+
+
+def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Throttled disks do not slow each other. Two directories on one throttled disk share its rate: then reads of both
+    take as long as one after the other."""
+    monkeypatch.setattr(kernels, "WINDOW", 0.3)
+    monkeypatch.setattr(kernels, "MOVED", 1 << 20)
+    slow = Links(disk_read=100 * MB, more_disks=((100 * MB, None),))
+    for device, least, most in ((1, 0.0, 0.3), (0, 0.7, 1.0)):
+        machine = at("sim", 50 * MB, slow, disks=2)
+        machine.disks[1]._lock = machine.disks[device]._lock  # type: ignore[attr-defined]
+        machine.disks[1]._free = machine.disks[device]._free  # type: ignore[attr-defined]
+        found = kernels.measure_crosstalk(machine)
+        assert set(found) == {"device", "h2d", "disk_read", "disk2_read"}
+        assert least <= found["disk_read"]["disk2_read"] <= most
+        assert least <= found["disk2_read"]["disk_read"] <= most
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])

@@ -29,6 +29,19 @@ def test_throttled_links(at: Callable[..., Machine]) -> None:
         assert [x for x, _ in table] == sorted({x for x, _ in table})
 
 
+def test_every_disk_has_rates_of_its_own(at: Callable[..., Machine]) -> None:
+    rates = Links(disk_read=80 * MB, disk_write=80 * MB, more_disks=((40 * MB, 20 * MB), (None, 10 * MB)))
+    machine = at("sim", None, rates, disks=3)
+    before = books(machine)
+    found = links.measure_links(machine).links
+    assert books(machine) == before
+    for number, disk in enumerate(("disk", "disk2", "disk3")):
+        for way, throttle in zip(("read", "write"), rates.of_disk(number), strict=True):
+            assert throttle is None or throttle * 0.75 <= found[f"{disk}_{way}"][-1][1] <= throttle * 1.001
+    assert set(found) == {"h2d", "d2h"} | {f"{disk}_{way}" for disk in ("disk", "disk2", "disk3")
+                                           for way in ("read", "write")}  # fmt: skip
+
+
 def test_a_slow_link_is_not_measured_for_long(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
     """A transfer that would take longer than the patience is left out."""
     monkeypatch.setattr(links, "PATIENCE", 0.1)
