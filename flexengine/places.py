@@ -24,6 +24,16 @@ def off_device(found: Container[str]) -> tuple[str, ...]:
     return tuple(place for place in place_names(MOST_DISKS)[1:] if place in found)
 
 
+def link_lanes(disk: str) -> tuple[str, str]:
+    """Return the lanes of a disk's data from host staging to the device, and back. The link is that of all lanes."""
+    return ("h2d", "d2h") if disk == DISK else (f"h2d_{disk}", f"d2h_{disk}")
+
+
+def link_of(lane: str) -> str:
+    """Return the link that a lane uses: itself, or h2d or d2h for the lanes of further disks."""
+    return lane.partition(f"_{DISK}")[0]
+
+
 def is_disk(name: str) -> bool:
     """Return whether a place is a disk, or a lane leads to or from one."""
     return name.startswith(DISK)

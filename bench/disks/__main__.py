@@ -38,7 +38,8 @@ def rates_of(engine: Any, rates: list[float]) -> Any:
 
     known = assumed("sim", engine.core.machine.capacity)
     names = [place for place in known.places if place.startswith("disk")]
-    links: dict[str, Any] = {f"{name}_{way}": ((1.0, rate),) for name, rate in zip(names, rates, strict=True) for way in ("read", "write")}
+    tables = {name: ((1.0, rate),) for name, rate in zip(names, rates, strict=True)}
+    links = {f"{name}_{way}": table for name, table in tables.items() for way in ("read", "write")}
     return replace(known, links={**known.links, **links}, checkpoint_read=((1.0, rates[0]),))
 
 

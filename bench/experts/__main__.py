@@ -70,7 +70,7 @@ def measure(model: Path, case: Case, turns: int) -> Record:
         "tokens_equal": all(answer == tokens[0] for answer in tokens),
         "expert_bytes": {"whole": every, "on demand": every - saved / (NEW - 1)},
         "read_share": 1 - saved / (NEW - 1) / every,
-        "expected_share": expected, "by_rule": "on demand" if expected <= experts.SHARE else "whole",
+        "expected_share": expected, "by_rule": "on demand" if expected <= experts.MAX_CHOSEN_SHARE else "whole",
         "decode_sweep_seconds": seconds, "speedup": seconds["whole"] / seconds["on demand"],
     }  # fmt: skip
 

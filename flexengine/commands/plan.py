@@ -21,15 +21,15 @@ from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.fitting import aside, fitting
+from flexengine.plan.fitting import fitting, left_out
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.least import lay_out_given
 from flexengine.plan.picture import check, plot
 from flexengine.plan.prediction import Prediction
-from flexengine.plan.search import Search, frontier, question, search
+from flexengine.plan.search import Search, frontier, placement_problem, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options
-from flexengine.plan.whatif import BUDGET, Help, helps, instead
+from flexengine.plan.whatif import SEARCH_SECONDS, Help, helps, instead
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
@@ -145,7 +145,7 @@ def plan(args: argparse.Namespace) -> None:
         return _priced(*machine, given) if given is not None else search(*machine, options)
 
     answer, largest, why = fitting(rows, planned)
-    if message := aside(rows, largest, why):
+    if message := left_out(rows, largest, why):
         say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
     case = (opened.facts, hardware, rows.up_to(largest))
@@ -160,7 +160,7 @@ def plan(args: argparse.Namespace) -> None:
         _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
     if args.save_lp:
         with _writing(args.save_lp):
-            lp.save(question(*case, prediction.policy, options), args.save_lp)
+            lp.save(placement_problem(*case, prediction.policy, options), args.save_lp)
 
 
 def _report(
@@ -188,7 +188,7 @@ def _report(
         curve = frontier(searched)
         if args.json:
             return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
-        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.ROWS)
+        return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.MAX_FRONTIER_LINES)
     better = _helps(args, case, searched, prediction)
     if args.json:
         return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
@@ -203,7 +203,7 @@ def _helps(
     policy that the planner would choose."""
     if searched is not None:
         options = Options(latency_limit=args.latency)
-        return helps(*case, prediction, options, budget=math.inf if args.verbose else BUDGET)
+        return helps(*case, prediction, options, budget=math.inf if args.verbose else SEARCH_SECONDS)
     return instead(*case, prediction)
 
 

@@ -152,7 +152,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.engine.survey import Refused
     from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
-    from flexengine.plan.fitting import aside
+    from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import helps, instead
 
     with Rows(args.input, args.prompt_column, args.limit) as rows, open_engine(args) as engine:
@@ -165,7 +165,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         hardware = planner.hardware()
         plan = planner.plan(workload)
         assert plan.layout is not None
-        if message := aside(workload, plan.largest, plan.refusal):
+        if message := left_out(workload, plan.largest, plan.refusal):
             print(f"{message}\n")
         prediction = planner.cost(plan.workload).predict(plan.layout)
         ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)

@@ -1,7 +1,7 @@
-"""What chosen values (`topk`) cost where the KV cache is off the device: `worker.values` and its formula, in the mean.
+"""Seconds of loading chosen values (`topk`) from a KV cache off the device: the mean of the formula in `worker.values`.
 
-Keys, and the values of a page that is being filled, come ahead of computing like whole pages. The rest comes when a
-layer has chosen, and the device waits for it: row by row from RAM, block by block from disk.
+Keys are loaded before a layer is computed, like whole pages; so are the values of a page that is not full. All other
+values are loaded after the layer has chosen them, and the device waits: row by row from RAM, block by block from disk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,24 +15,28 @@ from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
 from flexengine.plan.profile import Array, LayerPages, Profile
 
-GAP = 64 << 10  # bytes between rows that a disk reads together, as tier.disk does
-PICK = 1e-7  # seconds to find a row, gather it and put it down; assumed, not measured
+MAX_GAP_BYTES = 64 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
+PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured
 
 
 class Chosen(NamedTuple):
-    """By sweep, of all decoding sequences. ahead: what of one layer comes ahead, in whole tokens; full: tokens in full
-    pages that attention sees, summed over layers."""
+    """Tokens of all decoding sequences, by sweep.
+
+    Attributes:
+        ahead: loaded before a layer is computed, per layer. A key without its value counts half.
+        full: in full pages that attention sees, summed over layers.
+    """
 
     ahead: Array
     full: Array
 
     @staticmethod
     def of(sweeps: Profile, pages: Sequence[LayerPages], windows: Mapping[int | None, int]) -> "Chosen":
-        """A page is being filled unless the one before is just full; in the mean it is half full.
+        """Return the tokens of the sweeps of a profile. The last page of a sequence is assumed half full.
 
         Args:
-            pages: of each group of layers.
-            windows: how many layers see so many tokens.
+            pages: KV pages of each group of layers.
+            windows: number of layers by window (None: all tokens).
         """
         held, decoding = np.maximum(sweeps.loaded - sweeps.prompt_loaded, 0.0), sweeps.decoding * sweeps.counted
         sizes = {group.away.window: group.away.page_tokens for group in pages}
@@ -45,26 +49,32 @@ class Chosen(NamedTuple):
         return Chosen((held + np.minimum(held, decoding * filling)) / 2, full)
 
 
-def wanted(model: ModelFacts, rows: float = 1.0) -> float:
-    """How likely some query head of a kv head wants one of `rows` neighbouring values, if they choose by chance."""
+def chosen_share(model: ModelFacts, rows: float = 1.0) -> float:
+    """Return the probability that a query head of a kv head chooses one of `rows` neighbouring values.
+
+    Choices are assumed random and independent.
+    """
     heads = model.heads / model.kv_heads
     return float(1 - (1 - (model.topk or 0.0)) ** (heads * rows))
 
 
 def waiting(
-    model: ModelFacts, hardware: Hardware, home: str, full: Any, at_once: float
+    model: ModelFacts, hardware: Hardware, home: str, full: Any, batch_tokens: float
 ) -> tuple[dict[str, Any], Any]:
-    """Seconds by lane of loading chosen values, and of handling them on the device's.
+    """Return the seconds of loading chosen values, by lane, and the seconds in which the device gathers their rows.
 
-    full: tokens in full pages, a number or an array; at_once: of one layer of a gpu_batch.
+    Args:
+        home: tier of the KV cache.
+        full: tokens in full pages, a float or an array.
+        batch_tokens: tokens in full pages of one gpu_batch in one layer.
     """
-    half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads
-    chosen, lanes = full * wanted(model), dict[str, Any]()
+    half, row = model.kv_token / 2, model.kv_token / 2 / model.kv_heads  # bytes of a token's values; of one kv head's
+    chosen, lanes = full * chosen_share(model), dict[str, Any]()
     if is_disk(home):
-        blocks = wanted(model, max(1.0, (GAP + row) / row))  # rows that are no further apart are read together
-        lane, transfer = f"{home}_read", max(1.0, at_once * blocks * half)
-        lanes[lane] = full * blocks * half / at(hardware.links[lane], transfer)
+        share = chosen_share(model, max(1.0, (MAX_GAP_BYTES + row) / row))  # of the values, gaps included
+        lane, transfer = f"{home}_read", max(1.0, batch_tokens * share * half)
+        lanes[lane] = full * share * half / at(hardware.links[lane], transfer)
     if home == "host" or not hardware.shared:
-        transfer = min(float(CHOSEN), max(1.0, at_once * wanted(model) * half))
+        transfer = min(float(CHOSEN), max(1.0, batch_tokens * chosen_share(model) * half))
         lanes["h2d"] = chosen * half / at(hardware.links["h2d"], transfer)
-    return lanes, chosen * model.kv_heads * model.kv_pieces * PICK
+    return lanes, chosen * model.kv_heads * model.kv_pieces * PICK_SECONDS

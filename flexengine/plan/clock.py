@@ -1,9 +1,8 @@
-"""The virtual clock: a job's own tasks, each priced by what `plan.cost` prices sweeps by, and walked one by one.
+"""Simulate a job on a virtual clock: the tasks of its program, each with seconds from the rates of `plan.cost`.
 
-The cost model sums a sweep's work per lane and takes the longest. Here the sweeps are the schedule's own, the tasks the
-program's own, and each waits for what it needs: the difference is what the closed form leaves out (filling the
-pipeline, gpu_batches of uneven size, lanes that wait for each other). Lanes do not slow each other here: crosstalk is
-the closed form's alone.
+The cost model sums a sweep's work per lane and takes the longest lane. This module simulates the real sweeps and tasks
+with their edges, so it includes three effects that the cost model leaves out: filling the pipeline, gpu_batches of
+uneven size, and lanes that wait for each other. It leaves out crosstalk, which the cost model includes.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -27,18 +26,23 @@ from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.simulate import Forecast, simulate
 
-SEED = 0  # of the order in which a workload's rows come, where none is given
+ROW_ORDER_SEED = 0  # shuffles a workload's rows if no order is given
 
 Rows = Sequence[tuple[int, int]]  # (prompt tokens, tokens to generate), in order of entry
 Seconds = Callable[[Task], float]
 
 
 def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast:
-    """The whole job, task by task. rows: in order of entry; None takes the workload's in a random order, always the
-    same. With one slot nothing overlaps. Meant for small jobs: every task of every sweep is kept."""
+    """Return the simulated timeline of a job. With one slot, tasks do not overlap.
+
+    The timeline holds every task of every sweep, so the job should be small.
+
+    Args:
+        rows: in order of entry. None: the workload's rows, shuffled with a fixed seed.
+    """
     if rows is None:
         sizes = [size for size, times in sorted(cost.workload.sizes.items()) for _ in range(times)]
-        rows = [sizes[i] for i in np.random.default_rng(SEED).permutation(len(sizes))]
+        rows = [sizes[i] for i in np.random.default_rng(ROW_ORDER_SEED).permutation(len(sizes))]
     clock = Clock.of(cost, layout)
     prices: dict[int, Seconds] = {}
     tasks = clock.tasks(rows, prices)
@@ -47,8 +51,13 @@ def simulated(cost: Cost, layout: Layout, rows: Rows | None = None) -> Forecast:
 
 @dataclass(frozen=True)
 class Clock:
-    """units: per layer, then head chunk, bytes streamed from each home; curves: of each layer's seconds; shares: of
-    the vocabulary, by head chunk."""
+    """Prices of the tasks of one job.
+
+    Attributes:
+        units: bytes streamed from each tier, per layer and then per head chunk.
+        curves: seconds by tokens, per layer, without attention.
+        shares: share of the vocabulary, per head chunk.
+    """
 
     cost: Cost
     layout: Layout
@@ -61,14 +70,14 @@ class Clock:
         model, homes = cost.model, layout.homes
         units: list[dict[str, int]] = []
         for layer in model.layers:
-            found = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
-                     for home in layout.places[1:]}  # fmt: skip
-            units.append({home: nbytes for home, nbytes in found.items() if nbytes})
+            streamed = {home: sum(t.stored_bytes for t in layer if homes[t.name] == home)
+                        for home in layout.places[1:]}  # fmt: skip
+            units.append({home: nbytes for home, nbytes in streamed.items() if nbytes})
         chunks = layout.head_chunks(model.vocabulary)
         shares = tuple((high - low) / model.vocabulary for low, high in chunks)
         if (head := model.output) is not None:
-            away = homes[head.name] != "device"
-            units += [{homes[head.name]: round(s * head.stored_bytes)} if away else {} for s in shares]
+            off_device = homes[head.name] != "device"
+            units += [{homes[head.name]: round(s * head.stored_bytes)} if off_device else {} for s in shares]
         names = [model.signature(j) for j in range(len(model.layers))]
         kinds = dict(zip(dict.fromkeys(names), (curve for curve, _ in cost.rates.layers), strict=True))
         return Clock(cost, layout, tuple(units), tuple(kinds[name] for name in names), shares)
@@ -76,7 +85,12 @@ class Clock:
     # The job.
 
     def tasks(self, rows: Rows, prices: dict[int, Seconds]) -> Iterator[Task]:
-        """Tasks of all sweeps; `prices` gets each sweep's before its first task."""
+        """Yield the tasks of all sweeps. Before a sweep's first task, `prices` gets its function from task to seconds.
+
+        Args:
+            rows: in order of entry.
+            prices: by sweep; filled by this method.
+        """
         policy, layers = self.layout.policy, len(self.curves)
         way, demand = routes(self.cost.hardware), self.demand
         program = Program([tuple(unit) for unit in self.units], layers, policy.slots, way, demand=demand)
@@ -91,20 +105,20 @@ class Clock:
 
     @property
     def demand(self) -> Demand:
-        """Weights that the program loads by rows."""
+        """Return which weights the program loads by rows."""
         return demand_of(self.cost.model, self.layout.homes)
 
-    # What a task takes.
+    # Seconds of a task.
 
     def seconds(self, batches: Sequence[Batch]) -> Seconds:
-        """Of every task of a sweep."""
+        """Return a function from the tasks of a sweep to seconds. batches: gpu_batches of the sweep."""
         attention = [self._attention(batch) for batch in batches]
         final = [sum(p.final for p in batch.pieces) for batch in batches]
         hardware, live = self.cost.hardware, sum(final)
         bookkeeping = hardware.sweep_seconds + hardware.sequence_seconds * live
-
         tokens = [batch.tokens for batch in batches]
 
+        # later: share of a layer's products in experts that are loaded on demand
         def compute(layer: int, k: int, later: float) -> float:
             if layer < 0:
                 return bookkeeping
@@ -144,7 +158,7 @@ class Clock:
         return sum(t.stored_bytes for t in layer_tensors if t.experts and self.layout.homes[t.name] == home)
 
     def _rows(self, task: Task, tokens: Sequence[int]) -> float:
-        """Return the seconds of loading rows: of the embedding, or of the experts that no gpu_batch before chose.
+        """Return the seconds of loading embedding rows, or the experts that no earlier gpu_batch chose.
 
         Args:
             tokens: by gpu_batch.
@@ -154,7 +168,7 @@ class Clock:
             t = model.embedding
             assert t is not None
             row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
-            shortest = self.cost.hardware.checkpoint_read[0][0]  # a shorter read takes as long
+            shortest = self.cost.hardware.checkpoint_read[0][0]  # bytes; a shorter read takes as long
             read = max(row, shortest) if task.lane == "disk_read" else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
@@ -162,7 +176,7 @@ class Clock:
         return self._read(task, (now - before) * self._experts(layer, task.home))
 
     def _read(self, task: Task, nbytes: float) -> float:
-        """Return the seconds of bringing bytes of weights over a task's lane in one transfer."""
+        """Return the seconds of moving bytes of weights over a task's lane in one transfer."""
         return float(Move(task.lane, WEIGHTS, task.home, nbytes, nbytes).seconds(self.cost.hardware))
 
     def _moved(self, task: Task, batch: Batch) -> float:
@@ -170,6 +184,7 @@ class Clock:
         return float(sum(move.seconds(self.cost.hardware) for move in self._moves(task, batch)))
 
     def _moves(self, task: Task, batch: Batch) -> Iterator[Move]:
+        """Yield the moves of a load or store of one layer of a gpu_batch."""
         model, lane, home = self.cost.model, task.lane, task.home
         if task.op is Op.LOAD_WEIGHT:
             nbytes = float(self.units[task.cell.layer][home])
@@ -186,7 +201,7 @@ class Clock:
             yield from self._pages(task, batch)
 
     def _pages(self, task: Task, batch: Batch) -> Iterator[Move]:
-        """Yield the moves of KV pages. A decode step stores its one token alone in host RAM, elsewhere its page."""
+        """Yield the moves of KV pages. A decode step stores one token to host RAM, but a whole page to other tiers."""
         lane, home, loads = task.lane, task.home, task.op is Op.LOAD_CACHE
         pool = self.layout.pool_of(home, task.cell.layer)
         page = pool.page_tokens * self.cost.model.kv_token
@@ -200,14 +215,14 @@ class Clock:
         yield Move(lane, CACHE, home, single, single)
 
     def _loaded(self, piece: Piece, pool: Pool) -> float:
-        """Return the pages that are loaded before a piece is computed; pages of keys alone count half."""
+        """Return the pages that are loaded before a piece is computed. A page of keys without values counts half."""
         pages = pool.num_read(piece.start)
         if self.cost.model.topk is None or piece.count > 1:
             return pages
         return (pages + (piece.start % pool.page_tokens > 0)) / 2
 
     def _values(self, batch: Batch, window: int | None) -> float:
-        """Seconds that one layer waits for chosen values."""
+        """Return the seconds that one layer of a gpu_batch waits for chosen values."""
         model, home = self.cost.model, batch.cache_home
         if model.topk is None or home == "device" or batch.delegated:
             return 0.0
@@ -219,7 +234,7 @@ class Clock:
         return float(sum(lanes.values()) + handling)
 
     def _attention(self, batch: Batch) -> list[float]:
-        """Of every layer."""
+        """Return the seconds of attention of a gpu_batch, per layer."""
         rates, model = self.cost.rates, self.cost.model
         decoding = [p.start + 1 for p in batch.pieces if p.decodes]
         prompts = [p for p in batch.pieces if not p.decodes]
@@ -238,7 +253,10 @@ class Clock:
 
 
 def _closed(tasks: Iterator[Task], sweep: int) -> Iterator[Task]:
-    """A sweep's tasks, which wait for the sweep before, and its bookkeeping, which waits for all but weight loads."""
+    """Yield a sweep's tasks and its bookkeeping.
+
+    All tasks wait for the sweep before. Bookkeeping waits for all tasks except weight loads.
+    """
     written: dict[Hashable, None] = {}
     for task in tasks:
         if task.op is not Op.LOAD_WEIGHT:

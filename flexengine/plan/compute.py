@@ -12,13 +12,13 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.order import form_batches, split_prompt
 
-PAST = 2 / 3  # of a prompt is cached before the mean (query, key) pair of the pieces after its first
-SAMPLE = 256  # prompts that represent all when gpu_batches are formed
+PAST_SHARE = 2 / 3  # share of a prompt cached before a later piece, averaged over its (query, key) pairs
+SAMPLE_PROMPTS = 256  # most prompts of which gpu_batches are formed to estimate the mean
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """gpu_batches of prompts alone, in the mean.
+    """Means of gpu_batches that hold prompts alone.
 
     Attributes:
         prompt: tokens of a prompt.
@@ -34,13 +34,13 @@ class Prompts:
 
     @staticmethod
     def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "Prompts":
-        """Return the mean over a sample of the workload's prompts. prompt: tokens of a mean prompt."""
-        rng, most = np.random.default_rng(0), policy.prefill_tokens
+        """Return the means over a sample of the workload's prompts. prompt: mean tokens of a prompt."""
+        rng, max_tokens = np.random.default_rng(0), policy.prefill_tokens
         sizes = sorted(workload.sizes.items())
         counts = np.array([count for _, count in sizes], dtype=float)
-        sample = rng.choice(len(sizes), min(SAMPLE, workload.count), p=counts / counts.sum())
-        pieces = [p for i, k in enumerate(sample) for p in split_prompt(i, 0, sizes[k][0][0], most)]
-        batches = form_batches(pieces, policy.gpu_batch_size, most)
+        sample = rng.choice(len(sizes), min(SAMPLE_PROMPTS, workload.count), p=counts / counts.sum())
+        pieces = [p for i, k in enumerate(sample) for p in split_prompt(i, 0, sizes[k][0][0], max_tokens)]
+        batches = form_batches(pieces, policy.gpu_batch_size, max_tokens)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
         seconds = float(rates.stack(tokens).sum() / total)
@@ -54,21 +54,22 @@ def parts(
 
     Args:
         split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
-        chunks: units that the head is streamed in.
+        chunks: number of head chunks if the head is streamed.
     """
     hardware, g = rates.hardware, policy.gpu_batch_size
     units = len(rates.model.layers) + (chunks if policy.weights[0] < 1 else 1)
     full_layers, full_head = float(rates.stack(g)), float(rates.head(g))
     prompt_head = rates.head(min(g, prompts.batch / prompts.prompt))
     layers = head = cells = np.zeros(sweeps.times.shape)
-    # Prompts fill up no gpu_batch whose attention is delegated.
+    # Sequences whose attention is delegated share no gpu_batch with prompts.
     homes = place_names(len(split) - 2) if len(split) >= len(TIERS) else (DEVICE,)
     delegated = [policy.attends(home) != DEVICE for home in homes]
     for tier, share in ((i, s) for i, s in enumerate(split) if s > 0):
         decoding, prompt = sweeps.decoding * share, sweeps.prompt * share
         full = np.floor(decoding / g + 1e-9)
         rest = decoding - g * full
-        joins_decode = (prompt < prompts.batch) & (not delegated[tier])  # prompts fill up the last decoding gpu_batch
+        # If prompts are too few for a gpu_batch of their own, they join the last decoding gpu_batch.
+        joins_decode = (prompt < prompts.batch) & (not delegated[tier])
         apart = np.where(joins_decode, 0, prompt)  # prompt tokens in gpu_batches of their own
         joined = prompt - apart
         layers = layers + full * full_layers + rates.stack(rest + joined) + apart * prompts.token_seconds
@@ -79,7 +80,7 @@ def parts(
     for window, count in rates.windows.items():
         late, attention = sweeps.late[window], rates.attention[window]
         seconds = attention.prompt(sweeps.pairs[window] - late, min(prompts.prompt, policy.prefill_tokens))
-        fresh = fresh + count * (seconds + attention.continued(late, PAST * prompts.prompt))
+        fresh = fresh + count * (seconds + attention.continued(late, PAST_SHARE * prompts.prompt))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
         "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,
@@ -88,7 +89,7 @@ def parts(
 
 
 def decode_attention(rates: Rates, sweeps: Profile, place: str = "device") -> Array:
-    """Return the seconds by sweep of all layers' attention of decoding sequences, if a place computes all of it."""
+    """Return the seconds by sweep of decode attention in all layers. place: place that computes all of it."""
     length = sweeps.cached / np.maximum(sweeps.decoding, 1e-9)
     total = np.zeros(sweeps.times.shape)
     for window, layers in rates.windows.items():

@@ -1,11 +1,11 @@
-"""A prediction in plain text: the policy in words, what lies where, what the job waits for, what would help."""
+"""Explain a prediction as text: policy, placement of the data, memory, the bottleneck, and what would help."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from flexengine.errors import FlexError, OutOfMemory
-from flexengine.places import DEVICE, DISK, MOST_DISKS, is_disk, place_names
-from flexengine.plan.chosen import wanted
+from flexengine.places import DEVICE, DISK, MOST_DISKS, is_disk, link_of, place_names
+from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at
@@ -17,16 +17,16 @@ from flexengine.plan.words import clock, count, digits, lane_name, percent, plac
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
-BAR = 40  # characters
-MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
-KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # by their names in the report
-ENTRY = {
-    "row": "one gpu_batch after the other",
-    "zigzag": "a block enters together and ends together",
+BAR_CHARACTERS = 40
+PLACE_MARKS = dict(zip(place_names(MOST_DISKS), "#=.:,;-+*~", strict=True))
+KINDS = {"weights": WEIGHTS, "KV cache": CACHE, "hidden states": HIDDEN}  # name in the report -> kind of data
+SCHEDULES = {
+    "row": "a gpu_batch enters when the one before has ended",
+    "zigzag": "a whole block enters when the one before has ended",
     "diagonal": "one gpu_batch enters per sweep",
-    "continuous": "a prompt enters as soon as another ends",
+    "continuous": "a sequence enters as soon as another ends",
 }
-ROWS = 20  # most lines of a frontier
+MAX_FRONTIER_LINES = 20
 
 
 # The parts of the report.
@@ -36,8 +36,12 @@ def report(
     model_name: str, model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction,
     helps: Sequence[Help] | None = None, verbose: bool = False,
 ) -> str:  # fmt: skip
-    """The whole explanation, about 30 lines; verbose: with every purpose's bytes on a line of its own. helps: of
-    `whatif.helps`; None leaves that part out."""
+    """Return the whole explanation, about 30 lines.
+
+    Args:
+        helps: from `whatif.helps`; None leaves this part out.
+        verbose: list the bytes of each purpose on a line of its own.
+    """
     parts = [
         [f"{model_name} on {machine(hardware)}", job_size(workload), ""],
         policy_words(prediction.policy), topk_words(model, prediction), [""],
@@ -52,12 +56,13 @@ def report(
 
 
 def machine(hardware: Hardware) -> str:
-    origin = "measured" if hardware.measured else "numbers written by hand"
+    """Return the machine's name, kind and origin of its rates."""
+    origin = "measured" if hardware.measured else "not measured"
     return f"{hardware.name} ({hardware.kind}, {origin})"
 
 
 def job_size(workload: Workload) -> str:
-    """How many rows, and of what sizes."""
+    """Return the number of rows and their sizes."""
     if not workload.count:
         return "no rows"
     prompts, outputs = zip(*workload.sizes, strict=True)
@@ -66,51 +71,52 @@ def job_size(workload: Workload) -> str:
 
 
 def _range(values: Iterable[int]) -> str:
-    low, high = min(found := list(values)), max(found)
+    low, high = min(numbers := list(values)), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def policy_words(policy: Policy) -> list[str]:
+    """Return lines that describe block shape, schedule, slots and delegation."""
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
     shape = f"{count(batches, 'gpu_batch', 'gpu_batches')} of {count(policy.gpu_batch_size, 'sequence', 'sequences')}"
-    overlap = "transfers wait for computing, and computing for them" if policy.slots == 1 else (
-        "the next layer comes in while one is computed")  # fmt: skip
+    overlap = "transfers wait for computing, and computing waits for transfers" if policy.slots == 1 else (
+        "the next layer is loaded while one is computed")  # fmt: skip
     lines = [
-        f"Policy      block of {policy.block_size:,}: {shape}; prompts in pieces of {policy.prefill_tokens:,} tokens",
-        f"            schedule {policy.schedule}: {ENTRY[policy.schedule]}",
+        f"Policy      block of {policy.block_size:,}: {shape}, at most {policy.prefill_tokens:,} tokens each",
+        f"            schedule {policy.schedule}: {SCHEDULES[policy.schedule]}",
         f"            {count(policy.slots, 'slot', 'slots')} for streamed weights: {overlap}",
     ]
     if policy.delegate:
-        lines.append("            attention is delegated: for sequences cached on the host, the CPU attends")
+        lines.append("            attention is delegated: the CPU computes it for sequences whose cache is on the host")
     return lines
 
 
 def topk_words(model: ModelFacts, prediction: Prediction) -> list[str]:
-    """What of a KV cache off the device is loaded where attention takes a share of the values."""
+    """Return a line on how chosen values (`topk`) are loaded from a KV cache off the device, if there are any."""
     policy, f = prediction.policy, prediction.fractions
     moved = (place for place in prediction.layout.places[1:] if policy.attends(place) == DEVICE)
     if model.topk is None or not sum(f.get(fraction(CACHE, place), 0.0) for place in moved):
         return []
-    share = percent(wanted(model))
-    return [f"            of the KV cache all keys are loaded ahead; the device waits for {share} of the values"]
+    share = percent(chosen_share(model))
+    return [f"            all keys of the KV cache are prefetched; the device waits for {share} of the values"]
 
 
 def placement(model: ModelFacts, workload: Workload, prediction: Prediction, shared: bool) -> list[str]:
-    """A bar per kind of thing, of where it lies, by the fractions as they came out of rounding."""
+    """Return a bar per kind of data with its shares of the places, after rounding to tensors and sequences."""
     places = prediction.layout.places
     sizes = kind_bytes(model, workload, prediction)
     lines = []
     for kind, name in KINDS.items():
         shares = {p: prediction.fractions.get(fraction(name, p), 0.0) for p in places}
-        where = ", ".join(f"{place_name(p, shared)} {percent(share)}" + " (the checkpoint itself)"
+        where = ", ".join(f"{place_name(p, shared)} {percent(share)}" + " (in the checkpoint's files)"
                           * (kind == "weights" and p == DISK) for p, share in shares.items() if share > 0)  # fmt: skip
         lines.append(f"  {kind:<14}{size(sizes[kind]):>8}  [{_stacked(shares)}]  {where}")
     used = [p for p in places if not shared or p != "host" or prediction.fractions.get("weights@host", 0.0) > 0]
-    return ["Placement   " + "  ".join(f"{MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
+    return ["Placement   " + "  ".join(f"{PLACE_MARKS[p] * 3} {place_name(p, shared)}" for p in used), *lines]
 
 
 def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) -> dict[str, int]:
-    """Bytes of each kind: weights as they are stored, the pages of the KV cache, hidden states at their most."""
+    """Return the bytes of each kind: weights as stored, all pages of the KV cache, most hidden states of a sweep."""
     account, block = prediction.layout.account, prediction.policy.block_size
     tokens = workload.prompt_tokens(block) + min(block, workload.count)
     return {
@@ -121,16 +127,16 @@ def kind_bytes(model: ModelFacts, workload: Workload, prediction: Prediction) ->
 
 
 def _stacked(shares: Mapping[str, float]) -> str:
-    """A bar of as many marks of each tier as its share; every tier that has a share has a mark."""
+    """Return a bar with marks of each tier in proportion to its share, at least one for a share above 0."""
     total = sum(shares.values()) or 1.0
-    counts = {t: max(1, round(BAR * share / total)) if share > 0 else 0 for t, share in shares.items()}
+    counts = {t: max(1, round(BAR_CHARACTERS * share / total)) if share > 0 else 0 for t, share in shares.items()}
     largest = max(counts, key=lambda t: counts[t])
-    counts[largest] += BAR - sum(counts.values()) if any(counts.values()) else 0
-    return "".join(MARKS[t] * n for t, n in counts.items()).ljust(BAR)
+    counts[largest] += BAR_CHARACTERS - sum(counts.values()) if any(counts.values()) else 0
+    return "".join(PLACE_MARKS[t] * n for t, n in counts.items()).ljust(BAR_CHARACTERS)
 
 
 def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[str, int], int | None]]:
-    """(name, bytes by purpose, capacity) of each memory. Where host and device are one, there is one."""
+    """Return (name, bytes by purpose, capacity) of each memory. Without a GPU, RAM is one memory."""
     account, capacity = prediction.layout.account, hardware.capacity
     if not hardware.shared:
         return [(place, account[place], capacity.limits[place]) for place in hardware.places]
@@ -141,11 +147,14 @@ def tiers(prediction: Prediction, hardware: Hardware) -> list[tuple[str, dict[st
 
 
 def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) -> list[str]:
-    """A bar per memory, of its bytes against its capacity, and the purposes they serve, the largest first."""
+    """Return a bar per memory of its bytes against its capacity, and its bytes by purpose, the largest first."""
     lines = ["Memory"]
     for name, account, limit in tiers(prediction, hardware):
         used = sum(account.values())
-        filled = "" if limit is None else f"  [{('#' * round(BAR * used / limit)).ljust(BAR)}] {percent(used / limit)}"
+        filled = ""
+        if limit is not None:
+            bar = ("#" * round(BAR_CHARACTERS * used / limit)).ljust(BAR_CHARACTERS)
+            filled = f"  [{bar}] {percent(used / limit)}"
         of = "no limit" if limit is None else f"of {size(limit)}"
         lines.append(f"  {name:<8}{size(used):>8} {of:<12}{filled}")
         purposes = sorted(account.items(), key=lambda item: -item[1])
@@ -157,6 +166,7 @@ def memory(prediction: Prediction, hardware: Hardware, verbose: bool = False) ->
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    """Return lines of at most `width` characters, broken after commas, each with `indent` before it."""
     lines = [""]
     for part in text.split(", "):
         if lines[-1] and len(lines[-1]) + len(part) + 2 > width:
@@ -166,7 +176,7 @@ def _wrapped(text: str, width: int, indent: str) -> list[str]:
 
 
 def lanes_table(prediction: Prediction, hardware: Hardware) -> list[str]:
-    """Seconds of a mean sweep of each kind, and of every lane's work in it."""
+    """Return a table with the seconds of a mean sweep of each kind, and of each lane's work in this sweep."""
     used = [lane for lane in hardware.lanes if any(by.get(lane, 0) > 0 for by in prediction.lanes.values())]
     names = [lane_name(lane, hardware.shared) for lane in used]
     lines = ["Seconds       sweeps  one sweep" + "".join(f"{name:>16}" for name in names)]
@@ -186,11 +196,11 @@ def _seconds(seconds: float) -> str:
     return "-" if seconds <= 0 else f"{seconds:,.2f}" if seconds >= 9.995 else f"{seconds:.3g}"
 
 
-# What the job waits for.
+# The bottleneck.
 
 
 def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[str]:
-    """A sentence per kind of sweep, the kind that takes most of the job first."""
+    """Return a sentence per kind of sweep, the kind that takes most of the job first."""
     spent = {kind: prediction.counts[kind] * s for kind, s in prediction.sweep_seconds.items()}
     total = sum(spent.values()) or 1.0
     order = sorted((kind for kind in spent if spent[kind] > 0), key=lambda kind: -spent[kind])
@@ -203,6 +213,7 @@ def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, predic
 
 
 def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
+    """Return what sweeps of one kind wait for: their longest lane, its share of the sweep, and the data it carries."""
     by, sweep = prediction.lanes[kind], prediction.sweep_seconds[kind]
     lane = max(by, key=lambda name: by[name])
     what = _waits_for(lane, cost.hardware.shared)
@@ -213,51 +224,54 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     if prediction.policy.slots == 1 and share < 0.95:
         text += "; with one slot every lane waits for the others"
     elif share < 0.95:
-        text += "; the rest is what lanes slow each other"
+        text += "; lanes that slow each other take the rest"
     return text
 
 
 def _waits_for(lane: str, shared: bool) -> str:
     if shared and lane == "h2d":
-        return "weights on their way from RAM to a slot"
+        return "copies of weights from RAM to a slot"
     disk, _, way = lane.partition("_")
     if is_disk(lane):
         return f"{way}s {'from' if way == 'read' else 'to'} {disk}"
     return {"h2d": "the link from host to device", "d2h": "the link from device to host", "device": "computing",
-            "cpu": "computing on the host"}[lane]  # fmt: skip
+            "cpu": "computing on the host"}[link_of(lane)]  # fmt: skip
 
 
 def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[str, float]:
-    """Shares of a link's seconds in a mean sweep that serve weights, and the rest. In every sweep all weights that are
-    not at home on the device cross the links once."""
+    """Return the shares of a link's seconds in a mean sweep by kind of data: weights, and all else.
+
+    All weights off the device cross the links once per sweep.
+    """
     hardware, f = cost.hardware, prediction.fractions
     table = hardware.checkpoint_read if lane == "disk_read" else hardware.links.get(lane, hardware.links["h2d"])
     passing = [place for place, lanes in routes(hardware).load.items() if lane in lanes]
     share = sum(f.get(fraction(WEIGHTS, place), 0.0) for place in passing)
     seconds = share * cost.streamed_bytes / at(table, max(1.0, cost.unit_bytes))
     weights = min(1.0, seconds / prediction.lanes[kind][lane])
-    away = [name for name in ("KV cache", "hidden states") if f.get(fraction(KINDS[name], "device"), 1.0) < 1]
-    found = {"weights": weights, " and ".join(away) or "other": 1 - weights}
-    return {name: x for name, x in found.items() if x > 0.0005}
+    others = [name for name in ("KV cache", "hidden states") if f.get(fraction(KINDS[name], "device"), 1.0) < 1]
+    shares = {"weights": weights, " and ".join(others) or "other": 1 - weights}
+    return {name: x for name, x in shares.items() if x > 0.0005}
 
 
 def totals(prediction: Prediction) -> list[str]:
+    """Return lines with throughput, seconds and latency of the job."""
     return [
         f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
-        f" and {clock(prediction.load_seconds)} for loading beside the first sweep",
+        f" plus {clock(prediction.load_seconds)} for loading resident weights in the first sweep",
         f"            {prediction.rows:,} rows, {prediction.alive:,.0f} alive in a mean sweep;"
-        f" from entry to end a row takes {clock(prediction.latency)}",
+        f" a row takes {clock(prediction.latency)} from entry to end",
     ]
 
 
 def help_lines(helps: Sequence[Help]) -> list[str]:
-    """What would help, by what factor the whole job, loading included, would be shorter."""
+    """Return lines with the changes that would help, and the speedup of the whole job, loading included."""
     width = max((len(h.label) for h in helps), default=0)
     lines = [f"  {h.label:<{width}}  {'  ' if h.searched else '>='}{h.ratio:.2f}x" for h in helps]
     if any(not h.searched for h in helps):
-        lines.append("  >= is what a few policies gave before time ran out; --verbose takes the time")
+        lines.append("  >= is a lower bound from a few policies, as time ran out; --verbose has no time limit")
     if not helps:
-        lines = ["  nothing that was tried makes it 3 % shorter"]
+        lines = ["  no change makes the job 3 % shorter"]
     return ["Would help  (the whole job with loading, one change at a time)", *lines]
 
 
@@ -265,7 +279,7 @@ def help_lines(helps: Sequence[Help]) -> list[str]:
 
 
 def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Hardware) -> str:
-    """A table of named policies by falling tok/s; those that do not fit last, with the reason."""
+    """Return a table of named policies by falling tok/s. Policies that do not fit come last, with the reason."""
     fitting = [(name, p) for name, p in entries if isinstance(p, Prediction)]
     fitting.sort(key=lambda entry: -entry[1].tok_s)
     width = max([len("policy"), *(len(name) for name, _ in entries)])
@@ -281,38 +295,41 @@ def compare(entries: Sequence[tuple[str, Prediction | FlexError]], hardware: Har
 
 
 def misfit(error: FlexError) -> str:
-    """Why a policy cannot be used, in a line."""
+    """Return in one line why a policy cannot be used."""
     if not isinstance(error, OutOfMemory):
         return " ".join(str(error).split())
     over = error.needed + error.used - error.capacity
-    return f"does not fit: {size(over)} too much for the {size(error.capacity)} of {error.tier} memory"
+    return f"does not fit: needs {size(over)} more than the {size(error.capacity)} of {error.tier} memory"
 
 
 def splits(prediction: Prediction) -> str:
-    """Realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
+    """Return the realised percentages of weights, KV cache and hidden states by place, such as w 3/15/82."""
     f, places = prediction.fractions, prediction.layout.places
     shares = {kind: [100 * f.get(fraction(kind, place), 0.0) for place in places] for kind in KINDS.values()}
     return "  ".join(f"{kind[0]} " + "/".join(f"{x:.0f}" for x in row) for kind, row in shares.items())
 
 
-def frontier_text(found: Sequence[Prediction], rows: int = ROWS) -> str:
-    """A table of predictions: latency, tok/s, block, sequences alive in the mean, splits. Of more than `rows` those in
-    equal steps, and the last."""
-    step = -(-(len(found) - 1) // max(1, rows - 1)) or 1
-    shown = [p for i, p in enumerate(found) if i % step == 0 or i == len(found) - 1]
+def frontier_text(predictions: Sequence[Prediction], rows: int = MAX_FRONTIER_LINES) -> str:
+    """Return a table of predictions: latency, tok/s, block, mean sequences alive, splits.
+
+    Args:
+        rows: most lines. Of more predictions, lines in equal steps and the last one are shown.
+    """
+    step = -(-(len(predictions) - 1) // max(1, rows - 1)) or 1
+    shown = [p for i, p in enumerate(predictions) if i % step == 0 or i == len(predictions) - 1]
     lines = [f"{'latency':>10}{'tok/s':>10}{'block':>8}{'alive':>8}  schedule    slots  device/host/disk % of w, c, h"]
     lines += [
         f"{clock(p.latency):>10}{digits(p.tok_s):>10}{p.policy.block_size:>8,}{digits(p.alive):>8}"
         f"  {p.policy.schedule:<12}{p.policy.slots:>5}  {splits(p)}"
         for p in shown
     ]
-    if len(shown) < len(found):
-        lines.append(f"  ({len(found) - len(shown)} more policies between these)")
+    if len(shown) < len(predictions):
+        lines.append(f"  ({len(predictions) - len(shown)} more policies between these)")
     return "\n".join(lines)
 
 
 def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
-    """The prediction's numbers for programs: seconds, bytes and shares, named as in `Prediction`."""
+    """Return the prediction as a JSON object: seconds, bytes and shares, named as in `Prediction`."""
     p = prediction
     return {
         "policy": p.policy.to_json(), "tok_s": p.tok_s, "seconds": p.seconds, "load_seconds": p.load_seconds,
@@ -327,7 +344,7 @@ def as_json(prediction: Prediction, hardware: Hardware) -> dict[str, Any]:
 
 
 def hardware_text(hardware: Hardware) -> str:
-    """A table of a machine's capacities and rates, at most one line per table of rates."""
+    """Return a table of a machine's capacities and rates, at most one line per table of rates."""
     shared = hardware.shared
     limits = [("RAM" if shared and p == "device" else p, limit) for p, limit in hardware.capacity.limits.items()]
     limits = [item for item in limits if not (shared and item[0] == "host")]
@@ -342,16 +359,16 @@ def hardware_text(hardware: Hardware) -> str:
     for what in ("cell", "task", "sweep", "sequence"):
         rows.append((f"one {what}", f"{getattr(hardware, f'{what}_seconds') * 1e6:,.1f} microseconds"))
     for lane, others in hardware.crosstalk.items():
-        slowed = ", ".join(f"{percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
-        rows += [(f"{lane_name(lane, shared)} loses", slowed)] if slowed else []
+        slowed = ", ".join(f"by {percent(x)} of {lane_name(other, shared)}" for other, x in others.items() if x)
+        rows += [(f"{lane_name(lane, shared)} slowed", slowed)] if slowed else []
     rows += [("new RAM", f"{size(hardware.touch)}/s")] if hardware.touch else []
     layers, heads = count(len(hardware.layers), "layer", "layers"), count(len(hardware.heads), "head", "heads")
-    rows.append(("of single models", f"{layers}, {heads}"))
-    return "\n".join([machine(hardware), *(f"  {what:<20}{text}" for what, text in rows)])
+    rows.append(("measured for models", f"{layers}, {heads}"))
+    return "\n".join([machine(hardware), *(f"  {name:<22}{text}" for name, text in rows)])
 
 
 def _points(table: Table, x_text: Callable[[float], str], y_text: Callable[[float], str], per: str) -> str:
-    """At most four points of a table, its ends among them."""
+    """Return at most four points of a table as text, the first and the last included."""
     chosen = sorted({round(i * (len(table) - 1) / 3) for i in range(4)})
     points = [(x_text(table[i][0]), y_text(table[i][1])) for i in chosen]
     return f"{points[0][1]}{per}" if len(points) == 1 else ", ".join(f"{y}{per} at {x}" for x, y in points)

@@ -1,4 +1,4 @@
-"""What a job really took against what was predicted for the very sweeps it made, lane by lane."""
+"""Compare the measured seconds of a job's sweeps with the predicted seconds, lane by lane."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,15 +13,20 @@ from flexengine.plan.profile import Array, Profile
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import LOADING
 
-TOLERATED = 0.25  # relative error that is let pass
-LEAST_SECONDS, LEAST_SWEEPS = 10.0, 8  # of a job, for its error to be called persistent
-LEAST_SHARE = 0.1  # of the job's time, for a lane's error to matter
-_FLUSH = 512  # sweeps kept before they are priced together
+MAX_RELATIVE_ERROR = 0.25  # smaller errors of a lane are tolerated
+MIN_JOB_SECONDS, MIN_JOB_SWEEPS = 10.0, 8  # shorter jobs correct no rates
+MIN_LANE_SHARE = 0.1  # share of the job's seconds; errors of lanes with less work are ignored
+_BATCH_SWEEPS = 512  # sweeps that are priced together
 
 
 @dataclass(frozen=True)
 class _Sweep:
-    """A sweep that was made: what it computed and moved, in the units of `Profile`, and where its sequences live."""
+    """Counts of one finished sweep, in the units of `Profile`.
+
+    Attributes:
+        homes: sequences by place of their KV cache.
+        hidden: tokens by place of their hidden states.
+    """
 
     entering: int = 0
     decoding: int = 0
@@ -31,28 +36,41 @@ class _Sweep:
     stored: float = 0.0
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
-    homes: tuple[int, ...] = ()  # sequences by place of their cache
-    hidden: tuple[int, ...] = ()  # tokens by place of their hidden states
+    homes: tuple[int, ...] = ()
+    hidden: tuple[int, ...] = ()
     windows: Mapping[int, int] = field(default_factory=dict)
     pairs: Mapping[int | None, int] = field(default_factory=dict)
     late: Mapping[int | None, int] = field(default_factory=dict)
 
 
 class Watch:
-    """Collects sweeps as they are made; `report` compares. cost: of the job; layout: it runs under."""
+    """Predicted and measured seconds of a running job.
+
+    Attributes:
+        cost: cost model of the job.
+        layout: the job's layout.
+        seconds, predicted: seconds of all finished sweeps, measured and predicted.
+        sweeps: number of finished sweeps.
+        busy: measured seconds of work by lane.
+        expected: predicted seconds of work by lane.
+        slowed: predicted seconds of work by lane, with crosstalk of the other lanes.
+    """
 
     def __init__(self, cost: Cost, layout: Layout) -> None:
         self.cost, self.layout = cost, layout
         self.seconds = self.predicted = 0.0
         self.sweeps = 0
         self.busy: dict[str, float] = {}
-        self.expected: dict[str, float] = {}  # seconds of work by lane
-        self.slowed: dict[str, float] = {}  # the same with what the other lanes add to it
-        self._made: list[_Sweep] = []
+        self.expected: dict[str, float] = {}
+        self.slowed: dict[str, float] = {}
+        self._unpriced: list[_Sweep] = []
 
     def expect_loading(self, missing: float = 1.0) -> None:
-        """Tells that weights that stay will be read in the first sweep, which is longer for it. missing: the share of
-        their bytes that is not there yet."""
+        """Add the predicted seconds of reading resident weights in the first sweep.
+
+        Args:
+            missing: share of their bytes that is not loaded yet.
+        """
         reading = missing * self.cost.reading(self.layout)
         self.predicted += self.cost.predict(self.layout, missing).load_seconds
         self.expected[LOADING] = reading
@@ -60,14 +78,20 @@ class Watch:
             self.slowed[lane] = self.slowed.get(lane, 0.0) + others.get("disk_read", 0.0) * reading
 
     def note(self, batches: Sequence[Batch], seconds: float, busy: Mapping[str, float]) -> None:
-        """Tells of a sweep: its gpu_batches, the seconds it took, and each lane's seconds of work so far in the job."""
-        self._made.append(self._summed(batches))
+        """Add a finished sweep.
+
+        Args:
+            batches: its gpu_batches.
+            seconds: measured seconds of the sweep.
+            busy: by lane, seconds of work since the job began.
+        """
+        self._unpriced.append(self._summed(batches))
         self.seconds, self.sweeps, self.busy = self.seconds + seconds, self.sweeps + 1, dict(busy)
-        if len(self._made) >= _FLUSH:
+        if len(self._unpriced) >= _BATCH_SWEEPS:
             self._price()
 
     def _summed(self, batches: Sequence[Batch]) -> _Sweep:
-        """One pass over the pieces; a prompt counts when its last piece is computed."""
+        """Return the counts of a sweep. A prompt counts as entering when its last piece is computed."""
         windows, groups = self.cost.windows, [(g.layers * g.away.page_tokens, g.away) for g in self.cost.pages]
         entering = decoding = prompt = cached = 0
         moved = [[0.0, 0.0], [0.0, 0.0]]  # tokens loaded and stored, for generated tokens and for prompts
@@ -87,13 +111,13 @@ class Watch:
                 else:
                     entering, prompt = entering + piece.final, prompt + piece.count
                     for window in pairs:
-                        pairs[window] += (found := piece.pairs(window))
-                        late[window] += found if piece.start else 0
+                        pairs[window] += (piece_pairs := piece.pairs(window))
+                        late[window] += piece_pairs if piece.start else 0
                 if batch.cache_home != "device":
                     tokens = moved[not piece.decodes]
-                    for page, pool in groups:
-                        tokens[0] += page * pool.num_read(piece.start)
-                        tokens[1] += page * pool.num_written(piece.start, end)
+                    for page_tokens, pool in groups:
+                        tokens[0] += page_tokens * pool.num_read(piece.start)
+                        tokens[1] += page_tokens * pool.num_written(piece.start, end)
         (decode_loaded, decode_stored), (loaded, stored) = moved
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
@@ -101,10 +125,10 @@ class Watch:
         )  # fmt: skip
 
     def _price(self) -> None:
-        """Adds what was predicted for the sweeps collected so far."""
-        if not self._made:
+        """Add the predicted seconds of the sweeps that are not priced yet."""
+        if not self._unpriced:
             return
-        made, self._made = self._made, []
+        made, self._unpriced = self._unpriced, []
 
         def column(values: Sequence[float]) -> Array:
             return np.array(values, dtype=float)
@@ -116,7 +140,7 @@ class Watch:
         pairs, late = ({w: column([getattr(s, name)[w] for s in made]) for w in seeing} for name in ("pairs", "late"))
         policy = self.layout.policy
         homes, hidden = (_shares([getattr(s, name) for s in made]) for name in ("homes", "hidden"))
-        away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted for these alone
+        away = np.maximum(1 - homes[:, 0], 1e-9)  # page tokens were counted only for caches off the device
         profile = Profile(
             **sums, times=np.ones(len(made)), windows=windows, pairs=pairs, late=late, rows=self.cost.workload.count,
             peak=0.0, counted=away,
@@ -133,7 +157,7 @@ class Watch:
             self.slowed[lane] = self.slowed.get(lane, 0.0) + float(slowed.sum())
 
     def report(self) -> dict[str, Any]:
-        """For the summary: seconds of all sweeps and of each lane's work, as predicted and as measured."""
+        """Return predicted and measured seconds, of all sweeps and of each lane's work, for the job's summary."""
         self._price()
         lanes = sorted({*self.busy, *self.expected})
         return {
@@ -147,26 +171,28 @@ class Watch:
         }  # fmt: skip
 
     def factors(self) -> dict[str, float]:
-        """By lane, how many times the predicted seconds it really took, where that is persistently off by more than
-        TOLERATED. A lane that was slowed by others as was to be expected is not off."""
+        """Return measured / predicted seconds of each lane whose error is above MAX_RELATIVE_ERROR.
+
+        A lane's prediction is the range from its own work to its work with crosstalk. The nearest end counts.
+        """
         self._price()
-        if self.seconds < LEAST_SECONDS or self.sweeps < LEAST_SWEEPS:
+        if self.seconds < MIN_JOB_SECONDS or self.sweeps < MIN_JOB_SWEEPS:
             return {}
         if self.cost.model.topk is not None:
-            return {}  # chosen values cross links within the device's tasks, so the links' lanes tell too little
-        found = {}
-        for lane, least in self.expected.items():
+            return {}  # the device's tasks load chosen values, so the links' lanes lack these seconds
+        ratios = {}
+        for lane, alone in self.expected.items():
             if lane == LOADING:
                 continue
-            real = self.busy.get(lane, 0.0)
-            nearest = min(max(real, least), self.slowed[lane])
-            matters = nearest > 0 and real > 0 and max(real, least) > LEAST_SHARE * self.seconds
-            if matters and abs(real / nearest - 1) > TOLERATED:
-                found[lane] = real / nearest
-        return found
+            measured = self.busy.get(lane, 0.0)
+            nearest = min(max(measured, alone), self.slowed[lane])
+            matters = nearest > 0 and measured > 0 and max(measured, alone) > MIN_LANE_SHARE * self.seconds
+            if matters and abs(measured / nearest - 1) > MAX_RELATIVE_ERROR:
+                ratios[lane] = measured / nearest
+        return ratios
 
 
 def _shares(counts: Sequence[Sequence[int]]) -> Array:
-    """Rows that add up to 1."""
+    """Return the counts divided by the sum of their row; rows of zeros stay zeros."""
     table = np.array(counts, dtype=float)
     return np.asarray(table / np.maximum(table.sum(1, keepdims=True), 1))

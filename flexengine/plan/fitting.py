@@ -1,4 +1,4 @@
-"""Which rows of a job can be held: the longest are set aside where they are why it cannot be."""
+"""Plan as many rows of a job as fit in memory: if the longest rows do not fit, they are left out."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,10 +11,18 @@ Plan = TypeVar("Plan")
 
 
 def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan, int, OutOfMemory | None]:
-    """The plan of as many rows as can be held, the most tokens (prompt and generated) of one of them, and why not more.
+    """Return the plan of as many rows as fit, leaving out the longest rows.
 
-    plan: of a workload; raises OutOfMemory if it cannot be held. This does so, too, if the shortest rows cannot, or if
-    something else than the KV cache of a single row is too large: then another policy may hold them all.
+    Args:
+        workload: all rows.
+        plan: function from a workload to its plan. It raises OutOfMemory if the workload does not fit.
+
+    Returns:
+        The plan; the most tokens (prompt and generated) of a planned row; the error of the rows left out, or None.
+
+    Raises:
+        OutOfMemory: the shortest rows do not fit, or something other than the KV cache of one row is too large. Then
+            another policy may fit all rows.
     """
     totals = sorted({p + n for p, n in workload.sizes})
     low, middle, high = 0, len(totals) - 1, len(totals)
@@ -35,8 +43,8 @@ def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan,
     return found, totals[low - 1], why
 
 
-def aside(workload: Workload, largest: int, why: OutOfMemory | None) -> str:
-    """What is said of the rows that are set aside; "" if none is."""
+def left_out(workload: Workload, largest: int, why: OutOfMemory | None) -> str:
+    """Return the message about rows of more than `largest` tokens, or "" if there are none."""
     left = workload.count - workload.up_to(largest).count
     rows = count(left, "row", "rows")
-    return f"{rows} of more than {largest:,} tokens cannot be held and are left out: {why}" if left else ""
+    return f"{rows} of more than {largest:,} tokens do not fit in memory and are left out: {why}" if left else ""

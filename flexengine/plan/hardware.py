@@ -1,6 +1,6 @@
-"""A machine in numbers: what it can hold, how fast bytes cross each link, how fast each kernel computes.
+"""A machine in numbers: bytes of each memory, and rates of links and kernels.
 
-Measured (`flexengine.measure`) or written by hand, as JSON, to plan for a machine one does not have.
+They are measured (`flexengine.measure`), or written by hand as JSON to plan for another machine.
 """
 
 import math
@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, TIERS, is_disk, place_names
+from flexengine.places import MOST_DISKS, TIERS, is_disk, link_lanes, place_names
 from flexengine.plan.capacity import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
 STREAMING = ("device", "disk_read", "wake")
-LEAST, MOST = 1e-30, 1e30  # of any number: what machines have, so that seconds made of them stay finite
-MOST_SLOWED = 2.0  # seconds that one second of a lane may add to another, or waiting to a layer
+LEAST, MOST = 1e-30, 1e30  # limits of all numbers, so that predicted seconds are finite
+MOST_SLOWED = 2.0  # most seconds that one second of a lane may add to another lane, or waiting to a layer
 ATTENTION = ("decode", "host", "prompt", "continued", "call")
 LANES = ("disk_read", "disk_write", "h2d", "d2h", "device", "cpu")  # of every machine
 
@@ -55,40 +55,44 @@ def _logs(table: Table) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
 class Hardware:
     """One machine. Tables are points (x, y) with rising x; every number is positive.
 
-    kind: cpu (RAM is the device tier), cuda or sim (a device behind links; disk and device meet in host staging).
-    device_bytes, host_bytes, disk_bytes: what may be used of each; None is no limit. On cpu host_bytes is None: the
-        host is the device's RAM.
-    more_disks: bytes that may be used of each further offload directory, in order; None is no limit.
-    links: per lane (bytes of one transfer, bytes per second): disk_read and disk_write of the offload directory, h2d
-        and d2h; on cpu h2d is what brings 16-bit weights from RAM into a slot. disk2_read and disk2_write are those of
-        the second offload directory, and so on.
-    checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
-    products: by dtype a matrix is held in, (rows of activations, FLOP per second) of a matrix product.
-    prompt_attention: (tokens of the prompt, FLOP per second) of causal attention, 2 per multiply-add of what is seen.
-    decode_attention: (cached tokens of a sequence, bytes of KV per second) on the device, as fast as memory allows.
-    host_attention: bytes of KV per second where the KV lies in host RAM; 0 if not known.
-    vector_flops, host_flops: FLOP per second of decode attention and of dequantizing where memory does not limit them,
-        on the device and on the host; 0 if not known.
-    attention: measured for the shape of a model's attention (`ModelFacts.attention_signature`), in place of the five
-        fields above. decode, host: (cached tokens of a sequence, bytes of KV per second); prompt: (tokens of a prompt,
-        FLOP per second); continued: (tokens cached before, FLOP per second) of a further piece of a prompt; call:
-        [[1, seconds]] of one call of attention with almost nothing to read.
-    elementwise: bytes per second of what norms, activations and residuals read and write.
-    cell_seconds: fixed cost of one layer of one gpu_batch; task_seconds: of handing one task to its lane.
-    sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in it.
-    crosstalk: lane to lane: seconds that each busy second of the second adds to the first (they share cores or memory).
-    layers: by signature of a model's layer (`ModelFacts.signature`), (tokens of a gpu_batch, seconds) of one layer
-        without its attention. heads: by signature of the output projection, (rows, seconds) of logits and tokens.
-    streaming: by signature of a model's first layer, what streaming its weights from the checkpoint and computing do
-        to each other, in place of crosstalk: "device", seconds that each second of disk_read adds to the device;
-        "disk_read", the other way round; "wake", seconds a layer takes longer if the device has waited for its weights.
-    delegation: by signature of a model's first layer, seconds that a layer of a gpu_batch takes longer if its attention
-        is delegated, beside that attention; `task_seconds` where it was not measured.
-    touch: bytes per second of RAM that is written to for the first time; touch_busy: the same while the processor
-        computes, as a job does when its KV cache fills; 0 if not known.
-    measured: False for what was written by hand.
-    corrected: by lane of a link, or signature of a layer or head, how many times as long as was measured its figures
-        say that it takes, since jobs have shown that it does.
+    Attributes:
+        name: shown in reports.
+        kind: cpu (RAM is the device tier), cuda or sim (a device behind links; disk and device meet in host staging).
+        device_bytes, host_bytes, disk_bytes: bytes that may be used, None for no limit. On cpu, host_bytes is None,
+            because the host's RAM is the device.
+        links: by lane, (bytes of one transfer, bytes per second): disk_read and disk_write of the first offload
+            directory, disk2_read and disk2_write of the second and so on, h2d, d2h. On cpu, h2d copies 16-bit weights
+            from RAM to a slot.
+        checkpoint_read: (bytes of one transfer, bytes per second) of the model's own files.
+        products: by dtype of the matrix, (rows of activations, FLOP per second) of a matrix product.
+        prompt_attention: (tokens of the prompt, FLOP per second) of causal attention. A multiply-add of a (query, key)
+            pair that is not masked counts 2.
+        decode_attention: (cached tokens of a sequence, bytes of KV per second) on the device, as memory limits it.
+        elementwise: bytes per second that norms, activations and residuals read and write.
+        host_attention: bytes of KV per second of decode attention on the host; 0 if not known.
+        vector_flops, host_flops: FLOP per second of decode attention and dequantizing as computing limits it, on the
+            device and on the host; 0 if not known.
+        cell_seconds: fixed cost of one layer of one gpu_batch.
+        task_seconds: cost of handing one task to its lane.
+        sweep_seconds, sequence_seconds: bookkeeping of a sweep, and of one sequence in a sweep.
+        crosstalk: by lane and other lane, seconds that one busy second of the other lane adds to the lane.
+        layers: by `ModelFacts.signature`, (tokens of a gpu_batch, seconds) of one layer without its attention.
+        heads: by `ModelFacts.head_signature`, (rows, seconds) of logits and tokens.
+        attention: by `ModelFacts.attention_signature`, measured tables. They replace prompt_attention,
+            decode_attention, host_attention, vector_flops and host_flops. decode, host: (cached tokens of a sequence,
+            bytes of KV per second). prompt: (tokens of a prompt, FLOP per second). continued: (tokens cached before,
+            FLOP per second) of a later piece of a prompt. call: [[1, seconds]] of a call with almost nothing to read.
+        streaming: by signature of the first layer, measured slowdown while the model's weights are streamed from the
+            checkpoint; replaces crosstalk. device: seconds that one second of disk_read adds to the device. disk_read:
+            seconds that one second of the device adds to disk_read. wake: seconds that a layer takes longer if the
+            device has waited for its weights.
+        delegation: by signature of the first layer, seconds that delegation adds to a layer of a gpu_batch, without
+            attention itself; `task_seconds` if not measured.
+        touch, touch_busy: bytes per second of first writes to RAM (page faults), alone and while the processor
+            computes; 0 if not known.
+        measured: False for rates that were not measured.
+        corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
+        more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
     """
 
     name: str
@@ -176,7 +180,7 @@ class Hardware:
 
     @property
     def shared(self) -> bool:
-        """Whether host and device are one memory."""
+        """Return whether host and device are one memory."""
         return self.kind == "cpu"
 
     @property
@@ -198,20 +202,22 @@ class Hardware:
     @property
     def lanes(self) -> tuple[str, ...]:
         """Return all lanes."""
-        disks = tuple(f"{disk}_{way}" for disk in self.places[len(TIERS) :] for way in ("read", "write"))
-        return LANES[:2] + disks + LANES[2:]
+        further = self.places[len(TIERS) :]
+        disks = tuple(f"{disk}_{way}" for disk in further for way in ("read", "write"))
+        links = () if self.shared else tuple(lane for disk in further for lane in link_lanes(disk))
+        return LANES[:2] + disks + LANES[2:4] + links + LANES[4:]
 
     def link_seconds(self, lane: str, nbytes: Any, transfer: float) -> Any:
         """Return the seconds of nbytes (a float or an array) on a lane in transfers of `transfer` bytes."""
         return nbytes / at(self.links[lane], max(transfer, 1.0))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as they stand in a hardware file."""
+        """Return the fields as in a hardware file."""
         return asdict(self)
 
     @staticmethod
     def from_json(values: object, what: str) -> "Hardware":
-        """The record of these fields. Raises InvalidInput naming `what` and the field that is wrong."""
+        """Return hardware with these fields. Raise InvalidInput that names `what` and the wrong field."""
         if not isinstance(values, dict):
             raise InvalidInput(f"{what} holds {type(values).__name__}, not an object of hardware fields")
         required = {f.name for f in fields(Hardware)} - {f.name for f in fields(Hardware) if _has_default(f)}
@@ -226,7 +232,7 @@ class Hardware:
 
     @staticmethod
     def load(path: str | Path) -> "Hardware":
-        """Reads a hardware file. Raises InvalidInput naming the file and what is wrong with it."""
+        """Read a hardware file. Raise InvalidInput that names the file and the error."""
         return Hardware.from_json(read_object(path, "hardware file"), f"hardware file {path}")
 
 
@@ -243,7 +249,7 @@ def _object(name: str, value: object) -> Mapping[str, Any]:
 def _number(name: str, value: object) -> float:
     number = math.nan
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        with suppress(OverflowError):  # whole numbers know no limit
+        with suppress(OverflowError):  # a Python int may be too large for a float
             number = float(value)
     if not math.isfinite(number):
         raise InvalidInput(f"{name} is {shown(value)}; it must be a number")
@@ -291,7 +297,7 @@ def _attention(value: object) -> dict[str, dict[str, Table]]:
 
 
 def _table(name: str, value: object) -> Table:
-    """Checked points. A plain number means the same everywhere."""
+    """Return checked points. A plain number is a table with the same value everywhere."""
     if isinstance(value, (int, float)):
         return ((1.0, _positive(name, value)),)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:

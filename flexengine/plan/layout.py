@@ -1,4 +1,4 @@
-"""Which bytes lie where under a policy: pure arithmetic that the engine then allocates to the byte.
+"""Compute the place of every tensor and the bytes of every buffer under a policy. The engine allocates these bytes.
 
 All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
 """
@@ -33,7 +33,7 @@ from flexengine.policy import Policy, shares
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import place_groups, places
 
-HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk where no layer needs a larger slot
+HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk if no layer is streamed
 MEAN_KEYS = "mean keys"
 DELEGATION = "delegation buffers"
 VALUES = "chosen values"
@@ -41,27 +41,35 @@ EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
 READING = "read buffers"
 ENTERING = "entering hidden states"
-READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and how many at once, as in tier.disk
-SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short one, and threads that have a buffer for one each
-CHOSEN = 4 << 20  # most bytes of chosen values that are on their way at once
+READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
+SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
+CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
 
 @dataclass
 class Layout:
-    """Who gets what. `account` books bytes per memory and purpose; the ledgers must agree with it.
+    """Place of every weight and bytes of every buffer under one policy.
 
-    places: of the machine. homes: place of every tensor by name; stored: sum of their `stored_bytes` by place;
-    head_rows: vocabulary rows per head chunk.
-    slot: bytes of one weight slot; stages: by disk, bytes of its part of a slot's host staging. layer_reads: per place,
-    bytes of a layer's weights that come from it together, in the mean of the layers that have any there.
-    groups: layers by the tokens they see; pools: KV pages per tier and group; page_bytes: of one layer's page, per tier
-    and group; cache_buffer: device bytes of one buffer.
-    port_buffer: device bytes of one buffer between a port and a forward pass.
-    hidden_buffer: one device buffer for hidden states; hidden_home: bytes of the off-device homes, per tier.
-    values: bytes of chosen values that are on their way to a buffer at once.
-    embedded: host bytes of a sweep's rows of an embedding off a GPU. passing: host bytes that weights pass through
-    which are read once into GPU memory.
-    delegation: bytes, on the device and on the host, of what delegated attention of all gpu_batches needs and gives.
+    Attributes:
+        places: of the machine.
+        homes: place of every tensor by name.
+        stored: sum of the tensors' `stored_bytes`, by place.
+        head_rows: vocabulary rows per head chunk.
+        slot: bytes of one weight slot.
+        stages: bytes of a slot's host staging, by disk.
+        layer_reads: bytes of a layer's weights that are read together, by place; mean over layers with weights there.
+        groups: layers by the tokens that a query sees.
+        pools: KV pages, by place and group.
+        page_bytes: bytes of one layer's page, by place and group.
+        cache_buffer: device bytes of one buffer for KV pages.
+        values: bytes of chosen values in transfer at once.
+        embedded: host bytes of a sweep's embedding rows, if the embedding is off the GPU.
+        passing: host bytes through which resident weights are read into GPU memory.
+        port_buffer: device bytes of one buffer between a port and a forward pass.
+        hidden_buffer: device bytes of one buffer for hidden states.
+        hidden_home: bytes of hidden states off the device, by place.
+        delegation: bytes of queries, keys, values and outputs of delegated attention, on the device and on the host.
+        account: bytes by place and purpose. The ledgers must agree with these numbers.
     """
 
     policy: Policy
@@ -91,10 +99,12 @@ class Layout:
             self.account.setdefault(place, {})
 
     def book(self, tier: str, what: str, nbytes: int) -> None:
+        """Add bytes of a purpose to the account of a place."""
         if nbytes:
             self.account[tier][what] = self.account[tier].get(what, 0) + nbytes
 
     def total(self, tier: str) -> int:
+        """Return all booked bytes of a place."""
         return sum(self.account[tier].values())
 
     def pool_of(self, tier: str, layer: int) -> Pool:
@@ -102,13 +112,13 @@ class Layout:
         return next(p for p, group in zip(self.pools[tier], self.groups, strict=True) if layer in group.layers)
 
     def room(self, tier: str) -> float:
-        """Return the tokens of all pages of a tier, in the mean of the layers."""
+        """Return the tokens of all pages of a tier, averaged over layers."""
         layers = sum(len(group.layers) for group in self.groups)
         pools = zip(self.groups, self.pools[tier], strict=True)
         return sum(len(group.layers) * pool.pages * pool.page_tokens for group, pool in pools) / layers
 
     def head_chunks(self, vocabulary: int) -> list[tuple[int, int]]:
-        """(first, last + 1) rows of each head chunk; [] without a head."""
+        """Return (first row, last row + 1) of each head chunk; [] without a head."""
         if not self.head_rows:
             return []
         return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
@@ -117,11 +127,14 @@ class Layout:
 def lay_out(
     model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity, weights: Layout | None = None
 ) -> Layout:
-    """The layout of a job. KV pools take what the workload needs or what memory is left, whichever is less.
+    """Return the layout of a job. KV pools take the bytes that the workload needs, or all memory that is left.
 
-    weights: what `lay_out_weights` gave for this policy's weights and slots, from whoever asks about many policies.
-    Raises OutOfMemory, with the numbers, when the rest does not fit or not one sequence could be cached, and
-    InvalidInput for a policy that delegates attention where no cache lives apart from the device.
+    Args:
+        weights: result of `lay_out_weights` for this policy's weights and slots, if it is known.
+
+    Raises:
+        OutOfMemory: the buffers do not fit, or not one sequence can be cached; the error carries the numbers.
+        InvalidInput: the policy delegates attention, but no cache is off the device.
     """
     placed = weights or lay_out_weights(model, policy, capacity)
     account = {tier: dict(booked) for tier, booked in placed.account.items()}
@@ -183,7 +196,7 @@ def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:
 
 
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
-    """Of tensors with their homes, so many times."""
+    """Book (tensor, place) pairs, `times` times each."""
     for t, home in placed:
         layout.stored[home] += times * t.stored_bytes
         if home != DISK:  # on the first disk, a weight lies in the user's own checkpoint
@@ -191,7 +204,7 @@ def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], time
 
 
 def _head(layout: Layout, model: ModelFacts) -> None:
-    """Cuts a streamed head into runs of rows that fit the slots the layers need anyway."""
+    """Cut a streamed head into chunks of rows that fit into the layers' slots."""
     if (head := model.output) is None:
         return
     home = layout.homes[head.name]
@@ -225,7 +238,7 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
 
 
 def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
-    """Host memory for the rows that a sweep's tokens need of an embedding off a GPU. On a CPU they are activations."""
+    """Book host memory for the embedding rows of a sweep, if the embedding is off the GPU. A CPU needs none."""
     if not model.gpu or model.embedding is None or layout.homes[model.embedding.name] == "device":
         return
     width = max(model.hidden, model.embedding.elements // model.vocabulary)
@@ -234,7 +247,7 @@ def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
 
 
 def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
-    """Device buffers for hidden states that enter or leave, and RAM for those of a sweep that wait to enter."""
+    """Book device buffers for hidden states that enter or leave, and RAM for those of a sweep that wait to enter."""
     policy, row, enters = layout.policy, model.hidden * model.itemsize, model.embedding is None
     if not enters and not model.leaves:
         return
@@ -246,8 +259,10 @@ def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
-    """A place for every sequence, so that no gpu_batch waits for another's; and what the kernels give on the host
-    before it lies in its place, which is one gpu_batch's at a time."""
+    """Book buffers of delegated attention: one per sequence, so that no gpu_batch waits for another.
+
+    The host also needs a workspace for the kernels' output of one gpu_batch.
+    """
     policy, rows = layout.policy, delegated(layout.policy)
     if not policy.delegate:
         return
@@ -264,9 +279,11 @@ def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
 
 
 def read_buffers(model: ModelFacts, layout: Layout) -> int:
-    """Return the bytes of RAM that data from disk is read into before it is converted: buffers for long reads, where
-    one is long, and for short ones, for each disk in use. Of a buffer only as much is touched as the longest read
-    fills; weights that lie next to each other are one read."""
+    """Return the bytes of RAM into which data from disk is read before it is converted, for each disk in use.
+
+    There are buffers for short reads and, if a read is long, for long reads. Weights that lie next to each other are
+    one read. Only the part of a buffer that the longest read fills takes RAM.
+    """
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
@@ -348,7 +365,7 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
 
 
 def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> str:
-    """Return what takes `nbytes` of a tier, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
+    """Return the parts of `nbytes` of a tier, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
     tiers = ("device", "host") if _in_ram(tier, capacity) else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
     parts += Counter({"left free": nbytes - parts.total()})

@@ -1,4 +1,4 @@
-"""The least memory a job runs in: policies that need little, and the error that says how much would do."""
+"""The least memory in which a job runs: the smallest policies, and the error that says how much memory is enough."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +15,7 @@ from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
-# Bytes of gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured.
-OVERHEAD = 64 << 20
+OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured
 SHORTEST = Workload({(1, 1): 1})
 _HOMES: tuple[Split, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
@@ -24,7 +23,7 @@ LayOut = Callable[[Policy, Workload, Capacity], Layout]
 
 
 def planned(capacity: Capacity) -> Capacity:
-    """Return the capacity to plan for where memory suffices: a part of a process's own RAM is left for other things."""
+    """Return the capacity to plan for if memory suffices. If a CPU computes, a part of its RAM is left free."""
     if not capacity.shared or capacity.device is None:
         return capacity
     kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
@@ -32,16 +31,19 @@ def planned(capacity: Capacity) -> Capacity:
 
 
 def has_room(layout: Layout, capacity: Capacity) -> bool:
-    """Return whether a layout leaves OVERHEAD bytes of the memory in which a CPU computes."""
+    """Return whether a layout leaves OVERHEAD bytes free in the memory of the device."""
     booked = layout.total("device") + (layout.total("host") if capacity.shared else 0)
     return capacity.device is None or capacity.device - booked >= OVERHEAD
 
 
 def smallest(prefill_tokens: int, shared: bool) -> tuple[Policy, ...]:
-    """Return the policies that need least of one memory or another: one sequence at a time and one slot, with all
-    weights, the KV cache and the hidden states each on one tier. The fastest come first.
+    """Return the policies that need least of some memory, the fastest first.
 
-    shared: whether host and device are one memory; then nothing is gained by the host tier.
+    They have one sequence at a time, one slot, and all weights, KV cache and hidden states each on one tier.
+
+    Args:
+        prefill_tokens: as in `Policy`.
+        shared: whether host and device are one memory; then the host tier saves nothing.
     """
     homes = [home for home in _HOMES if not (shared and home[1])]
     weights = _HOMES[2:] if shared else tuple(reversed(_HOMES))
@@ -52,9 +54,9 @@ def smallest(prefill_tokens: int, shared: bool) -> tuple[Policy, ...]:
 
 
 def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Capacity:
-    """Return the capacity to plan for: `planned`, or as much more as the smallest of the policies needs.
+    """Return the capacity to plan for: `planned`, or more if the smallest of the policies needs more.
 
-    Raises TooLittle if none of the policies fits into all of `capacity`.
+    Raise TooLittle if none of the policies fits into all of `capacity`.
     """
     roomy = planned(capacity)
     if any(_fits(model, policy, workload, roomy) for policy in policies):
@@ -66,14 +68,16 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
 
 
 def smallest_layout(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of the first of the policies that fits. Raises TooLittle as `capacity_for`."""
+    """Return the layout of the first of the policies that fits. Raise TooLittle as `capacity_for`."""
     room = capacity_for(model, policies, workload, capacity)
     return next(lay_out(model, p, workload, room) for p in policies if _fits(model, p, workload, room))
 
 
 def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of a policy that a user gives: as the search would have planned it, if it fits so; else with
-    all of the capacity. Raises TooLittle if it does not fit."""
+    """Return the layout of a policy that a user gives. Raise TooLittle if the policy does not fit.
+
+    The layout uses the `planned` capacity if the policy fits into it, else all of the capacity.
+    """
     for room in (planned(capacity), capacity):
         with suppress(OutOfMemory):
             return lay_out(model, policy, workload, room)
@@ -83,8 +87,11 @@ def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacit
 def _too_little(
     model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity
 ) -> TooLittle:
-    """Return the error for policies none of which fits. It names the single tier whose growth is enough, the one that
-    lacks the fewest bytes; if none is, every tier that must grow, the device as little as possible."""
+    """Return the error for policies that do not fit.
+
+    If growing a single tier is enough, the error names the tier that lacks the fewest bytes. Else it names all tiers
+    that must grow, with the device as small as possible.
+    """
     find = partial(_least, model, policies, workload)
     given = {place: limit for place, limit in capacity.limits.items() if limit is not None}
     single = {tier: least for tier in given if (least := find(capacity, tier)) is not None}
@@ -93,7 +100,7 @@ def _too_little(
         needs = {tier: single[tier]}
     else:
         needs, room = {}, capacity.limited(dict.fromkeys(given))
-        for tier in given:  # each as little as possible while those after it have no limit
+        for tier in given:  # smallest size of each tier while later tiers have no limit
             least = find(room, tier)
             if least is not None and least > given[tier]:
                 needs[tier] = least
@@ -107,7 +114,7 @@ def _too_little(
 def _reason(
     model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> str:
-    """Return what does not fit. It begins with ONE_SEQUENCE if shorter sequences would."""
+    """Return the name of what does not fit. The name begins with ONE_SEQUENCE if shorter sequences would fit."""
     if len(policies) > 1 and any(_fits(model, policy, SHORTEST, capacity) for policy in policies):
         return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
     errors = []
@@ -130,8 +137,10 @@ def _fits(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capac
 def _least(
     model: ModelFacts, policies: Iterable[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> int | None:
-    """Return the fewest bytes of a tier with which one of the policies fits, the other tiers being as they are; None
-    if no number of bytes is enough."""
+    """Return the fewest bytes of a tier with which one of the policies fits, or None if no number is enough.
+
+    The capacities of the other tiers do not change.
+    """
     found: int | None = None
     for policy in policies:
         fits = partial(_fits_in, model, policy, workload, capacity, tier)
@@ -140,7 +149,7 @@ def _least(
         except OutOfMemory:
             continue
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
-        most += ALIGN  # of a limited tier, KV pages leave as much
+        most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free
         if found is None or fits(min(found - 1, most)):
             found = bisect_left(range(min(most, found or most)), True, key=fits)
     return found

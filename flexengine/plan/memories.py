@@ -1,12 +1,13 @@
 """The memory rows of the linear program: bytes of each memory as linear functions of the fractions.
 
-They are read off the corners: layouts with everything that may move on one place, one layout for each place. Between
-corners a purpose's bytes are a straight line in the fractions of one kind of data. A layout differs from that line by:
+They are computed from the corners: one layout per place, with all data that may move on this place. Between corners,
+the bytes of each purpose are linear in the fractions of one kind of data. A real layout differs from this line in three
+ways:
 
-* rounding to whole tensors, sequences and gpu_batches;
-* buffers and staging: the program counts them at full size as soon as a kind may leave the device;
-* the KV cache: the program counts the pages held at the mean job's peak under the schedule, while `layout` reserves
-  pages for the longest sequences if memory is left.
+* Whole tensors, sequences and gpu_batches are rounded.
+* Buffers and staging count at full size in the program as soon as a kind of data may leave the device.
+* The program counts KV pages at the mean job's peak under the schedule; `layout` reserves pages for the longest
+  sequences if memory is left.
 """
 
 from collections.abc import Mapping
@@ -15,17 +16,17 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.layout import DELEGATION, Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Linear, Memory, fraction
 
-# Purposes of a layout's account whose bytes depend on the placement of one kind of data.
+# Purposes of a layout's account, and the kind of data whose fractions determine their bytes.
 _KIND = {"weights": WEIGHTS, "weight slots": WEIGHTS, "weight staging": WEIGHTS, "hidden states": HIDDEN,
          DELEGATION: CACHE}  # fmt: skip
 
 
 def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity: Capacity) -> tuple[Memory, ...]:
-    """Return a row per memory that has a limit.
+    """Return one row of the program per memory that has a limit.
 
     Args:
-        corners: by tier, the layout with everything that may move on that tier, in memory without limits.
-        cache: by tier, bytes of the whole KV cache if it lies there.
+        corners: by tier, the layout with all data that may move on that tier, planned without memory limits.
+        cache: by tier, bytes of the KV cache if all of it is on that tier.
         capacity: of the machine.
     """
     used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
@@ -36,7 +37,7 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
 
 
 def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
-    """Return the bytes of one tier."""
+    """Return the bytes of one tier. cache: as in `memories`, of this tier."""
     accounts = {at: layout.account[tier] for at, layout in corners.items()}
     delegates = any(layout.policy.delegate for layout in corners.values())
     line = Linear(0.0)
@@ -44,7 +45,7 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
         booked = {at: float(account.get(what, 0)) for at, account in accounts.items()}
         if what == "KV cache":
             line += Linear(0.0, {fraction(CACHE, tier): cache})
-        elif what == "paused forwards":  # of delegated sequences, or of gpu_batches at home on the device
+        elif what == "paused forwards":  # held by delegated sequences, else by gpu_batches with hidden states on device
             line += _between(booked, CACHE if delegates else HIDDEN)
         elif what in _KIND:
             line += _between(booked, _KIND[what])
@@ -54,6 +55,10 @@ def _bytes(corners: Mapping[str, Layout], tier: str, cache: float) -> Linear:
 
 
 def _between(booked: Mapping[str, float], kind: str) -> Linear:
-    """Return the straight line between the bytes booked with all of a kind on each tier."""
+    """Return the linear function through the corners.
+
+    Args:
+        booked: bytes of one purpose, by the tier that has all data of the kind.
+    """
     least = min(booked.values())
     return Linear(least, {fraction(kind, at): nbytes - least for at, nbytes in booked.items() if nbytes > least})

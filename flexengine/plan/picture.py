@@ -1,4 +1,4 @@
-"""A prediction as a picture: bytes per memory against capacity, seconds per lane and sweep, and the frontier."""
+"""Plot a prediction: bytes per memory against capacity, seconds per lane and sweep, and the frontier."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,9 +14,17 @@ from flexengine.plan.words import lane_name, size
 def plot(
     prediction: Prediction, hardware: Hardware, path: str | Path, title: str = "", frontier: Sequence[Prediction] = ()
 ) -> None:
-    """Writes the picture as a PNG. frontier: predictions by rising latency, () for no such panel.
+    """Write the plot as a PNG file.
 
-    Raises InvalidInput as `check` does, and if the file cannot be written.
+    Args:
+        prediction: of the policy to plot.
+        hardware: the machine.
+        path: file name, which must end with .png.
+        title: above the plot, "" for the machine's name.
+        frontier: predictions by rising latency; () leaves out this panel.
+
+    Raises:
+        InvalidInput: `check` fails, or the file cannot be written.
     """
     check(path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -38,9 +46,9 @@ def plot(
 
 
 def check(path: str | Path) -> None:
-    """Raises InvalidInput if matplotlib is not installed or the name does not end with .png."""
+    """Raise InvalidInput if matplotlib is not installed or the name does not end with .png."""
     if Path(path).suffix.lower() != ".png":
-        raise InvalidInput(f"plot file {path} does not end with .png; name it so, PNG is what is written")
+        raise InvalidInput(f"plot file {path} does not end with .png; plots are PNG files, change the name")
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
@@ -48,7 +56,7 @@ def check(path: str | Path) -> None:
 
 
 def _memory(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
-    """A bar per memory, stacked by purpose, in percent of the capacity; of what is used where there is no limit."""
+    """Draw a bar per memory, stacked by purpose, in % of the capacity. Without a limit, 100 % are the bytes in use."""
     memories = tiers(prediction, hardware)
     purposes = list(dict.fromkeys(what for _, account, _ in memories for what in account))
     wholes = [limit or sum(account.values()) or 1 for _, account, limit in memories]
@@ -68,7 +76,7 @@ def _memory(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
 
 
 def _lanes(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
-    """Seconds of each lane in a mean sweep of each kind, with a line where the sweep ends."""
+    """Draw the seconds of each lane in a mean sweep of each kind, and a line at the sweep's end."""
     kinds = [kind for kind, count in prediction.counts.items() if count > 0]
     lanes = [lane for lane in hardware.lanes if any(prediction.lanes[kind].get(lane, 0) > 0 for kind in kinds)]
     labels = []
@@ -85,11 +93,12 @@ def _lanes(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
 
 
 def _frontier(axes: Any, prediction: Prediction, frontier: Sequence[Prediction]) -> None:
+    """Draw throughput by latency of the frontier, and mark the prediction."""
     axes.plot([p.latency for p in frontier], [p.tok_s for p in frontier], marker="o", markersize=4)
     axes.plot([prediction.latency], [prediction.tok_s], marker="*", markersize=14, linestyle="", label="this policy")
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.tick_params(axis="x", which="minor", labelrotation=45)  # or they run into each other
+    axes.tick_params(axis="x", which="minor", labelrotation=45)  # else labels overlap
     axes.set_xlabel("latency of a row, seconds")
     axes.set_ylabel("generated tokens per second")
     axes.set_title("Frontier")

@@ -12,9 +12,12 @@ from flexengine.schedule.pages import Pool
 def empty_pools(
     model: ModelFacts, groups: Sequence[CacheGroup], tier: str, workload: Workload, batch: int
 ) -> tuple[Pool, ...]:
-    """Return the pools of a tier before they have pages: page sizes, and most pages of a gpu_batch off the device.
+    """Return the pools of a tier, one per group of layers, before they get pages.
 
     Args:
+        groups: of the layers.
+        tier: of the pools.
+        workload: of the job; its longest sequence limits the page size.
         batch: most sequences of a gpu_batch.
     """
     pools = [Pool(0, page_tokens(model, tier, workload.longest, group.window), None, group.window) for group in groups]
@@ -24,24 +27,26 @@ def empty_pools(
 
 
 def shared_out(needed: Sequence[int], least: Sequence[int], sizes: Sequence[int], room: int | None) -> list[int]:
-    """Return the pages that each pool gets: all that are needed, or as many as there is room for. Then every pool gets
-    the same share of what it needs beyond its least. [0, ...] if there is no room for the least.
+    """Return the number of pages of each pool.
+
+    If all needed pages do not fit, each pool gets its least, and an equal share of its other needed pages. If even the
+    least does not fit, all pools get 0 pages.
 
     Args:
         needed: most pages that are used, by pool.
         least: pages of the longest sequence, by pool.
         sizes: bytes of one page in all layers, by pool.
-        room: bytes, None for no limit.
+        room: bytes for all pools, None for no limit.
     """
     if room is None or sum(n * size for n, size in zip(needed, sizes, strict=True)) <= room:
         return list(needed)
     left = room - sum(n * size for n, size in zip(least, sizes, strict=True))
     if left < 0:
         return [0] * len(needed)
-    more = sum((n - few) * size for n, few, size in zip(needed, least, sizes, strict=True))
-    pages = [few + (n - few) * left // more for n, few in zip(needed, least, strict=True)]
+    more = sum((n - low) * size for n, low, size in zip(needed, least, sizes, strict=True))
+    pages = [low + (n - low) * left // more for n, low in zip(needed, least, strict=True)]
     left = room - sum(n * size for n, size in zip(pages, sizes, strict=True))
-    for i, size in enumerate(sizes):  # what rounding down left
+    for i, size in enumerate(sizes):  # bytes left by rounding down
         extra = min(needed[i] - pages[i], left // size)
         pages[i], left = pages[i] + extra, left - extra * size
     return pages

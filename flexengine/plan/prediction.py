@@ -1,4 +1,4 @@
-"""The numbers that are predicted for a policy."""
+"""Predicted numbers of a job under a policy."""
 
 from dataclasses import dataclass, field
 
@@ -8,19 +8,22 @@ from flexengine.policy import Policy
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted seconds, tokens and lanes of a job under a policy. Seconds are of the whole job without loading,
-    unless noted.
+    """Predicted seconds, tokens and lanes of a job under a policy.
 
     Attributes:
+        policy: the policy.
+        layout: its layout.
+        seconds: of the whole job without `load_seconds`.
         load_seconds: by which the first sweep is longer because resident weights are read in it.
         latency: mean seconds from a row's entry to its end.
-        rows, tokens: of the job; tokens are generated ones.
+        rows: number of rows of the job.
+        tokens: number of generated tokens.
         alive: sequences in a mean sweep.
         counts: number of sweeps by kind ("prefill": sequences enter, "decode": none does).
         sweep_seconds: seconds of a mean sweep by kind.
-        lanes: by kind and lane, seconds of work in a mean sweep.
-        busy: by lane, seconds of work of the whole job.
-        fractions: realised fractions by name, such as "cache@disk".
+        lanes: seconds of work in a mean sweep, by kind and lane.
+        busy: seconds of work of the whole job, by lane.
+        fractions: realised fractions, by names such as "cache@disk".
     """
 
     policy: Policy
@@ -39,15 +42,15 @@ class Prediction:
 
     @property
     def tok_s(self) -> float:
-        """Generated tokens per second."""
+        """Return the generated tokens per second."""
         return self.tokens / self.seconds
 
     @property
     def total_seconds(self) -> float:
-        """Seconds from the start to the last row. The search minimises this number."""
+        """Return the seconds from the start to the last row. The search minimises this number."""
         return self.seconds + self.load_seconds
 
     @property
     def bottleneck(self) -> str:
-        """The lane with the most seconds of work."""
+        """Return the lane with the most seconds of work."""
         return max(self.busy, key=lambda lane: self.busy[lane])

@@ -1,10 +1,10 @@
-"""How a job unfolds under a policy, in the mean: sweep by sweep, who enters, who is alive, how much is cached.
+"""Mean counts of a job's sweeps under a policy: sequences that enter and that are alive, and cached tokens.
 
-The schedule itself (`schedule.sweeps`) walks single sequences. Here sequences are a fluid: one that has entered d
-sweeps ago is alive with the probability that it was asked for more than d tokens, so every quantity of a sweep is the
-sum over the sweeps before of (who entered then) x (what a sequence of that age counts for), and admission is the same
-rule with numbers that need not be whole. That takes milliseconds for any number of rows, and is exact where all rows
-are alike.
+The schedule itself (`schedule.sweeps`) walks single sequences. This module treats sequences as a fluid. A sequence that
+entered d sweeps ago is alive with the probability that it generates more than d tokens. So each count of a sweep is the
+sum, over all earlier sweeps, of (sequences that entered) x (mean count of a sequence of that age). Admission follows
+the schedule's rule with fractional numbers of sequences. The computation takes milliseconds for any number of rows, and
+is exact if all rows have equal sizes.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,31 +24,30 @@ Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
-AGES = 256  # most ages told apart; longer lives are walked in longer steps
-CLASSES = 512  # most sizes of sequences told apart
-WAITING = 0.5  # of a sequence's pages lie idle, because the next in line needs more
-PERIODS = 3  # lives after which what remains is taken to go on like the last
+MAX_AGES = 256  # most steps of a sequence's life; longer lives have longer steps
+MAX_SIZES = 512  # most different sizes of sequences
+IDLE_PAGE_SHARE = 0.5  # of one sequence's pages: idle, because the next sequence in line needs more
+PERIODIC_LIVES = 3  # longest lives after which the sweeps of the last one are assumed to repeat
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One sequence's numbers by age (sweep 0, 1, ... after its entry), in the mean over a workload.
-
+    """Mean numbers of one sequence of a workload. Arrays are by age: sweeps since the sequence entered.
 
     Attributes:
         stride: sweeps per step of age.
-        live: probability to be alive.
-        cached: tokens attended to when the sequence decodes (0 at age 0), the new one included.
-        held: tokens of the pages it holds, in the mean of the layers.
-        loaded, stored: tokens of pages that come back before computing, and that are written after, if its cache is
-            off the device, in the mean of the layers.
-        windows: `cached` as layers of each window see it.
+        live: probability that the sequence is alive.
+        cached: tokens that attention reads when the sequence decodes, with the new token; 0 at age 0.
+        held: tokens of its pages, averaged over layers.
+        loaded, stored: tokens of pages loaded before, and stored after computing, averaged over layers, if its cache is
+            off the device.
+        windows: `cached` by window, at most the window.
         prompt: tokens of its prompt.
         pairs: (query, key) pairs of the prompt by window (None: all).
-        late: those of `pairs` that pieces after a prompt's first compute.
-        prompt_loaded, prompt_stored: the part of `loaded` and `stored` that its prompt causes.
-        alike: whether all sequences hold as many pages at their end.
-        together: whether all live as long.
+        late: part of `pairs` in the prompt's later pieces.
+        prompt_loaded, prompt_stored: part of `loaded` and `stored` that its prompt causes.
+        alike: whether all sequences hold equally many pages at their end.
+        together: whether all sequences generate equally many tokens.
     """
 
     stride: int
@@ -82,7 +81,12 @@ class LayerPages(NamedTuple):
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages by group of layers, and the share of the sequences whose cache is off the device."""
+    """KV pages of a model.
+
+    Attributes:
+        groups: one per group of layers.
+        share: share of the sequences whose cache is off the device.
+    """
 
     groups: tuple[LayerPages, ...]
     share: float
@@ -102,11 +106,19 @@ def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
 
 @dataclass(frozen=True)
 class Profile:
-    """A job's sweeps in order. Arrays by sweep: `times` says how many real sweeps an entry stands for, the others
-    are means of one such sweep: sequences entering and decoding, prompt tokens computed, and the sums over sequences of
-    what `Unit` tells. Sweeps in which a whole block enters, as in the first, are never averaged with others. rows:
-    sequences of the job; peak: most page tokens ever held. counted: the share of the sequences that `loaded` and
-    `stored` are sums over, if not all."""
+    """A job's sweeps in order. Arrays have one entry per group of equal sweeps, and hold means of one sweep.
+
+    Fields that are not listed are sums over sequences of the fields of `Unit` with the same name. A sweep in which a
+    whole block enters is always an entry of its own.
+
+    Attributes:
+        times: number of real sweeps.
+        entering, decoding: number of sequences.
+        prompt: prompt tokens computed.
+        rows: sequences of the job.
+        peak: most page tokens ever held.
+        counted: share of the sequences that `loaded` and `stored` include.
+    """
 
     times: Array
     entering: Array
@@ -126,52 +138,53 @@ class Profile:
 
     @property
     def live(self) -> Array:
+        """Return the sequences alive, by sweep."""
         return self.entering + self.decoding
 
 
 def classes(workload: Workload) -> tuple[Array, Array, Array]:
-    """(prompt tokens, tokens to generate, share of the rows) of at most CLASSES kinds of sequences."""
+    """Return (prompt tokens, tokens to generate, share of the rows) of at most MAX_SIZES sizes of sequences."""
     items = sorted(workload.sizes.items(), key=lambda item: (item[0][1], item[0][0]))
     prompts, outputs, counts = (
         np.array(column, dtype=float) for column in zip(*((p, n, c) for (p, n), c in items), strict=True)
     )
-    if len(items) > CLASSES:
-        group = np.minimum((np.cumsum(counts) - counts / 2) / counts.sum() * CLASSES, CLASSES - 1).astype(int)
-        totals = np.bincount(group, counts, CLASSES)
-        there = totals > 0
-        prompts, outputs = (np.bincount(group, x * counts, CLASSES)[there] / totals[there] for x in (prompts, outputs))
-        prompts, outputs, counts = np.round(prompts), np.round(outputs), totals[there]
+    if len(items) > MAX_SIZES:
+        group = np.minimum((np.cumsum(counts) - counts / 2) / counts.sum() * MAX_SIZES, MAX_SIZES - 1).astype(int)
+        totals = np.bincount(group, counts, MAX_SIZES)
+        used = totals > 0
+        prompts, outputs = (np.bincount(group, x * counts, MAX_SIZES)[used] / totals[used] for x in (prompts, outputs))
+        prompts, outputs, counts = np.round(prompts), np.round(outputs), totals[used]
     return prompts, outputs, counts / counts.sum()
 
 
 def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozenset[int] = frozenset()) -> Unit:
-    """The mean sequence of a workload. windows: those that some layers have."""
+    """Return the mean sequence of a workload. windows: of the layers, without None."""
     p, n, share = classes(workload)
-    stride = max(1, -(-int(n.max()) // AGES))
+    stride = max(1, -(-int(n.max()) // MAX_AGES))
     age = np.arange(0, int(n.max()), stride, dtype=float)[:, None]
     alive = (n > age) * share
     step = np.minimum(stride, np.maximum(n - age, 0)) / stride * share  # the last step of a life may be shorter
     attended = np.where(age > 0, p + age, 0.0)
 
     def mean(pages: Callable[[Pool], Array], device: bool = False) -> Array:
-        """Tokens of pages, in the mean of the layers."""
+        """Return the tokens of pages, averaged over layers. pages: number of pages of a pool."""
         pools = ((group.layers, group.device if device else group.away) for group in paging.groups)
         return np.asarray(sum(layers * pool.page_tokens * pages(pool) for layers, pool in pools))
 
     def held_by(tokens: Array) -> Array:
-        here, away = (mean(lambda pool: pool.held(tokens), device) for device in (True, False))
-        return (1 - paging.share) * here + paging.share * away
+        on_device, off_device = (mean(lambda pool: pool.held(tokens), device) for device in (True, False))
+        return (1 - paging.share) * on_device + paging.share * off_device
 
     held_tokens, at_end = held_by(np.minimum(p + age + stride - 1, p + n - 1)), held_by(p + n - 1)
-    prompt_loaded = mean(lambda pool: moved(pool, p, prefill_tokens)[0])
-    prompt_stored = mean(lambda pool: moved(pool, p, prefill_tokens)[1])
+    prompt_loaded = mean(lambda pool: moved_pages(pool, p, prefill_tokens)[0])
+    prompt_stored = mean(lambda pool: moved_pages(pool, p, prefill_tokens)[1])
     loaded = np.where(age > 0, mean(lambda pool: pool.num_read(p + age - 1)), prompt_loaded / stride)
     stored = np.where(age > 0, mean(lambda pool: np.ones_like(p)), prompt_stored / stride)
     seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
-    seeing = (None, *windows)
-    pairs = {w: float((_pairs(p, w) * share).sum()) for w in seeing}
+    any_window = (None, *windows)
+    pairs = {w: float((_pairs(p, w) * share).sum()) for w in any_window}
     first = np.minimum(p, prefill_tokens)
-    late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in seeing}
+    late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in any_window}
     return Unit(
         stride, step.sum(1), (attended * step).sum(1), (held_tokens * alive).sum(1), (loaded * step).sum(1),
         (stored * step).sum(1), seen, float((p * share).sum()), pairs, late,
@@ -180,8 +193,8 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
     )  # fmt: skip
 
 
-def moved(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
-    """Return the pages of one layer that computing prompts in pieces reads, and those that it writes.
+def moved_pages(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
+    """Return the numbers of pages that prefill in pieces loads and stores, in one layer, by prompt.
 
     Args:
         prompts: tokens of each prompt.
@@ -195,7 +208,7 @@ def moved(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array
 
 
 def _pairs(tokens: Array, window: int | None) -> Array:
-    """Return the (query, key) pairs of prompts of so many tokens, of which each query sees `window` at most."""
+    """Return the (query, key) pairs of prompts of `tokens` tokens. Each query sees at most `window` tokens."""
     short = tokens if window is None else np.minimum(tokens, window)
     return np.asarray(short * (short + 1) / 2 + (tokens - short) * (window or 0))
 
@@ -204,7 +217,9 @@ def profile(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
     """Return the sweeps of a job.
 
     Args:
+        each: mean sequence of the job.
         rows: sequences of the job.
+        schedule: as in `Policy`.
         shape: (gpu_batch_size, num_gpu_batches).
         room: page tokens that fit.
     """
@@ -217,8 +232,8 @@ class Walk:
 
     Attributes:
         entered: sequences that enter.
-        at_once: those of them that enter in the step's first sweep; the others spread over the step.
-        times: how often the step is made.
+        at_once: part of `entered` that enters in the step's first sweep; the rest spreads over the step.
+        times: number of times that the step occurs.
     """
 
     entered: Array
@@ -231,23 +246,25 @@ class Walk:
 
 
 def never_waits(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> bool:
-    """Return whether no sequence ever waits for pages, however old the others are."""
+    """Return whether pages suffice for a block and one more sequence at any ages, so that no sequence waits."""
     block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
     return bool(room >= (block + 1) * (each.held / np.maximum(each.live, 1e-9)).max())
 
 
 def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Walk:
-    """Return the entries of a job's sequences. Arguments as in `profile`. Without a limit on pages, the result depends
-    on the workload, `schedule` and `shape` alone."""
+    """Return the entries of a job's sequences. Arguments as in `profile`.
+
+    Without a limit on pages, the result depends on the workload, `schedule` and `shape` alone.
+    """
     block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
     each_peak = float(each.held.max())
-    if room < block * each_peak and not each.alike:  # the first that waits needs, in the mean, half as much again
-        room -= WAITING * min(each_peak, max(0.0, room - each_peak))
+    if room < block * each_peak and not each.alike:
+        room -= IDLE_PAGE_SHARE * min(each_peak, max(0.0, room - each_peak))
     return (_rounds if schedule in ("row", "zigzag") else _stream)(each, rows, schedule, shape, room)
 
 
 def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
-    """Where a block enters when the last has ended: as often as blocks are full, and once with the rest."""
+    """Return the entries if a block enters when the previous one has ended: full blocks, then the remaining rows."""
     allowed = float(entrants(schedule, 0, *shape))
     block = min(max(1.0, _whole(each, min(allowed, room / float(each.held.max())))), float(rows))
     full = float(np.floor(rows / block + 1e-9))
@@ -257,10 +274,10 @@ def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
 
 
 def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
-    """The same where sequences enter as others leave: sweep by sweep, but what is periodic only once."""
+    """Return the entries if sequences enter as others end: step by step, with repeated periods only once."""
     horizon, limited = len(each.live), room < np.inf
     ones = np.stack([each.live, each.held])[: 1 + limited]
-    future = np.zeros((len(ones), 4 * horizon))  # alive and held, of the sequences so far, by step
+    future = np.zeros((len(ones), 4 * horizon))  # sequences alive, and page tokens held, by step
     entered: list[float] = []
     times: list[float] = []
     left, repeated, least, block = float(rows), False, np.maximum(each.held, 1e-9), float(shape[0] * shape[1])
@@ -268,26 +285,26 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
         step = len(entered)
         if step + horizon > future.shape[1]:
             future = np.concatenate([future, np.zeros_like(future)], axis=1)
-        if len(entered) >= PERIODS * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
+        if len(entered) >= PERIODIC_LIVES * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
             whole, repeated = float(np.floor(left / period + 1e-9)), True
             times[-horizon:] = [1.0 + whole] * horizon
             left -= whole * period
             continue
         alive = 0.0 if future[0, step] < 1e-9 else float(future[0, step])
         free = float(entrants(schedule, alive, *shape))  # type: ignore[arg-type]
-        now = min(each.stride * free, block - alive, left)  # as many in each of the step's sweeps
+        now = min(each.stride * free, block - alive, left)  # `free` sequences enter in each sweep of the step
         if now > 0 and limited:
             fits = float(((room - future[1, step : step + horizon]) / least).min())
             now = max(0.0, min(now, _whole(each, fits)))
         if now <= 0 and not alive:
-            now = min(1.0, left)  # less than one sequence fits; the planner excludes this, but a loop must end
+            now = min(1.0, left)  # less than one sequence fits; layouts exclude this case, but the loop must end
         entered.append(now)
         times.append(1.0)
         left -= now
         if now > 0:
             future[:, step + 1 : step + horizon] += now * ones[:, 1:]
-    rest = horizon - 1  # sweeps until the last have left
-    at_once = np.zeros(len(entered) + rest)  # later ones enter when others leave, which they do throughout a step
+    rest = horizon - 1  # steps until the last sequences end
+    at_once = np.zeros(len(entered) + rest)  # later sequences enter when others end, at any sweep of a step
     at_once[0] = min(entered[0], float(entrants(schedule, 0, *shape)))
     if each.together and schedule == "continuous":
         at_once[: len(entered)] = entered
@@ -295,40 +312,43 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
 
 
 def _whole(each: Unit, number: float) -> float:
-    """As many sequences as there is room for: whole ones where all are alike. Others fit now more, now fewer."""
+    """Return the number rounded down if all sequences hold equally many pages; else the mean may be fractional."""
     return float(np.floor(number + 1e-9)) if each.alike and np.isfinite(number) else number
 
 
 def summed(each: Unit, walk: Walk, rows: int) -> Profile:
-    """The sweeps of a sequence of entries: sums over ages of (entered then) x (unit).
+    """Return the sweeps of a walk: sums over ages of (sequences that entered) x (mean sequence of that age).
 
-    A sweep takes place if anybody is still alive, which towards the end of a block is not sure: it is then counted
-    with that probability, and what it does is what it does if it takes place.
+    A sweep takes place if any sequence is alive. Near the end of a block, this has a probability below 1. `times`
+    counts the sweep with its probability, and all other fields are divided by it.
     """
     entered, times, steps = walk.entered, walk.times, len(walk.entered)
     cut = _Cut.of(walk, each.stride)
 
     def sums(column: Array, fresh: float) -> Array:
-        """Scaled, as what is repeated need not be a whole period, so that every sequence counts in full. fresh: what a
-        sequence counts for in the sweep of its entry."""
-        found = np.convolve(entered, column)[:steps]
-        counted = float((found * times).sum())
-        scale = rows * float(column.sum()) / counted if counted > 0 else 1.0
-        return cut.sweeps(found * scale, (found - entered * column[0]) * scale + walk.at_once * fresh)
+        """Return the sums of a column of `Unit`, scaled so that the job's total is exact.
+
+        Args:
+            fresh: value of a sequence in the sweep of its entry.
+        """
+        total = np.convolve(entered, column)[:steps]
+        counted = float((total * times).sum())
+        scale = rows * float(column.sum()) / counted if counted > 0 else 1.0  # repeated steps need not be whole periods
+        return cut.sweeps(total * scale, (total - entered * column[0]) * scale + walk.at_once * fresh)
 
     def prompts(each: float) -> Array:
         return cut.sweeps(entered * each / cut.stride, walk.at_once * each)
 
-    there = -np.expm1(np.convolve(entered, np.log(np.clip(1 - each.live, 1e-12, 1.0)))[:steps])
-    there = np.where(entered > 0, 1.0, there)[cut.step]
-    made = there > 1e-6
-    share = np.where(made, there, 1.0)[made]
+    occurs = -np.expm1(np.convolve(entered, np.log(np.clip(1 - each.live, 1e-12, 1.0)))[:steps])
+    occurs = np.where(entered > 0, 1.0, occurs)[cut.step]  # probability that a sequence is alive
+    made = occurs > 1e-6
+    share = np.where(made, occurs, 1.0)[made]
 
     def mean(values: Array) -> Array:
         return np.asarray(values[made] / share)
 
     decoding = each.live.copy()
-    decoding[0] -= 1 / each.stride  # a sequence computes its prompt in the first sweep of its life
+    decoding[0] -= 1 / each.stride  # in its first sweep, a sequence computes its prompt
     return Profile(
         cut.times[made] * share, mean(prompts(1.0)), mean(np.maximum(sums(decoding, 0.0), 0.0)),
         mean(prompts(each.prompt)), mean(sums(each.cached, 0.0)), mean(sums(each.loaded, each.prompt_loaded)),
@@ -342,9 +362,14 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
 
 @dataclass(frozen=True)
 class _Cut:
-    """Steps as sweeps: a step whose first sweep is apart is two entries, that sweep and the mean of the others.
+    """Entries of a profile, made from the steps of a walk.
 
-    step: of each entry; first, rest: whether it is a step's first sweep, or what is left; times: real sweeps.
+    A step in which sequences enter at once gives two entries: its first sweep, and the mean of its other sweeps.
+
+    Attributes:
+        step: number of the step, by entry.
+        first, rest: whether an entry is a step's first sweep, or the others.
+        times: real sweeps, by entry.
     """
 
     stride: int
@@ -363,6 +388,6 @@ class _Cut:
         return _Cut(stride, step, first, rest, walk.times[step] * each)
 
     def sweeps(self, mean: Array, first: Array) -> Array:
-        """By entry, of a quantity's mean in a sweep of each step, and what it is in the first."""
+        """Return values by entry. mean: in a sweep, by step; first: in the first sweep, by step."""
         rest = np.maximum(mean * self.stride - first, 0) / max(1, self.stride - 1)
         return np.where(self.first, first[self.step], np.where(self.rest, rest[self.step], mean[self.step]))

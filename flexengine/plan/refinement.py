@@ -1,4 +1,4 @@
-"""The neighbours of the best policies: other shapes around them, and their weights moved in small steps."""
+"""Refine the best policies: try similar block shapes, and move their weights between tiers in small steps."""
 
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -11,59 +11,65 @@ from flexengine.plan.shapes import Shapes
 from flexengine.plan.tried import Tried
 from flexengine.policy import Policy, thousandths
 
-FINALISTS, ROUNDS = 8, 3  # policies that are refined, and how often those then best are
-STEPS = (0.2, 0.1, 0.05, 0.025)  # of weights moved between tiers
-VAIN = 2  # steps without a gain before one turns back: tensors are whole, and the first of a kind needs a larger slot
-FINE = tuple(k / 500 for k in range(1, 16))  # moved at last, as what rounding to tensors does cannot be foreseen
-MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # between places, by number: nearer to the device, or away from it
+MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
+WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
+# A step may gain nothing: whole tensors move, and the first tensor of a size enlarges the slot.
+MAX_STEPS_WITHOUT_GAIN = 2
+FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the best policy's weights moved at the end
+MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
 @dataclass
 class Refinement:
-    """explored: the policies whose neighbours were tried."""
+    """The refinement step of a search.
+
+    Attributes:
+        placement: solves the placement of block shapes.
+        explored: policies whose neighbours were tried.
+    """
 
     placement: Placement
     explored: set[Policy] = field(default_factory=set)
 
     @property
     def tried(self) -> Tried:
-        """What was tried, here and before."""
+        """Return all policies that the search has tried."""
         return self.placement.tried
 
     @property
     def shapes(self) -> Shapes:
-        """The shapes that may be tried."""
+        """Return the shapes that may be tried."""
         return self.placement.tried.shapes
 
     def refine(self) -> None:
-        """Tries the neighbours of the best policies."""
+        """Try the neighbours of the best policies."""
         tried, placement = self.tried, self.placement
-        if not tried.predictions:  # only the least does
+        if not tried.predictions:  # at most the smallest policies fit
             for policy, slots in product(self.shapes.smallest(), (2, 1)):
                 tried.attempt(replace(policy, slots=slots))
             for slots in (2, 1):
                 placement.place(replace(self.shapes.smallest()[0], slots=slots), Choice(False, False))
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             before = tried.leader()
-            for prediction in self._finalists():
-                self._around(prediction)
+            for prediction in self._best():
+                self._try_neighbours(prediction)
             if tried.leader() is before:
                 break
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
         last = tried.leader().policy
-        for (source, target), step in product(self._moves, FINE):
+        for (source, target), step in product(self._moves, FINE_STEPS):
             if (moved := _moved(last, source, target, step)) is not None:
                 tried.attempt(moved)
 
     @property
     def _moves(self) -> tuple[tuple[int, int], ...]:
-        """Return MOVES and, with further disks, those between each of them and the device or the first disk."""
+        """Return MOVES and, with further disks, moves between each of them and the device or the first disk."""
         further = range(len(TIERS), len(self.placement.places))
         return MOVES + tuple(move for k in further for move in ((k, 0), (k, 2), (2, k), (0, k)))
 
-    def _finalists(self) -> list[Prediction]:
-        """The best few that differ in schedule or block size."""
+    def _best(self) -> list[Prediction]:
+        """Return the best policies that differ in schedule or block size, at most MAX_REFINED."""
         kinds: dict[tuple[str, int], Prediction] = {}
         limit = self.shapes.options.latency_limit
 
@@ -72,38 +78,39 @@ class Refinement:
 
         for prediction in sorted(self.tried.predictions.values(), key=rank):
             kinds.setdefault((prediction.policy.schedule, prediction.policy.block_size), prediction)
-        return list(kinds.values())[:FINALISTS]
+        return list(kinds.values())[:MAX_REFINED]
 
-    def _around(self, prediction: Prediction) -> None:
-        """Tries the neighbours of a policy, unless that has been done."""
+    def _try_neighbours(self, prediction: Prediction) -> None:
+        """Try the neighbours of a policy, unless they were tried before."""
         policy = prediction.policy
         if policy in self.explored:
             return
         self.explored.add(policy)
         cache, hidden = policy.cache != ON_DEVICE, policy.activations != ON_DEVICE
-        # Both on the device leave out buffers, which the program counts as soon as either may be away.
+        # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
         choices = [Choice(cache, hidden, policy.delegate), Choice(False, False)]
         for other, choice in product(self.shapes.neighbours(policy), dict.fromkeys(choices)):
             self.placement.place(other, choice)
         if policy.cache[1] and not hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
-        # Where the weights are.
         same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]
         self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
 
     def _move_weights(self, prediction: Prediction) -> None:
-        """Moves shares of the weights as long as that is quicker."""
+        """Move shares of the weights between tiers while the job gets faster."""
         best = prediction
-        for step in STEPS:
+        for step in WEIGHT_STEPS:
             for source, target in self._moves:
-                moved, vain = _moved(best.policy, source, target, step), 0
-                while moved is not None and vain < VAIN and (tried := self.tried.attempt(moved)) is not None:
-                    best, vain = (tried, 0) if tried.total_seconds < best.total_seconds else (best, vain + 1)
+                moved, idle = _moved(best.policy, source, target, step), 0  # idle: steps without gain
+                while moved is not None and idle < MAX_STEPS_WITHOUT_GAIN:
+                    if (tried := self.tried.attempt(moved)) is None:
+                        break
+                    best, idle = (tried, 0) if tried.total_seconds < best.total_seconds else (best, idle + 1)
                     moved = _moved(moved, source, target, step)
 
 
 def _moved(policy: Policy, source: int, target: int, step: float) -> Policy | None:
-    """A share of the weights moved from one tier to another; None if there is too little."""
+    """Return the policy with a share `step` of the weights moved; None if the source place has no weights."""
     weights = list(policy.weights) + [0.0] * (max(source, target) + 1 - len(policy.weights))
     if weights[source] <= 1e-9:
         return None

@@ -1,4 +1,4 @@
-"""Which shapes of a block are worth trying: its size, gpu_batches, micro-batches, schedule and slots."""
+"""Block shapes that the policy search tries: block size, gpu_batches, prefill_tokens, schedule and slots."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -8,20 +8,29 @@ from flexengine.plan.least import smallest
 from flexengine.plan.sizes import delegated
 from flexengine.policy import Policy
 
-BLOCK = 1024  # most sequences alive: what more would gain, the bookkeeping of each takes
-GPU_BATCH = 64  # sequences of a gpu_batch, to begin with
-GPU_BATCHES = (16, 32, 64, 128, 256)  # and what else is tried
-FEW, MOST_BATCHES = (2, 4, 8), 32
-SMALLER = (32, 16, 4)  # where buffers for that many do not fit
-TOKENS = (2048, 1024, 512, 256, 128)  # micro-batches on a GPU
-TOKENS_CPU = (512, 2048, 1024, 256, 128)  # and on a CPU
+MAX_BLOCK_SIZE = 1024  # sequences; bookkeeping of more sequences takes as long as they gain
+# Sequences of a gpu_batch.
+FIRST_GPU_BATCH = 64  # tried first
+FALLBACK_GPU_BATCHES = (32, 16, 4)  # tried if buffers of FIRST_GPU_BATCH sequences do not fit
+GPU_BATCHES = (16, 32, 64, 128, 256)  # tried in the refinement
+SMALL_GPU_BATCHES = (2, 4, 8)  # tried too: their small buffers leave more memory for weights
+MAX_NUM_GPU_BATCHES = 32  # of a block in the refinement
+# Values of prefill_tokens, in order of preference.
+PREFILL_TOKENS_GPU = (2048, 1024, 512, 256, 128)
+PREFILL_TOKENS_CPU = (512, 2048, 1024, 256, 128)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a search must keep to. prefill_tokens: of the micro-batches; latency_limit: seconds from a row's entry to
-    its end, in the mean; placed: a policy whose weights, cache, hidden states and slots stay as they are; overlap: as
-    in `Cost`; block: most sequences alive, None for as many as pay."""
+    """Constraints of a search.
+
+    Attributes:
+        prefill_tokens: of all policies, None for free choice.
+        latency_limit: most mean seconds from a row's entry to its end, None for no limit.
+        placed: policy whose splits, slots, schedule and delegation are kept; None for free choice.
+        overlap: as in `Cost`.
+        block: most sequences alive, None for MAX_BLOCK_SIZE.
+    """
 
     prefill_tokens: int | None = None
     latency_limit: float | None = None
@@ -32,63 +41,71 @@ class Options:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The shapes worth trying for the job and the machine of `cost`, within `options`."""
+    """Shapes to try for the job and the machine of `cost`, within `options`."""
 
     cost: Cost
     options: Options
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Micro-batches worth trying, the preferred one first."""
+        """Return the values of prefill_tokens to try, the preferred one first."""
         if self.options.prefill_tokens is not None:
             return (self.options.prefill_tokens,)
-        return TOKENS_CPU if self.cost.hardware.kind != "cuda" else TOKENS
+        return PREFILL_TOKENS_CPU if self.cost.hardware.kind != "cuda" else PREFILL_TOKENS_GPU
 
     def blocks(self) -> list[int]:
-        """Block sizes worth trying, falling: as many rows as there are, then by a factor of about 1.4."""
-        size = float(max(1, min(self.options.block or BLOCK, self.cost.workload.count)))
-        found = []
+        """Return the block sizes to try: from all rows, or the limit, down to 1 by a factor of about 1.4."""
+        size = float(max(1, min(self.options.block or MAX_BLOCK_SIZE, self.cost.workload.count)))
+        sizes = []
         while size >= 1:
-            found.append(round(size))
+            sizes.append(round(size))
             size /= 1.4142
-        return list(dict.fromkeys([*found, 1]))
+        return list(dict.fromkeys([*sizes, 1]))
 
     def too_large(self, policy: Policy) -> bool:
-        """Whether its block is larger than the options allow."""
+        """Return whether a policy's block is larger than the options allow."""
         return self.options.block is not None and policy.block_size > self.options.block
 
     def smallest(self) -> tuple[Policy, ...]:
-        """The policies that take least memory, the fastest first."""
+        """Return the policies that take least memory, the fastest first."""
         policies = smallest(min(self.tokens), self.cost.hardware.shared)
         placed = self.options.placed
         return policies if placed is None else (placed_like(policies[0], placed),)
 
-    def of(self, block: int, batch: int = GPU_BATCH) -> Policy:
-        """A policy with a block of that size in gpu_batches of at most `batch`, everything on the device."""
+    def of(self, block: int, batch: int = FIRST_GPU_BATCH) -> Policy:
+        """Return a policy with all data on the device.
+
+        Args:
+            block: block size.
+            batch: most sequences of a gpu_batch.
+        """
         batches = -(-block // batch)
         return Policy(-(-block // batches), batches, prefill_tokens=self.tokens[0])
 
     def even(self, block: int) -> Policy:
-        """A block of cohorts so small that one enters in every sweep, and prompts keep the device busy throughout."""
-        sweeps = self.cost.tokens / max(1, self.cost.workload.count)  # that a mean sequence lives
+        """Return a policy whose block has one gpu_batch per sweep of a mean sequence's life.
+
+        Under the diagonal schedule, one gpu_batch then enters in every sweep, so all sweeps have equal prefill.
+        """
+        sweeps = self.cost.tokens / max(1, self.cost.workload.count)  # life of a mean sequence
         return self.of(block, max(1, round(block / max(1.0, sweeps))))
 
     def batches(self, policy: Policy) -> Iterator[Policy]:
-        """The same block in other gpu_batches."""
+        """Yield the policy with its block in gpu_batches of other sizes."""
         for batch in GPU_BATCHES:
             if batch < 2 * policy.block_size:
                 batches = -(-policy.block_size // batch)
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
 
     def neighbours(self, policy: Policy) -> Iterator[Policy]:
-        """Other micro-batches, schedules and slots, and blocks a little larger and smaller."""
+        """Yield the policy with other prefill_tokens, schedule, gpu_batches and slots, and with similar block sizes."""
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)
         yield replace(policy, schedule="diagonal" if policy.schedule == "continuous" else "continuous")
-        for batch in (*FEW, *GPU_BATCHES):  # buffers for few leave more room for weights
+        for batch in (*SMALL_GPU_BATCHES, *GPU_BATCHES):
             batches = -(-policy.block_size // batch)
-            if batch < policy.block_size and batches <= MOST_BATCHES:
+            if batch < policy.block_size and batches <= MAX_NUM_GPU_BATCHES:
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
-                if batches > 1:  # a little smaller, where a memory is just too small for the block
+                if batches > 1:  # a slightly smaller block, in case a memory is just too small
                     yield replace(policy, gpu_batch_size=batch, num_gpu_batches=batches - 1)
         yield replace(policy, slots=1)
         for factor in (0.85, 1, 1.2):
@@ -98,11 +115,11 @@ class Shapes:
 
 
 def placed_like(shape: Policy, placed: Policy) -> Policy:
-    """The shape with everything where it lies under `placed`."""
+    """Return `shape` with the splits, slots, schedule and delegation of `placed`."""
     return sensible(replace(shape, weights=placed.weights, cache=placed.cache, activations=placed.activations,
                             slots=placed.slots, schedule=placed.schedule, delegate=placed.delegate))  # fmt: skip
 
 
 def sensible(policy: Policy) -> Policy:
-    """The policy without delegation if none of its block has its cache on the host."""
+    """Return the policy, without delegation if no sequence of its block has its cache on the host."""
     return policy if not policy.delegate or delegated(policy) else replace(policy, delegate=False)

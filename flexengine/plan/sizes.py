@@ -1,4 +1,4 @@
-"""How many tokens are computed at once under a policy, and how many bytes that takes.
+"""Tokens that a policy computes at once, and the bytes that they take.
 
 All sizes are bytes unless a name says otherwise.
 """
@@ -13,19 +13,20 @@ from flexengine.policy import Policy, shares
 from flexengine.schedule.order import entrants
 from flexengine.schedule.place import places
 
-ALIGN = 4096
-TENSOR_ALIGN = 64  # of tensors within a slot
-PAGE_TOKENS = 16  # of KV pages on the device
-EXTENT = 256 << 10  # least bytes of a KV page off the device, so that links see long transfers
-PASS = 192 << 10  # bytes of an open forward pass beside tensors: its stack, frames and page tables
+ALIGN = 4096  # bytes
+TENSOR_ALIGN = 64  # bytes, of tensors within a slot
+PAGE_TOKENS = 16  # tokens of a KV page on the device
+EXTENT = 256 << 10  # least bytes of a KV page off the device, so that transfers are long
+PASS = 192 << 10  # bytes of an open forward pass besides tensors: its stack, frames and page tables
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
+    """Return `nbytes` rounded up to a multiple of `to`."""
     return -(-nbytes // to) * to
 
 
 def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Where each (name, nbytes) starts in a slot; the slot's size is `slot_bytes`."""
+    """Return the offset of each tensor in a slot of `slot_bytes` bytes. tensors: (name, bytes)."""
     offsets, at = {}, 0
     for name, nbytes in tensors:
         offsets[name] = at
@@ -34,7 +35,7 @@ def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
 
 
 def slot_bytes(sizes: Iterable[int]) -> int:
-    """Of a slot with tensors of so many bytes."""
+    """Return the bytes of a slot for tensors of these sizes."""
     return sum(aligned(n, TENSOR_ALIGN) for n in sizes)
 
 
@@ -67,11 +68,11 @@ def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that computing one gpu_batch may take at once: activations of its widest moments, two sets of logits, and
-    the scratch of the attention kernels.
+    """Return the most bytes that computing one gpu_batch takes at once.
 
-    A gated FFN holds gate, up and their product, of `width` each, next to the residual, its norm and casts; attention
-    holds q, k, v with and without rotation.
+    These are activations, two sets of logits, and the scratch memory of attention kernels. A gated FFN holds gate, up
+    and their product, of `width` elements each, and the residual, its norm and casts. Attention holds q, k, v with and
+    without rotation.
     """
     tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -81,18 +82,18 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 
 def kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that a GPU's kernels hold beside activations; 0 where none computes."""
+    """Return the bytes that a GPU's kernels hold besides activations; 0 without a GPU."""
     if not model.gpu:
         return 0
     return aligned(gpu.buffers(model, batch_tokens(policy, workload), workload.longest))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Bytes that the paused forward passes of a whole sweep hold on the device.
+    """Return the bytes that the paused forward passes of a whole sweep hold on the device.
 
-    Layer-major order keeps every gpu_batch's pass open: each holds its embedding output (and learned positions, where
-    there are any) to the end, and its hidden states where their home is the device; of every token also cosines and
-    sines of rotary positions in fp32, its id and its position; and PASS bytes.
+    Layer-major order keeps the pass of every gpu_batch open. A pass holds PASS bytes and, per token, the embedding
+    output (with learned positions, if any), hidden states if they stay on the device, cosines and sines of rotary
+    positions in fp32, id and position.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
@@ -111,15 +112,18 @@ def delegated(policy: Policy) -> int:
 
 
 def suspended(model: ModelFacts, policy: Policy) -> int:
-    """Bytes that forward passes hold on the device while their attention is computed elsewhere: q, k, v with and
-    without rotation, and the residual with its norm and casts."""
+    """Return the device bytes that forward passes hold while their attention is delegated.
+
+    Each token holds q, k, v with and without rotation, and the residual with its norm and casts.
+    """
     return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
 
 
 def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None = None) -> int:
-    """Return the tokens of one KV page. Off the device pages are extents of at least EXTENT bytes, or of the longest
-    sequence, and whole ALIGN blocks. A window has at least two pages: it is rounded up to whole pages, and its oldest
-    page is seen in part.
+    """Return the tokens of one KV page.
+
+    Off the device, a page has at least EXTENT bytes, or holds the longest sequence, and is a multiple of ALIGN bytes. A
+    window has at least two pages, because attention reads only a part of its oldest page.
 
     Args:
         longest: tokens of the longest sequence.

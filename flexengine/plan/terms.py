@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import is_disk
+from flexengine.places import is_disk, link_of
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.compute import decode_attention
 from flexengine.plan.experts import unused
@@ -57,7 +57,8 @@ class Move(NamedTuple):
         """Return the seconds of the lane. Weights on the first disk are the checkpoint's files."""
         if self.lane == "disk_read" and self.kind == WEIGHTS:
             return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
-        lane = self.lane if self.lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
+        lane = link_of(self.lane)
+        lane = lane if lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
         return hardware.link_seconds(lane, self.nbytes, self.transfer)
 
 

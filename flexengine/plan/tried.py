@@ -11,7 +11,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes, sensible
 from flexengine.policy import Policy, Split
 
-BETTER = 0.995  # of the best policy's seconds, that a better policy takes at most
+MAX_TIME_RATIO = 0.995  # a policy replaces the best one if it takes at most this share of its seconds
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Tried:
 
     @property
     def cost(self) -> Cost:
-        """The cost model of the job."""
+        """Return the cost model of the job."""
         return self.shapes.cost
 
     def attempt(self, policy: Policy) -> Prediction | None:
@@ -60,7 +60,7 @@ class Tried:
 
     @property
     def keeps_latency(self) -> bool:
-        """Whether some policy keeps the latency limit, or there is no limit."""
+        """Return whether some policy keeps the latency limit, or there is no limit."""
         return self._best is not None or self.shapes.options.latency_limit is None
 
     def on_frontier(self, seconds: float, latency: float) -> bool:
@@ -72,9 +72,9 @@ class Tried:
         return self._best or min(self.predictions.values(), key=attrgetter("latency"))
 
     def _compare(self, prediction: Prediction) -> None:
-        """Make a prediction the best one if it keeps the latency limit and is faster by BETTER."""
+        """Make a prediction the best one if it keeps the latency limit and is clearly faster (MAX_TIME_RATIO)."""
         limit = self.shapes.options.latency_limit
         if limit is not None and prediction.latency > limit:
             return
-        if self._best is None or prediction.total_seconds < BETTER * self._best.total_seconds:
+        if self._best is None or prediction.total_seconds < MAX_TIME_RATIO * self._best.total_seconds:
             self._best = prediction

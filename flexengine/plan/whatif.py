@@ -1,7 +1,7 @@
-"""What would help most: the job planned again on machines, or with weights, that differ in one thing.
+"""Estimate which change of machine or weights would speed a job up most. Each estimate changes one thing.
 
-Every change is first priced under a few policies near the one there is, which takes milliseconds and says at least
-what it gains; then, the most promising first, the policy is searched anew as long as the time lasts.
+First, each change is priced under a few policies similar to the current one. This takes milliseconds and gives a lower
+bound of the speedup. Then the policy search runs for each change, the most promising first, until the time is over.
 """
 
 import time
@@ -25,16 +25,21 @@ from flexengine.plan.words import size
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, places_of, thousandths
 
-LEAST = 1.03  # a factor below which a change is not worth naming
-FULL = 0.8  # share of a memory in use from which on more of it may help
-BUDGET = 5.0  # seconds for all changes
-FOUR_BITS = 0.28125 * 2  # bytes per element: 4 bits, and 16 of scale and zero each for every 64 elements
-_POINTS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)  # tokens at which a layer's time is carried over
+MIN_SPEEDUP = 1.03  # changes with a smaller speedup are not reported
+NEARLY_FULL_SHARE = 0.8  # share of a memory in use from which on more memory may help
+SEARCH_SECONDS = 5.0  # for the searches of all changes
+INT4_BYTES = 0.28125 * 2  # per element: 4 bits, and a scale and a zero of 16 bits each for every 64 elements
+_TOKENS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0)  # points at which `as_fast` copies a layer's seconds
 
 
 class Help(NamedTuple):
-    """ratio: how many times sooner the job ends, loading included. searched: whether the policy was searched anew;
-    otherwise the ratio is the least that the change gives."""
+    """A change and its speedup.
+
+    Attributes:
+        label: the change in words.
+        ratio: seconds of the job before / after the change, loading included.
+        searched: whether a policy was searched for the change; else `ratio` is a lower bound.
+    """
 
     label: str
     ratio: float
@@ -43,7 +48,13 @@ class Help(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """A model on a machine, one of which differs from what there is. grown: bytes that a tier has more of."""
+    """A changed model or machine.
+
+    Attributes:
+        label: the change in words.
+        model, hardware: after the change.
+        grown: (tier, additional bytes) if a memory grows.
+    """
 
     label: str
     model: ModelFacts
@@ -53,59 +64,62 @@ class Change:
 
 def helps(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction, options: Options | None = None,
-    budget: float = BUDGET, now: Callable[[], float] = time.monotonic,
+    budget: float = SEARCH_SECONDS, now: Callable[[], float] = time.monotonic,
 ) -> list[Help]:  # fmt: skip
-    """What makes the job at least LEAST times shorter than `prediction`, falling by the factor.
+    """Return the changes that make the job faster by MIN_SPEEDUP or more, the largest speedup first.
 
-    prediction: of the best policy as things are; options: what the search for it kept to; budget: seconds by the clock
-    `now` in which searches may be begun, one more of the longest so far taken into account.
+    Args:
+        prediction: of the best policy without changes.
+        options: constraints of the search that found it.
+        budget: seconds for all searches. A search begins if one as long as the longest so far would end in time.
+        now: clock in seconds.
     """
     before, began, longest = prediction.total_seconds, now(), 0.0
-    asked = options or Options()
-    quick = [(change, _near(change, workload, prediction, asked)) for change in changes(model, hardware, prediction)]
-    found = []
-    for change, least in sorted(quick, key=lambda pair: pair[1]):
-        seconds, start = least, now()
+    options = options or Options()
+    quick = [(c, _seconds_nearby(c, workload, prediction, options)) for c in changes(model, hardware, prediction)]
+    result = []
+    for change, bound in sorted(quick, key=lambda pair: pair[1]):
+        seconds, start = bound, now()
         searched = start - began + longest <= budget
         if searched:
             with suppress(OutOfMemory, InvalidInput):  # a search may miss the latency limit
-                seconds = min(least, search(change.model, change.hardware, workload, asked).best.total_seconds)
+                seconds = min(bound, search(change.model, change.hardware, workload, options).best.total_seconds)
             longest = max(longest, now() - start)
-        found.append(Help(change.label, before / min(seconds, before), searched))
-    return sorted((h for h in found if h.ratio >= LEAST), key=lambda h: -h.ratio)
+        result.append(Help(change.label, before / min(seconds, before), searched))
+    return sorted((h for h in result if h.ratio >= MIN_SPEEDUP), key=lambda h: -h.ratio)
 
 
 # The changes.
 
 
 def changes(model: ModelFacts, hardware: Hardware, prediction: Prediction) -> list[Change]:
-    """Every change that may help: twice of each memory that is full, of each link, of the device; 4-bit weights."""
-    found = [
+    """Return the changes to try: double each memory that is nearly full, disk, link and device; 4-bit weights."""
+    result = [
         Change(label, model, _grown(hardware, tier, limit), (tier, limit))
         for tier, limit, label in _full(hardware, prediction)
     ]
     used = {lane for lane, seconds in prediction.busy.items() if seconds > 0}
     if any(map(is_disk, used)) or prediction.load_seconds > 0:
-        found.append(Change("disk twice as fast", model, _faster_disk(hardware)))
+        result.append(Change("disk twice as fast", model, _faster_disk(hardware)))
     if not hardware.shared:
         links = _twice_as_fast(hardware, "h2d", "d2h")
-        found.append(Change("link between host and device twice as fast", model, links))
-    found.append(Change("CPU twice as fast" if hardware.shared else "device twice as fast", model,
-                        faster_device(hardware)))  # fmt: skip
+        result.append(Change("link between host and device twice as fast", model, links))
+    result.append(Change("CPU twice as fast" if hardware.shared else "device twice as fast", model,
+                         faster_device(hardware)))  # fmt: skip
     if (narrow := four_bits(model)) is not None:
-        found.append(Change("4-bit weights (--weights int4)", narrow, as_fast(hardware, model, narrow)))
-    return found
+        result.append(Change("4-bit weights (--weights int4)", narrow, as_fast(hardware, model, narrow)))
+    return result
 
 
 def _full(hardware: Hardware, prediction: Prediction) -> Iterator[tuple[str, int, str]]:
-    """(tier, capacity in bytes, what twice as much is called) of each memory that is nearly full."""
+    """Yield (place, capacity in bytes, label of its doubling) of each memory that is nearly full."""
     used = {tier: prediction.layout.total(tier) for tier in hardware.places}
     if hardware.shared:
         used["device"] += used.pop("host")
     words = {"device": "RAM" if hardware.shared else "device memory", "host": "host RAM"}
     for tier, nbytes in used.items():
         limit = hardware.capacity.limits[tier]
-        if limit is not None and nbytes >= FULL * limit:
+        if limit is not None and nbytes >= NEARLY_FULL_SHARE * limit:
             yield tier, limit, f"+{size(limit)} {words.get(tier, f'{tier} space')}"
 
 
@@ -115,16 +129,17 @@ def _grown(hardware: Hardware, tier: str, nbytes: int) -> Hardware:
 
 
 def _twice(table: Table) -> Table:
+    """Return a table of rates with all rates doubled."""
     return tuple((x, 2 * y) for x, y in table)
 
 
 def _halves(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Of tables of seconds."""
+    """Return tables of seconds with all seconds halved."""
     return {name: tuple((x, y / 2) for x, y in table) for name, table in tables.items()}
 
 
 def _faster_attention(tables: Mapping[str, Table]) -> dict[str, Table]:
-    """Measured attention on the device in half the time; what the host computes stays as it is."""
+    """Return measured attention with the device twice as fast. The host's rates do not change."""
     halved = {name: table if name == "host" else _twice(table) for name, table in tables.items()}
     return halved | _halves({name: table for name, table in tables.items() if name == "call"})
 
@@ -135,13 +150,16 @@ def _twice_as_fast(hardware: Hardware, *lanes: str) -> Hardware:
 
 
 def _faster_disk(hardware: Hardware) -> Hardware:
-    """Both of the offload directory and of the model's files."""
+    """Return hardware on which the offload directories and the model's files are twice as fast."""
     faster = _twice_as_fast(hardware, *filter(is_disk, hardware.links))
     return replace(faster, checkpoint_read=_twice(hardware.checkpoint_read))
 
 
 def faster_device(hardware: Hardware) -> Hardware:
-    """Everything that is computed, and what memory it reads, in half the time; on cpu also what fills a slot."""
+    """Return hardware on which the device computes and reads memory twice as fast.
+
+    On a CPU, weights are also copied to slots twice as fast.
+    """
     faster = _twice_as_fast(hardware, "h2d") if hardware.shared else hardware
     return replace(
         faster, products={name: _twice(table) for name, table in hardware.products.items()},
@@ -153,38 +171,42 @@ def faster_device(hardware: Hardware) -> Hardware:
 
 
 def four_bits(model: ModelFacts) -> ModelFacts | None:
-    """The model with its layers' matrices in 4 bits, stored and held; None if that saves less than a tenth.
+    """Return the model with the matrices of its layers in 4 bits; None if this saves less than a tenth of the bytes.
 
-    Bytes per element are whole numbers, so what shrinks is the number of elements, of one byte each.
+    `TensorFact` has whole bytes per element. So the number of elements is reduced, and each has one byte.
     """
 
     def narrow(t: TensorFact) -> TensorFact:
         if not t.matrix or t.encoded or min(t.stored, t.held) < 2:
             return t
-        return replace(t, elements=max(1, round(t.elements * FOUR_BITS)), stored=1, held=1)
+        return replace(t, elements=max(1, round(t.elements * INT4_BYTES)), stored=1, held=1)
 
     small = replace(model, layers=tuple(tuple(narrow(t) for t in layer) for layer in model.layers))
-    bytes_ = [sum(t.held_bytes for t in m.tensors) for m in (small, model)]
-    return small if bytes_[0] < 0.9 * bytes_[1] else None
+    small_bytes, model_bytes = (sum(t.held_bytes for t in m.tensors) for m in (small, model))
+    return small if small_bytes < 0.9 * model_bytes else None
 
 
 def instead(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[Help]:
-    """What the policy that would be chosen gains over a given one, if that is worth a word."""
+    """Return the speedup of the planner's policy over a given one, or [] if it is below MIN_SPEEDUP.
+
+    Args:
+        prediction: of the given policy.
+    """
     try:
         ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds
-    except OutOfMemory:  # a given policy may fill RAM to the brim
+    except OutOfMemory:  # the search leaves some RAM free, a given policy may use all
         return []
-    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= LEAST else []
+    return [Help("the policy that is chosen without --policy", ratio)] if ratio >= MIN_SPEEDUP else []
 
 
 def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardware:
-    """Return hardware on which layers and head of `other` take the time that those of `model` take."""
+    """Return hardware on which layers and head of model `other` take as long as those of `model`."""
     rates = Rates.of(model, hardware)
     layers = {
-        other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _POINTS)
+        other.signature(j): tuple((x, rates.one_layer(j, x)) for x in _TOKENS)
         for j in _one_of_each([model.signature(j) for j in range(len(model.layers))])
     }
-    heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _POINTS)}
+    heads = {other.head_signature: tuple((x, float(rates.head(x))) for x in _TOKENS)}
     streaming = {other.signature(0): rates.streaming} if rates.streaming else {}
     return replace(
         hardware, layers={**hardware.layers, **layers}, heads={**hardware.heads, **heads},
@@ -194,44 +216,48 @@ def as_fast(hardware: Hardware, model: ModelFacts, other: ModelFacts) -> Hardwar
 
 
 def _one_of_each(names: list[str]) -> list[int]:
+    """Return the index of the first occurrence of each name."""
     return [names.index(name) for name in dict.fromkeys(names)]
 
 
-# Policies near the one there is.
+# Policies similar to the current one.
 
 
-def _near(change: Change, workload: Workload, prediction: Prediction, options: Options) -> float:
-    """Seconds of the best policy near the one there is; without end if none fits, or keeps the latency limit."""
+def _seconds_nearby(change: Change, workload: Workload, prediction: Prediction, options: Options) -> float:
+    """Return the seconds of the best policy similar to the current one.
+
+    Return infinity if none fits and keeps the latency limit.
+    """
     cost = Cost(change.model, change.hardware, workload, options.overlap)
     capacity = planned(change.hardware.capacity)
     seconds = [float("inf")]
     for policy in dict.fromkeys(_neighbours(change, workload, prediction.policy)):
         try:
-            found = cost.predict(lay_out(change.model, policy, workload, capacity))
+            similar = cost.predict(lay_out(change.model, policy, workload, capacity))
         except OutOfMemory:
             continue
-        if options.latency_limit is None or found.latency <= options.latency_limit:
-            seconds.append(found.total_seconds)
+        if options.latency_limit is None or similar.latency <= options.latency_limit:
+            seconds.append(similar.total_seconds)
     return min(seconds)
 
 
 def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[Policy]:
-    """The policy itself; with larger blocks; and with weights in the memory that was added."""
+    """Yield the policy itself, policies with larger blocks, and policies with more weights in the added memory."""
     yield policy
     for factor in (1.5, 2.0):
         batches = round(policy.num_gpu_batches * factor)
         if batches > policy.num_gpu_batches and policy.gpu_batch_size * policy.num_gpu_batches < workload.count:
             yield replace(policy, num_gpu_batches=batches)
-    freed = sum(t.held_bytes for t in change.model.tensors)
-    for fill in (0.9, 0.6, 0.3):
+    total = sum(t.held_bytes for t in change.model.tensors)
+    for fill in (0.9, 0.6, 0.3):  # share of the added memory
         if change.grown is not None:
-            yield _nearer(policy, change.grown[0], fill * change.grown[1] / freed)
+            yield _moved_up(policy, change.grown[0], fill * change.grown[1] / total)
         elif change.label.startswith("4-bit"):
-            yield _nearer(policy, "device", fill * (1 - policy.weights[0]))
+            yield _moved_up(policy, "device", fill * (1 - policy.weights[0]))
 
 
-def _nearer(policy: Policy, tier: str, share: float) -> Policy:
-    """So much more of the weights on a tier, taken from those below it, the furthest first."""
+def _moved_up(policy: Policy, tier: str, share: float) -> Policy:
+    """Return the policy with this share of the weights moved to a place from farther places, the farthest first."""
     weights, place = list(policy.weights), places_of(policy.weights).index(tier)
     for source in range(len(weights) - 1, place, -1):
         moved = min(share, weights[source])

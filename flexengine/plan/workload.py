@@ -1,4 +1,4 @@
-"""A job in numbers: how many sequences of each size it has."""
+"""A job in numbers: the number of sequences of each size."""
 
 from bisect import bisect_right
 from collections import Counter
@@ -13,41 +13,46 @@ from flexengine.schedule.pages import Pool
 
 @dataclass(frozen=True)
 class Workload:
-    """Number of sequences of each size. sizes: (prompt tokens, most tokens to generate) to their number."""
+    """Number of sequences of each size.
+
+    Attributes:
+        sizes: (prompt tokens, most tokens to generate) -> number of sequences.
+    """
 
     sizes: Mapping[tuple[int, int], int]
 
     @staticmethod
     def of(lengths: Iterable[tuple[int, int]]) -> "Workload":
-        """Return the workload of sequences with these sizes."""
+        """Return the workload of sequences with these (prompt tokens, most tokens to generate)."""
         return Workload(Counter(lengths))
 
     def up_to(self, tokens: int) -> "Workload":
-        """Return the sequences of at most so many tokens at their end."""
+        """Return the sequences with at most `tokens` tokens, prompt and generated."""
         return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
 
     @cached_property
     def count(self) -> int:
+        """Return the number of sequences."""
         return sum(self.sizes.values())
 
     @cached_property
     def _ends(self) -> list[tuple[int, int]]:
-        """(Peak cached tokens, number of sequences), falling."""
+        """Return (peak cached tokens, number of sequences), falling."""
         return sorted(((p + n - 1, times) for (p, n), times in self.sizes.items()), reverse=True)
 
     @cached_property
     def _prompts(self) -> "_Sums":
-        """Prompt tokens, falling."""
+        """Return the running totals of prompt tokens, falling."""
         return _Sums.of(sorted(((p, times) for (p, _), times in self.sizes.items()), reverse=True))
 
     @cached_property
     def _sums(self) -> "dict[tuple[int, int | None], _Sums]":
-        """Pages of the sequences at their peak, falling, by tokens of a page."""
+        """Return the cache of `_pages`, by (tokens of a page, window)."""
         return {}
 
     @cached_property
     def longest(self) -> int:
-        """Peak cached tokens of the longest sequence; the last token generated is never cached."""
+        """Return the peak cached tokens of the longest sequence. The last generated token is never cached."""
         return max((n for n, _ in self._ends), default=1)
 
     def pages(self, count: int, pool: Pool) -> int:
@@ -55,23 +60,24 @@ class Workload:
         return self._pages(pool).first(count)
 
     def _pages(self, pool: Pool) -> "_Sums":
-        """Return the sums of pages. Cached: the policy search requests the same kinds of pages often."""
+        """Return the running totals of pages at the sequences' peaks. Cached: the policy search repeats requests."""
         key = (pool.page_tokens, pool.window)
         if key not in self._sums:
             self._sums[key] = _Sums.of((pool.held(n), times) for n, times in self._ends)
         return self._sums[key]
 
     def prompt_tokens(self, count: int) -> int:
-        """Return the tokens of the `count` longest prompts together."""
+        """Return the total tokens of the `count` longest prompts."""
         return self._prompts.first(count)
 
 
 class _Sums(NamedTuple):
-    """Numbers, each with how often it occurs, as running totals.
+    """Running totals of numbers that occur several times each.
 
     Attributes:
         numbers: in order.
-        counts, totals: of all before each number, and of all.
+        counts: how many numbers come before each one, repetitions included; last, how many there are.
+        totals: sum of these numbers; last, the sum of all.
     """
 
     numbers: tuple[int, ...]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from flexengine.places import HOST, TIERS, is_disk
+from flexengine.places import HOST, TIERS, is_disk, link_lanes
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,9 @@ class Routes:
     def between(places: tuple[str, ...], staged: bool) -> "Routes":
         """Return the routes of a machine. Every disk has a lane for reads and a lane for writes.
 
+        Each further disk also has lanes of its own on the link between host and device. A lane runs its tasks in order,
+        so on a common lane data of a fast disk would wait behind data of a slow one.
+
         Args:
             places: all places of the machine.
             staged: whether disks and device are not directly connected. If they are, RAM is the device, and nothing is
@@ -33,8 +36,9 @@ class Routes:
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
         for disk in filter(is_disk, places):
-            load[disk] = (f"{disk}_read", *load[HOST] * staged)
-            store[disk] = (*store[HOST] * staged, f"{disk}_write")
+            up, down = link_lanes(disk)
+            load[disk] = (f"{disk}_read", up) if staged else (f"{disk}_read",)
+            store[disk] = (down, f"{disk}_write") if staged else (f"{disk}_write",)
         return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
 
 

@@ -32,7 +32,7 @@ class Chain:
         return [planner.layout(workload) for planner in planners]
 
     def _planner(self, core: Core, policy: Policy) -> Planner:
-        return Planner(core.machine, core.opened, core.options.directory, policy=policy)
+        return Planner(core.machine, core.opened, policy=policy)
 
     def generate(self, rows: Iterable[Any], params: SamplingParams) -> list[Result]:
         rows = list(rows)

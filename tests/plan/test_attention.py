@@ -79,7 +79,7 @@ def test_a_format_takes_its_own_table_or_that_of_its_exact_form() -> None:
     both = {"float16": 1e12, "int4": 1e9, "int4 by int8": 1e10}
     assert head("int4 by int8", both) < head("int4", both) < 10 * head("int4 by int8", both) + 1
     assert head("int4 by bf16", both) == head("int4", both)
-    with pytest.raises(InvalidInput, match="has products of int8 alone; add a table for int4"):
+    with pytest.raises(InvalidInput, match="has products of int8 only; add a table for int4"):
         head("int4", {"int8": 1e9})
 
 

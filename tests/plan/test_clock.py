@@ -117,7 +117,7 @@ def test_longer_steps_of_long_outputs_change_nothing(schedule: str, monkeypatch:
         layout = lay_out(model, policy, work, hardware.capacity)
         thin = Cost(model, hardware, work).predict(layout)
         with monkeypatch.context() as patch:
-            patch.setattr("flexengine.plan.profile.AGES", 10**6)
+            patch.setattr("flexengine.plan.profile.MAX_AGES", 10**6)
             full = Cost(model, hardware, work).predict(layout)
         assert thin.load_seconds == pytest.approx(full.load_seconds, rel=0.01, abs=1e-9)
         assert thin.seconds == pytest.approx(full.seconds, rel=0.02)

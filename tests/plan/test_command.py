@@ -74,7 +74,7 @@ def test_the_linear_program_is_written(line: Line) -> None:
 @pytest.mark.slow
 def test_a_plan_from_a_config_alone(line: Line) -> None:
     text = line(*SHAPE, "--save", str(line.folder / "policy.json"))
-    assert text.startswith("tiny on toy (cuda, numbers written by hand)\n6 rows of 30 prompt tokens, at most 10")
+    assert text.startswith("tiny on toy (cuda, not measured)\n6 rows of 30 prompt tokens, at most 10")
     assert "Would help" in text
     assert len(text.splitlines()) <= 40
     values = json.loads(line(*SHAPE, "--json"))
@@ -186,7 +186,7 @@ def test_plot_file(line: Line) -> None:
         (["--max-tokens", "0"], "max_tokens is 0; it must be a whole number"),
         (["--input", "x", "--rows", "3"], "leave one out"),
         (["--latency", "nan"], "--latency is nan; it must be a positive number"),
-        ([*SHAPE, "--latency", "1e-9"], "set it higher"),
+        ([*SHAPE, "--latency", "1e-9"], "set the limit higher"),
         (["--frontier", "--policy", "x"], "leave --policy out"),
         (["--policy", "missing.json"], "policy file missing.json"),
         (["--hardware", "missing.json"], "hardware file missing.json"),

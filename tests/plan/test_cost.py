@@ -13,7 +13,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.facts import TensorFact
 from flexengine.plan.hardware import at
 from flexengine.plan.layout import Layout, lay_out
-from flexengine.plan.loading import LOADED
+from flexengine.plan.loading import LOAD_BYTES
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import embedding
 from flexengine.plan.workload import Workload
@@ -170,7 +170,7 @@ def test_phases_add_up_to_the_prediction() -> None:
                 work_done = sum(p.times * p.lanes[lane].value(told.fractions) for p in phases)
                 if lane == "disk_read":  # the program is told of what is read to stay, too
                     resident = (1 - told.fractions["weights@disk"]) * cost.streamed_bytes
-                    busy += resident / at(hardware.checkpoint_read, LOADED)
+                    busy += resident / at(hardware.checkpoint_read, LOAD_BYTES)
                 assert work_done == pytest.approx(busy, rel=0.03), (lane, policy)
 
 

@@ -95,8 +95,8 @@ def test_words() -> None:
 
 def test_routes() -> None:
     routes = Routes.between(("device", "host", "disk", "disk2"), True)
-    assert routes.load["disk2"] == ("disk2_read", "h2d")
-    assert routes.store["disk2"] == ("d2h", "disk2_write")
+    assert routes.load["disk2"] == ("disk2_read", "h2d_disk2")
+    assert routes.store["disk2"] == ("d2h_disk2", "disk2_write")
     assert Routes.between(("device", "host", "disk", "disk2"), False).load["disk2"] == ("disk2_read",)
 
 

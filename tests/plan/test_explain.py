@@ -104,7 +104,7 @@ def test_a_machine_without_a_gpu_has_ram_and_no_host() -> None:
 def test_help_is_told_with_what_it_is_worth() -> None:
     text = told(MIXED, helps=[whatif.Help("more", 2.0), whatif.Help("other", 1.5, False)])
     assert re.search(r"  more     2.00x\n  other  >=1.50x\n  >= is", text)
-    assert "nothing that was tried" in told(MIXED, helps=[])
+    assert "no change makes the job" in told(MIXED, helps=[])
     assert "Would help" not in told(MIXED)
 
 
@@ -184,7 +184,7 @@ def test_compare_ranks_and_says_why_one_does_not_fit() -> None:
         assert line.endswith("  " + words.lane_name(dict(entries)[cells[1]].bottleneck, False))
     over = caught.value.needed + caught.value.used - caught.value.capacity
     assert lines[4].split()[:2] == ["-", "resident"]
-    assert f"does not fit: {words.size(over)} too much for the {words.size(120 << 20)} of device memory" in lines[4]
+    assert f"does not fit: needs {words.size(over)} more than the {words.size(120 << 20)} of device memory" in lines[4]
 
 
 def test_frontier_holds_what_nothing_beats() -> None:

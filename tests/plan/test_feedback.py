@@ -12,7 +12,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import store
 from flexengine.plan.clock import Clock
 from flexengine.plan.cost import Cost
-from flexengine.plan.feedback import LEAST_SECONDS, LEAST_SHARE, TOLERATED, Watch
+from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_LANE_SHARE, Watch
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.program import Program
@@ -70,7 +70,7 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     assert watch.slowed["device"] == 0.5 * reading > 0
     assert watch.slowed["h2d"] == 0.0
     assert watch.expected == {"loading": reading}
-    watch.seconds, watch.sweeps, watch.busy = 2 * LEAST_SECONDS, 99, {"loading": 9 * LEAST_SECONDS}
+    watch.seconds, watch.sweeps, watch.busy = 2 * MIN_JOB_SECONDS, 99, {"loading": 9 * MIN_JOB_SECONDS}
     assert watch.factors() == {}
 
 
@@ -136,12 +136,12 @@ def test_factors_name_the_lanes_that_are_persistently_off() -> None:
     rows = [(100, 12)] * 12
     cost = Cost(opt(4, 512, 8, 5000), machine_of(rng, "sim"), Workload.of(rows))
     watch, _ = walked(cost, Policy(4, 3, weights=HOST), rows)
-    watch.seconds = max(LEAST_SECONDS, 2 * sum(watch.expected.values()))
+    watch.seconds = max(MIN_JOB_SECONDS, 2 * sum(watch.expected.values()))
     watch.busy = dict(watch.expected)
     assert watch.factors() == {}
     big = max(watch.expected, key=lambda lane: watch.expected[lane])
-    watch.seconds = LEAST_SECONDS + watch.expected[big]
-    scale = LEAST_SECONDS / watch.expected[big]
+    watch.seconds = MIN_JOB_SECONDS + watch.expected[big]
+    scale = MIN_JOB_SECONDS / watch.expected[big]
     for lane in watch.expected:
         watch.expected[lane], watch.slowed[lane] = watch.expected[lane] * scale, watch.slowed[lane] * scale
     watch.busy = dict(watch.expected) | {big: 1.2 * watch.expected[big]}
@@ -152,7 +152,7 @@ def test_factors_name_the_lanes_that_are_persistently_off() -> None:
     assert watch.factors() == {}  # others were expected to slow it as much
     watch.busy[big] = 0.5 * watch.expected[big]
     assert watch.factors() == {big: pytest.approx(0.5)}
-    watch.seconds = LEAST_SECONDS / 2
+    watch.seconds = MIN_JOB_SECONDS / 2
     assert watch.factors() == {}  # too short a job to tell
 
 
@@ -174,7 +174,7 @@ def test_corrections_settle_at_the_truth(seed: int, talk: Any, weights: Any) -> 
     for _ in range(8):
         watch, _ = walked(Cost(model, known, work), policy, rows)
         truth, _ = walked(Cost(model, real, work), policy, rows)
-        scale = LEAST_SECONDS / min(truth.slowed.values())  # as many rows as it takes for every lane to tell
+        scale = MIN_JOB_SECONDS / min(truth.slowed.values())  # as many rows as it takes for every lane to tell
         for seconds in (watch.expected, watch.slowed, truth.slowed):
             seconds.update({lane: scale * x for lane, x in seconds.items()})
         watch.busy, watch.seconds = truth.slowed, max(truth.slowed.values())
@@ -184,9 +184,9 @@ def test_corrections_settle_at_the_truth(seed: int, talk: Any, weights: Any) -> 
     assert factors == {}
     assert totals[-1] == totals[3]
     for lane, seconds in truth.slowed.items():
-        if max(seconds, watch.slowed[lane]) > LEAST_SHARE * watch.seconds:
-            assert seconds / watch.expected[lane] >= 1 - TOLERATED
-            assert seconds / watch.slowed[lane] <= 1 + TOLERATED
+        if max(seconds, watch.slowed[lane]) > MIN_LANE_SHARE * watch.seconds:
+            assert seconds / watch.expected[lane] >= 1 - MAX_RELATIVE_ERROR
+            assert seconds / watch.slowed[lane] <= 1 + MAX_RELATIVE_ERROR
 
 
 def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from flexengine.plan.profile import CLASSES, LayerPages, Pages, Profile, classes, profile, unit
+from flexengine.plan.profile import MAX_SIZES, LayerPages, Pages, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
 from flexengine.schedule.order import Piece
@@ -257,7 +257,7 @@ def test_classes_keep_means() -> None:
     assert shares == pytest.approx([2 / 3, 1 / 3])
     rows = [(rng.randint(1, 2000), rng.randint(1, 400)) for _ in range(5000)]
     prompts, outputs, shares = classes(Workload.of(rows))
-    assert len(prompts) <= CLASSES
+    assert len(prompts) <= MAX_SIZES
     assert shares.sum() == pytest.approx(1)
     assert (prompts * shares).sum() == pytest.approx(np.mean([p for p, _ in rows]), rel=0.01)
     assert (outputs * shares).sum() == pytest.approx(np.mean([n for _, n in rows]), rel=0.01)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from flexengine.plan.capacity import Capacity
-from flexengine.plan.chosen import PICK, waiting, wanted
+from flexengine.plan.chosen import PICK_SECONDS, chosen_share, waiting
 from flexengine.plan.delegation import rule_of
 from flexengine.plan.explain import topk_words
 from flexengine.plan.layout import CHOSEN, VALUES, lay_out
@@ -39,7 +39,7 @@ def test_the_clock_agrees(slots: int) -> None:
 def test_bytes_and_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each query head with a kv head of its own: keys and a tenth of the values of full pages, and the page that is
     being filled; the device waits for the former."""
-    monkeypatch.setattr("flexengine.plan.chosen.PICK", 0.0)
+    monkeypatch.setattr("flexengine.plan.chosen.PICK_SECONDS", 0.0)
     layers, h, s, n, b, page = 10, 4096, 512, 20, 32, 16
     model, policy = opt(layers, h, 32, vocabulary=8192), Policy(16, 2, DEVICE, HOST, schedule="zigzag")
     whole, told = (predicted(m, Workload({(s, n): b}), policy) for m in (model, replace(model, topk=0.1)))
@@ -57,14 +57,14 @@ def test_bytes_and_seconds_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_groups_want_more_and_disks_read_what_lies_between() -> None:
     model = replace(opt(2, 4096, 32), topk=0.1)
-    assert wanted(model) == pytest.approx(0.1)
-    assert wanted(replace(model, kv_heads=8)) == pytest.approx(1 - 0.9**4)
-    assert wanted(model, 16) == pytest.approx(1 - 0.9**16)
+    assert chosen_share(model) == pytest.approx(0.1)
+    assert chosen_share(replace(model, kv_heads=8)) == pytest.approx(1 - 0.9**4)
+    assert chosen_share(model, 16) == pytest.approx(1 - 0.9**16)
     lanes, handling = waiting(model, FLAT, "disk", 1000.0, 1000.0)
     near = 64 * 1024 / (128 * 2) + 1  # values that a disk reads together: nearer than 64 KiB
     assert lanes["disk_read"] == pytest.approx(1000 * (1 - 0.9**near) * 2 * 4096 / 2e9)
     assert lanes["h2d"] == pytest.approx(1000 * 0.1 * 2 * 4096 / 1e10)
-    assert handling == pytest.approx(1000 * 0.1 * 32 * PICK)
+    assert handling == pytest.approx(1000 * 0.1 * 32 * PICK_SECONDS)
 
 
 def test_delegation_and_resident_caches_load_no_values() -> None:
@@ -97,8 +97,8 @@ def test_the_rule_moves_what_attention_reads() -> None:
     model = opt(2, 2048, 16)
     rates = dict(up=1e9, down=1e9, host=3e9, sequences=8, computing=1e-4)
     every, few = (rule_of(model, topk, **rates) for topk in (None, 0.1))
-    assert few.moved[0][1] == pytest.approx(0.55 * every.moved[0][1])
-    lanes = [line for _, line in replace(few, overlap=True).moved]
+    assert few.on_device[0][1] == pytest.approx(0.55 * every.on_device[0][1])
+    lanes = [line for _, line in replace(few, overlap=True).on_device]
     assert lanes[0] == pytest.approx(0.55 * 8 * few.kv / 1e9)
     assert lanes[2] == pytest.approx(0.05 * 8 * few.kv / 1e9)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import AFTER, BEFORE, Op, Program
-from flexengine.schedule.routes import DIRECT, Routes
+from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
     ROUTES,
@@ -110,8 +110,8 @@ def test_each_gpu_batch_enters_and_leaves_once_per_sweep(ports: tuple[str, ...],
 @pytest.mark.parametrize("slots", [1, 2, 3, 4])
 def test_delegated_cells_leave_after_their_rest(slots: int) -> None:
     """No head comes after the last layer, so that the rests of its cells must be emitted at the end."""
-    batches = [batch._replace(delegated=True) for batch in uniform(3, "host")]
-    program = Program([("host",)] * 3, 3, slots, DIRECT, ports=BOTH)
+    batches = [batch._replace(attention="host") for batch in uniform(3, "host")]
+    program = Program([("host",)] * 3, 3, slots, STAGED, ports=BOTH)
     for tasks in tasks_of(program, batches, 3):
         for k in range(3):
             own = [t.op for t in tasks if t.cell.batch == k]

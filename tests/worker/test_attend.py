@@ -95,7 +95,7 @@ class Job:
         while not self.sweeps.idle:
             batches = self.sweeps.begin(self.cache.claim)
             self.attender.begin({k: b for k, b in enumerate(batches) if b.attention == self.place})
-            views = [self.cache.view(batch, self.sweeps.live) for batch in batches]
+            views = [self.cache.view(batch) for batch in batches]
             steps = [self._steps(k, *both) for k, both in enumerate(zip(batches, views, strict=True))]
             while steps:
                 step = order.choice(steps)
