@@ -183,7 +183,7 @@ def test_every_stage_gives_its_memory_back(families: Any, monkeypatch: pytest.Mo
 
 
 def stage_of(core: Core, policy: Policy, ports: Ports) -> Any:
-    planner = Planner(core.machine, core.opened, core.options.directory, policy=policy)
+    planner = Planner(core.machine, core.opened, policy=policy)
     return core.stage(planner.watch(workload(), planner.layout(workload())), ports=ports)
 
 
