@@ -137,7 +137,7 @@ def test_a_policy_for_a_stage_fits_its_memory(families: Any, layers: Any) -> Non
     options = EngineOptions(model=families("llama").directory, device="sim", device_mem="2M", host_mem="100M")
     core = Core(options, layers=layers)
     try:
-        planner = Planner(core.machine, core.opened, options.directory)
+        planner = Planner(core.machine, core.opened)
         layout = planner.choose(Workload({(20, 10): 50})).layout
         assert layout.total("device") <= 2_000_000
         assert layout.homes.keys() == core.skeleton.wanted.keys()
