@@ -39,10 +39,12 @@ DELEGATION = "delegation buffers"
 VALUES = "chosen values"
 EMBEDDED = "embedding rows"
 PASSING = "weights on their way to the GPU"
+COPYING = "copies of weights to a further disk"
 READING = "read buffers"
 ENTERING = "entering hidden states"
 READ, READ_BUFFERS = 4 << 20, 3  # bytes of a long read from disk, and number of buffers, as in tier/disk.py
 SHORT_READ, SHORT_READERS = READ // 4, 4  # bytes of a short read, and threads with one buffer each
+COPIED = 8 << 20  # bytes of RAM that weights pass through on their way to a further disk
 CHOSEN = 4 << 20  # most bytes of chosen values in transfer at once
 
 
@@ -64,6 +66,7 @@ class Layout:
         cache_buffer: device bytes of one buffer for KV pages.
         values: bytes of chosen values in transfer at once.
         embedded: host bytes of a sweep's embedding rows, if the embedding is off the GPU.
+        copying: bytes of RAM through which weights are copied to further disks.
         passing: host bytes through which resident weights are read into GPU memory.
         port_buffer: device bytes of one buffer between a port and a forward pass.
         hidden_buffer: device bytes of one buffer for hidden states.
@@ -87,6 +90,7 @@ class Layout:
     values: int = 0
     embedded: int = 0
     passing: int = 0
+    copying: int = 0
     port_buffer: int = 0
     hidden_buffer: int = 0
     hidden_home: dict[str, int] = field(default_factory=dict)
@@ -185,6 +189,9 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
+    if any(nbytes for place, nbytes in layout.stored.items() if is_disk(place) and place != DISK):
+        layout.copying = COPIED
+        layout.book("host", COPYING, layout.copying)
     if model.gpu:
         layout.passing = gpu.CONVERTED
         layout.book("host", PASSING, layout.passing)

@@ -3,16 +3,15 @@
 from collections import deque
 from dataclasses import dataclass, replace
 
-from torch import Tensor, empty
+from torch import Tensor
 
-from flexengine.plan.layout import PASSING
+from flexengine.plan.layout import COPYING, PASSING, Layout
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import spread
 from flexengine.worker.regions import Regions
 
 BATCH = 128 << 20  # bytes that are read at once: an interrupted job ends when they have been read
-COPIED = 8 << 20  # bytes of RAM that a copy to a further disk passes through
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,11 @@ class Arrivals:
         settled: bytes read so far.
     """
 
-    def __init__(self, machine: Machine, regions: Regions, passing: int) -> None:
-        """passing: bytes of locked host memory through which weights enter a GPU; 0 without a GPU."""
+    def __init__(self, machine: Machine, regions: Regions, layout: Layout) -> None:
+        """Take the memory that weights pass through on their way to a GPU or to a further disk."""
         self.machine = machine
-        self._passing = regions.take("host", passing, PASSING) if passing else None
+        self._passing = regions.take("host", layout.passing, PASSING) if layout.passing else None
+        self._copying = regions.take("host", layout.copying, COPYING) if layout.copying else None
         self._batches: dict[int, deque[list[Pair]]] = {}
         self.settled = 0
 
@@ -73,9 +73,12 @@ class Arrivals:
         self.settled += sum(source.nbytes for source, _ in self._batches[unit].popleft())
 
     def _copy(self, source: Region, target: Copy) -> None:
-        for at in range(0, source.nbytes, COPIED):
-            nbytes = min(COPIED, source.nbytes - at)
-            passing = empty(nbytes // source.dtype.itemsize, dtype=source.dtype)
+        """Copy a piece of the checkpoint to a further disk, a part of it at a time."""
+        assert self._copying is not None
+        step = self._copying.nbytes
+        for at in range(0, source.nbytes, step):
+            nbytes = min(step, source.nbytes - at)
+            passing = self.machine.host.view(replace(self._copying.part(0, nbytes), dtype=source.dtype))
             self.machine.disk.load(source.part(at, nbytes), passing)
             target.tier.store(passing, target.region.part(at, nbytes))
 
@@ -98,7 +101,7 @@ class Arrivals:
     def close(self) -> None:
         """Drop all references to the memory."""
         self._batches.clear()
-        self._passing = None
+        self._passing = self._copying = None
 
 
 def to_disk(pieces: list[Region], copy: Copy) -> list[Pair]:

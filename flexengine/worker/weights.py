@@ -41,7 +41,7 @@ class Weights:
         self._homes: dict[str, Pieces] = {}
         self._resident: dict[str, Tensor] = {}
         try:
-            self._arrivals = Arrivals(machine, self._regions, layout.passing)
+            self._arrivals = Arrivals(machine, self._regions, layout)
             self._make_room()
         except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
             self._regions.free()
