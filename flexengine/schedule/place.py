@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from flexengine.policy import Split, places_of, shares
+from flexengine.policy import Split, places_of
 
 
 def place(sizes: Sequence[int], split: Split) -> list[str]:
@@ -21,7 +21,8 @@ def place(sizes: Sequence[int], split: Split) -> list[str]:
         sizes: bytes (or counts) of the items.
         split: fractions by place, from near to far.
     """
-    return [tier for tier, start, end in _Items.of(tuple(sizes)).runs(split) for _ in range(start, end)]
+    names = places_of(split)
+    return [names[k] for k, start, end in _Items.of(tuple(sizes)).runs(split) for _ in range(start, end)]
 
 
 class _Items(NamedTuple):
@@ -43,17 +44,22 @@ class _Items(NamedTuple):
         middles = ((a + b) / 2 / ends[-1] if ends[-1] else 0.5 for a, b in pairwise(ends))
         return _Items(ends, tuple(middles))
 
-    def runs(self, split: Split) -> tuple[tuple[str, int, int], ...]:
-        """Return runs (place, first item, item after the last). A place whose share is 0 gets none."""
-        names = places_of(split)
-        nearest = next((name for name, share in zip(names, split, strict=True) if share > 0), names[-1])
-        runs, start, total = list[tuple[str, int, int]](), 0, 0.0
-        for name, share in zip(reversed(names), reversed(split), strict=True):
-            total += share
-            end = bisect_left(self.middles, total) if name != names[0] else len(self.middles)
-            runs.append((name if share > 0 else nearest, start, end))
-            start = end
-        return tuple(runs)
+    def runs(self, split: Split) -> list[tuple[int, int, int]]:
+        """Return runs (number of the place in the split, first item, item after the last). A place whose share is 0
+        gets none."""
+        runs, start, total = list[tuple[int, int, int]](), 0, 0.0
+        for k in range(len(split) - 1, -1, -1):
+            total += split[k]
+            end = bisect_left(self.middles, total) if k else len(self.middles)
+            if end > start:
+                runs.append((k if split[k] > 0 else _nearest(split), start, end))
+                start = end
+        return runs
+
+
+def _nearest(split: Split) -> int:
+    """Return the number of the nearest place that has a share."""
+    return next((k for k, share in enumerate(split) if share > 0), len(split) - 1)
 
 
 @lru_cache(maxsize=1024)
@@ -81,16 +87,15 @@ def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tup
         tier = names[split.index(1.0)]
         return tuple((tier,) * len(sizes) for sizes in groups)
     tiers: list[tuple[str, ...]] = []
-    owed = dict.fromkeys(names, 0.0)  # share of the sizes so far less the sizes assigned
+    owed = [0.0] * len(split)  # by place: share of the sizes so far less the sizes assigned
     for sizes in groups:
         items = _Items.of(sizes)
-        for tier, share in shares(split).items():
-            owed[tier] += share * items.ends[-1]
-        due = [max(0.0, n) if share else 0.0 for n, share in zip(owed.values(), split, strict=True)]
+        owed = [n + share * items.ends[-1] for n, share in zip(owed, split, strict=True)]
+        due = [max(0.0, n) if share else 0.0 for n, share in zip(owed, split, strict=True)]
         whole = sum(due)
         assigned: tuple[str, ...] = ()
-        for tier, start, end in items.runs(tuple(n / whole for n in due) if whole else split):
-            assigned += (tier,) * (end - start)
-            owed[tier] -= items.ends[end] - items.ends[start]
+        for k, start, end in items.runs(tuple([n / whole for n in due]) if whole else split):
+            assigned += (names[k],) * (end - start)
+            owed[k] -= items.ends[end] - items.ends[start]
         tiers.append(assigned)
     return tuple(tiers)
