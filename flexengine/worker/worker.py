@@ -122,8 +122,8 @@ class Worker:
     def perform(self, task: Task) -> None:
         """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
         cell = task.cell
-        if task.op is Op.SETTLE:
-            self.weights.settle(cell.layer)
+        if task.op is Op.LOAD_RESIDENT:
+            self.weights.load_resident(cell.layer)
         elif task.op is Op.LOAD_WEIGHT:
             self._load_weight(task)
         elif task.op is Op.OPEN:
