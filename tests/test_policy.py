@@ -1,4 +1,4 @@
-"""Policies, sizes, sampling parameters, place(): what is accepted, what a refusal says, rounding to whole items."""
+"""Policies, sizes, sampling parameters, assign_tiers(): accepted values, refusals, rounding to whole items."""
 
 import json
 import random
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from flexengine.config import SamplingParams, from_fields, parse_size
 from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
-from flexengine.schedule.place import place, place_groups
+from flexengine.schedule.place import assign_tiers, place_groups
 from tests.helpers.strategies import RANDOMS
 
 
@@ -252,7 +252,7 @@ def test_shipped_policies_load() -> None:
     ],
 )
 def test_place(sizes: list[int], split: tuple[float, float, float], homes: list[str]) -> None:
-    assert place(sizes, split) == homes
+    assert assign_tiers(sizes, split) == homes
 
 
 @given(rng=RANDOMS)
@@ -261,7 +261,7 @@ def test_place_keeps_within_half_an_item_of_the_split(rng: random.Random) -> Non
     """Cumulative midpoints: at each border at most half the item that straddles it lands on the wrong side."""
     sizes = [rng.randint(1, 50) for _ in range(rng.randint(1, 30))]
     device, host, disk = split = tuple(random_split(rng))
-    homes = place(sizes, split)  # type: ignore[arg-type]
+    homes = assign_tiers(sizes, split)  # type: ignore[arg-type]
     assert homes == sorted(homes, key=["disk", "host", "device"].index)
     assert all(dict(device=device, host=host, disk=disk)[home] > 0 for home in homes)
     total = sum(sizes)

@@ -147,7 +147,7 @@ class Core:
             if self._weights is None:
                 self._weights = Weights(self.opened, layout, self.machine)
             if load_first:
-                self._weights.settle_all()
+                self._weights.load_all_resident()
             worker = Worker(self.skeleton, self._weights, cache, hidden, attenders)
             undo.pop_all()
         return worker
@@ -155,7 +155,7 @@ class Core:
     def traffic(self) -> dict[str, int]:
         """Return bytes moved by link since the engine began, without reads of resident weights."""
         moved = self.machine.traffic()
-        resident = self._resident_read + (self._weights.settled if self._weights else 0)
+        resident = self._resident_read + (self._weights.loaded_bytes if self._weights else 0)
         return moved | {"disk_read": moved["disk_read"] - resident}
 
     def _drop_misplaced(self, layout: Layout) -> None:
@@ -169,7 +169,7 @@ class Core:
     def drop_weights(self) -> None:
         """Free the memory of all weights."""
         if self._weights is not None:
-            self._resident_read += self._weights.settled
+            self._resident_read += self._weights.loaded_bytes
             self._weights.close()
             self._weights = None
 

@@ -88,7 +88,7 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
         way = disk_of(machine).way
         way.direct = way.held = True
         try:
-            weights.settle_all()
+            weights.load_all_resident()
             return _compared(weights, layer, _depth(opened))
         finally:
             way.held = False

@@ -43,7 +43,7 @@ from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.place import places
+from flexengine.schedule.place import count_by_tier
 
 Fractions = Mapping[str, Any]  # floats, or arrays by sweep
 T = TypeVar("T")
@@ -243,7 +243,7 @@ class Cost:
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
         """Return the share of the sequences whose cache is on each tier (the device fills first), and the page tokens
         that fit."""
-        homes = places(layout.policy.block_size, layout.policy.cache)
+        homes = count_by_tier(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
         for tier in layout.pools:
@@ -259,7 +259,7 @@ class Cost:
         for t in (*self.model.others, *(t for t in self.model.edges if t is not self.model.output)):  # never streamed
             weights[layout.homes[t.name]] -= t.stored_bytes
         batches = max(1, -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size))
-        hidden = places(batches, layout.policy.activations)
+        hidden = count_by_tier(batches, layout.policy.activations)
         shares = {
             WEIGHTS: {tier: nbytes / self.streamed_bytes for tier, nbytes in weights.items()},
             CACHE: split,

@@ -31,7 +31,7 @@ from flexengine.plan.sizes import (
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.place import place_groups, places
+from flexengine.schedule.place import count_by_tier, place_groups
 
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk if no layer is streamed
 MEAN_KEYS = "mean keys"
@@ -300,7 +300,7 @@ def read_buffers(model: ModelFacts, layout: Layout) -> int:
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy, layers = layout.policy, len(model.layers)
-    homes, longest = places(policy.block_size, policy.cache), workload.longest
+    homes, longest = count_by_tier(policy.block_size, policy.cache), workload.longest
     layout.groups = groups = model.cache_groups(longest)
     for tier, count in sorted(homes.items(), key=lambda item: item[0] == "device"):  # sequences enter in this order
         layout.pools[tier] = empty_pools(model, groups, tier, workload, min(policy.gpu_batch_size, count))

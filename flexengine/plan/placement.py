@@ -58,7 +58,7 @@ class Placement:
         hardware = self.tried.cost.hardware
         return hardware.host_attention > 0 and not hardware.shared
 
-    def place(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:
+    def solve_placement(self, shape: Policy, choice: Choice, wide: bool = False) -> bool:
         """Solve the placement of a block shape, round it, and lay it out. Skip a placement that is too slow.
 
         Args:

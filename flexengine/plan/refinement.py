@@ -48,7 +48,7 @@ class Refinement:
             for policy, slots in product(self.shapes.smallest(), (2, 1)):
                 tried.attempt(replace(policy, slots=slots))
             for slots in (2, 1):
-                placement.place(replace(self.shapes.smallest()[0], slots=slots), Choice(False, False))
+                placement.solve_placement(replace(self.shapes.smallest()[0], slots=slots), Choice(False, False))
         for _ in range(MAX_ROUNDS):
             before = tried.leader()
             for prediction in self._best():
@@ -90,7 +90,7 @@ class Refinement:
         # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
         choices = [Choice(cache, hidden, policy.delegate), Choice(False, False)]
         for other, choice in product(self.shapes.neighbours(policy), dict.fromkeys(choices)):
-            self.placement.place(other, choice)
+            self.placement.solve_placement(other, choice)
         if policy.cache[1] and not hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
         same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]

@@ -161,7 +161,7 @@ def _stream(placement: Placement) -> None:
     choices += [Choice(True, False, True)] if placement.delegates else []
     for block, choice in product(shapes.blocks(), choices):
         for shape in dict.fromkeys(shapes.of(block, batch) for batch in (FIRST_GPU_BATCH, *FALLBACK_GPU_BATCHES)):
-            if placement.place(shape, choice, wide=True):
+            if placement.solve_placement(shape, choice, wide=True):
                 for diagonal in (shape, shapes.even(block)):
-                    placement.place(replace(diagonal, schedule="diagonal"), choice, wide=True)
+                    placement.solve_placement(replace(diagonal, schedule="diagonal"), choice, wide=True)
                 break

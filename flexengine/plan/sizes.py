@@ -11,7 +11,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.order import entrants
-from flexengine.schedule.place import places
+from flexengine.schedule.place import count_by_tier
 
 ALIGN = 4096  # bytes
 TENSOR_ALIGN = 64  # bytes, of tensors within a slot
@@ -61,7 +61,7 @@ def open_passes(policy: Policy, workload: Workload) -> int:
 def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
     """Return the most tokens of one sweep whose hidden states have their home on `tier`.
 
-    `place` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
+    `assign_tiers` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
     """
     share, total = shares(policy.activations).get(tier, 0.0), sweep_tokens(policy, workload)
     return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
@@ -107,7 +107,7 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 def delegated(policy: Policy) -> int:
     """Return the most sequences at once whose decode attention is delegated."""
-    homes = places(policy.block_size, policy.cache)
+    homes = count_by_tier(policy.block_size, policy.cache)
     return sum(sequences for home, sequences in homes.items() if policy.attends(home) != "device")
 
 

@@ -103,7 +103,7 @@ class Executor:
             if not end.passed:
                 self._marked.append((task, began, end))
                 continue
-            work = LOADING if task.op is Op.SETTLE else task.lane
+            work = LOADING if task.op is Op.LOAD_RESIDENT else task.lane
             self.busy[work] = self.busy.get(work, 0.0) + end.seconds - began.seconds
             if self.trace is not None:
                 self.trace.add(task, began.seconds, end.seconds)

@@ -1,4 +1,4 @@
-"""Which earlier tasks a task must wait for, from the resources both name (docs/architecture.md 3)."""
+"""Dependencies of a task on earlier tasks that name the same resources (docs/architecture.md 3)."""
 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
@@ -7,14 +7,14 @@ Done = TypeVar("Done")
 
 
 class Edges(Generic[Done]):
-    """Read-after-write, write-after-read and write-after-write. `Done` is whatever stands for a finished task."""
+    """Read-after-write, write-after-read and write-after-write dependencies. `Done` is the type of a task's end."""
 
     def __init__(self) -> None:
         self.writer: dict[Hashable, Done] = {}
         self.readers: dict[Hashable, list[Done]] = {}
 
     def add(self, reads: Iterable[Hashable], writes: Iterable[Hashable], done: Done) -> list[Done]:
-        """Books a task in program order; returns what it waits for."""
+        """Add a task, in program order. Return the ends of the tasks that it must wait for."""
         reads, writes = tuple(reads), tuple(writes)
         after = [self.writer[r] for r in reads if r in self.writer]
         for resource in writes:

@@ -1,4 +1,4 @@
-"""The order of cells, admission of sequences, and forming of gpu_batches: pure functions over plain numbers.
+"""The order of cells, the number of sequences to admit, and the gpu_batches of a sweep.
 
 A sweep advances every live sequence by one token. Its cells are computed layer by layer, so that each layer's weights
 are needed once per sweep (FlexGen section 4.2).
@@ -72,9 +72,8 @@ class Batch(NamedTuple):
     Attributes:
         pieces: tokens to compute, of sequences whose KV cache lies in one tier.
         cache_home: tier of the KV cache.
-        hidden_home: tier of the activations between layers.
-        attention: place that computes attention, see `Policy.attends`. Every piece is a decode step unless this is the
-            device.
+        hidden_home: tier of the hidden states between layers.
+        attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
     """
 
     pieces: tuple[Piece, ...]
@@ -97,9 +96,9 @@ class Growing(NamedTuple):
     """A sequence in the forecast of KV pages.
 
     Attributes:
-        tokens: cached after the next sweep.
-        sweeps: until the sequence ends.
-        shared: tokens of its prompt if another sequence that leaves no earlier counts the pages that they share.
+        tokens: tokens cached after the next sweep.
+        sweeps: sweeps until the sequence ends.
+        shared: prompt tokens on shared pages that another sequence counts, which leaves no earlier; else 0.
     """
 
     tokens: int
@@ -118,8 +117,8 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
     Args:
         schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
             when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
-            (FlexGen appendix A.1). continuous: every free place is filled at once.
-        live: sequences that are alive.
+            (FlexGen appendix A.1). continuous: sequences enter as soon as the block has room.
+        live: number of sequences alive.
         gpu_batch_size: sequences of a gpu_batch.
         num_gpu_batches: gpu_batches of a block.
     """
@@ -134,17 +133,17 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
 
 
 def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
-    """Return the maximum number of pages in use if no sequence enters; each grows by one token per sweep until it ends.
-    Pages that sequences share are counted once.
+    """Return the most pages in use if no sequence enters. Shared pages are counted once.
 
-    The number of pages falls only when a sequence ends, so the maximum occurs in the last sweep of some sequence.
+    Each sequence grows by one token per sweep until it ends. The number of pages falls only when a sequence ends, so
+    the maximum occurs in the last sweep of some sequence.
     """
     if not sequences:
         return 0
     tokens, sweeps, shared = np.array(sequences).T
-    at = np.unique(sweeps)[:, None]
-    held = pool.held(tokens + at - 1) - pool.num_shared(shared)
-    return int(np.where(sweeps >= at, held, 0).sum(axis=1).max())
+    ends = np.unique(sweeps)[:, None]
+    held = pool.held(tokens + ends - 1) - pool.num_shared(shared)
+    return int(np.where(sweeps >= ends, held, 0).sum(axis=1).max())
 
 
 def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:
@@ -161,10 +160,10 @@ def form_batches(
     Pieces of one sequence are in different gpu_batches, in order, as a later piece reads the KV of the earlier ones.
 
     Args:
-        pieces: to divide.
-        gpu_batch_size: maximum sequences of a gpu_batch.
-        token_budget: maximum tokens of a gpu_batch; a single piece may exceed it.
-        pools: their `batch_pages` limit the KV pages of a gpu_batch.
+        pieces: pieces to divide.
+        gpu_batch_size: most sequences of a gpu_batch.
+        token_budget: most tokens of a gpu_batch; a single piece may exceed this number.
+        pools: page pools; `batch_pages` limits the KV pages of a gpu_batch.
     """
     limited = [(pool, pool.batch_pages) for pool in pools if pool.batch_pages is not None]
     batches: list[tuple[Piece, ...]] = []

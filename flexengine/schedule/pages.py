@@ -1,13 +1,13 @@
-"""Which pages of a sequence exist, are read and are written, as windows bound them. All formulas are here.
+"""Page numbers that a sequence holds, reads and writes in layers with and without a window.
 
 A page holds `page_tokens` tokens of a sequence for one layer. Page number n holds tokens n * page_tokens and on. A
-query at position t of a layer with a window sees positions t - window + 1 .. t, so no query sees more than `ring`
-pages. A sequence keeps that many pages for such layers, and page n lies in entry n % ring of its list of page ids:
+query at position t of a layer with a window sees positions t - window + 1 .. t, so it sees at most `ring` pages. A
+sequence holds at most `ring` pages for such a layer, and page n is entry n % ring of the list of page ids:
 
     window 40, 16 tokens a page: ring 4     page    0  1  2  3  4  5  6 ...
                                             entry   0  1  2  3  0  1  2 ...
 
-Entries of a page table whose pages have been overwritten are never read by the kernels: no query sees their positions.
+Page tables may name pages that have been overwritten. Kernels do not read them, as no query sees their positions.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-Count = TypeVar("Count", int, np.ndarray[Any, Any])  # the formulas take numbers and arrays of numbers alike
+Count = TypeVar("Count", int, np.ndarray[Any, Any])  # a number, or an array of numbers
 
 
 def pages_for(tokens: Count, page_tokens: int) -> Count:
@@ -29,10 +29,10 @@ class Pool:
     """Page pool of one tier for the layers with one window.
 
     Attributes:
-        pages: pages of each of these layers.
-        page_tokens: tokens of a page.
+        pages: number of pages for each of these layers.
+        page_tokens: tokens per page.
         batch_pages: most pages of one gpu_batch, None for no limit.
-        window: tokens that these layers' queries see, None for all.
+        window: tokens that a query sees, None for all.
     """
 
     pages: int
@@ -42,7 +42,7 @@ class Pool:
 
     @cached_property
     def ring(self) -> int | None:
-        """Most pages that a sequence holds, None for no limit: `window` neighbouring tokens lie in at most so many."""
+        """Most pages that `window` consecutive tokens lie in, so the most that a sequence holds; None for no limit."""
         return None if self.window is None else (self.window + self.page_tokens - 2) // self.page_tokens + 1
 
     def held(self, tokens: Count) -> Count:
@@ -57,24 +57,26 @@ class Pool:
         return number
 
     def num_read(self, start: Count) -> Count:
-        """Return how many pages a piece reads that begins after `start` cached tokens."""
+        """Return the number of pages that a piece reads. start: tokens cached before the piece."""
         read: Count = pages_for(start, self.page_tokens) - self.first(start)
         return read
 
     def first_written(self, start: Count, end: Count) -> Count:
-        """Return the number of the first page that tokens start .. end - 1 are written to: the first that a query at
-        `end` sees, or the last page if it sees none."""
+        """Return the number of the first page that tokens start .. end - 1 are written to.
+
+        It is the first of their pages that a query at `end` sees, or their last page if the query sees none.
+        """
         last: Count = (end - 1) // self.page_tokens
         return _larger(start // self.page_tokens, _smaller(self.first(end), last))
 
     def num_written(self, start: Count, end: Count) -> Count:
-        """Return how many pages tokens start .. end - 1 are written to. Earlier pages of a long piece are not: no query
-        after the piece sees them."""
+        """Return the number of pages that tokens start .. end - 1 are written to. Pages that no query after the piece
+        sees are not written."""
         written: Count = (end - 1) // self.page_tokens + 1 - self.first_written(start, end)
         return written
 
     def read(self, start: int) -> range:
-        """Return the numbers of the pages that a piece reads that begins after `start` cached tokens."""
+        """Return the numbers of the pages that a piece reads. start: tokens cached before the piece."""
         return range(self.first(start), pages_for(start, self.page_tokens))
 
     def written(self, start: int, end: int) -> range:
@@ -82,21 +84,21 @@ class Pool:
         return range(self.first_written(start, end), (end - 1) // self.page_tokens + 1)
 
     def entry(self, number: int) -> int:
-        """Return where a page lies in a sequence's list of page ids."""
+        """Return the index of a page in a sequence's list of page ids."""
         return number if self.ring is None else number % self.ring
 
     def entries(self, numbers: range) -> list[int]:
-        """Return where pages lie in a sequence's list of page ids, rising."""
+        """Return the indices of pages in a sequence's list of page ids, rising."""
         return list(numbers) if self.ring is None else sorted(self.entry(n) for n in numbers)
 
     def num_shared(self, prompt: Count) -> Count:
-        """Return how many pages of a prompt its samples share for good: the full ones, where no window lets later pages
-        overwrite them."""
+        """Return the number of prompt pages that samples share until they end: full pages, or 0 with a window, as later
+        tokens then overwrite the pages."""
         full: Count = prompt // self.page_tokens if self.window is None else prompt * 0
         return full
 
     def table(self, ids: list[int], tokens: int) -> list[int]:
-        """Return the page table of a sequence of `tokens` tokens: the id of every page by its number.
+        """Return the page table of a sequence of `tokens` tokens: page ids by page number.
 
         Args:
             ids: `held(tokens)` page ids or more.

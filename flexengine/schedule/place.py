@@ -10,12 +10,11 @@ from typing import NamedTuple
 from flexengine.policy import Split, places_of
 
 
-def place(sizes: Sequence[int], split: Split) -> list[str]:
+def assign_tiers(sizes: Sequence[int], split: Split) -> list[str]:
     """Return the tier of each item, in order.
 
-    The midpoint of an item in the cumulative size picks the place, the farthest first: disk, then host, then device
-    (FlexGen's rule). The realised fractions differ from `split` by rounding to whole items, so memory is checked on the
-    result.
+    As in FlexGen, the midpoint of an item in the cumulative size decides, and the first items go to the farthest place:
+    disk, then host, then device. Rounding to whole items changes the fractions, so check memory on the result.
 
     Args:
         sizes: bytes (or counts) of the items.
@@ -45,8 +44,7 @@ class _Items(NamedTuple):
         return _Items(ends, tuple(middles))
 
     def runs(self, split: Split) -> list[tuple[int, int, int]]:
-        """Return runs (number of the place in the split, first item, item after the last). A place whose share is 0
-        gets none."""
+        """Return runs (index of the place, first item, last item + 1). A place with share 0 gets no items."""
         runs, start, total = list[tuple[int, int, int]](), 0, 0.0
         for k in range(len(split) - 1, -1, -1):
             total += split[k]
@@ -58,15 +56,15 @@ class _Items(NamedTuple):
 
 
 def _nearest(split: Split) -> int:
-    """Return the number of the nearest place that has a share."""
+    """Return the index of the nearest place with a share."""
     return next((k for k, share in enumerate(split) if share > 0), len(split) - 1)
 
 
 @lru_cache(maxsize=1024)
-def places(count: int, split: Split) -> Mapping[str, int]:
-    """Return how many of `count` items of one size `place` assigns to each tier that gets any. Cached: the policy
-    search requests the same assignments often."""
-    tiers = Counter(place([1] * count, split))
+def count_by_tier(count: int, split: Split) -> Mapping[str, int]:
+    """Return the number of items per tier if `assign_tiers` assigns `count` items of one size. Tiers without items are
+    left out. Cached: the policy search requests the same assignments often."""
+    tiers = Counter(assign_tiers([1] * count, split))
     return {tier: tiers[tier] for tier in places_of(split) if tiers[tier]}
 
 
@@ -74,9 +72,9 @@ def places(count: int, split: Split) -> Mapping[str, int]:
 def place_groups(groups: tuple[tuple[int, ...], ...], split: Split) -> tuple[tuple[str, ...], ...]:
     """Return a tier for every item so that the totals match `split`.
 
-    Each group's rounding error is carried to the next, so the total is off by about half an item. `place` alone repeats
-    the error in every group: an OPT layer's tensors are 1/12 and 1/3 of the layer, and 27 % of each layer would become
-    nothing or a third. Cached: the policy search requests the same assignments often.
+    Each group's rounding error is carried to the next, so the total is off by about half an item. `assign_tiers` alone
+    repeats the error in every group: the matrices of an OPT layer are 1/12 or 1/3 of the layer, so 27 % of each layer
+    would become 0 or 1/3. Cached: the policy search requests the same assignments often.
 
     Args:
         groups: item sizes, one tuple per layer, head or embedding.

@@ -1,32 +1,31 @@
-"""What a cell touches: cells become tasks that name the lane they run on and the resources they read and write.
+"""Tasks of cells. Each task names the lane it runs on, and the resources it reads and writes.
 
 | resource | meaning |
 |---|---|
-| ("home", j) | weights of unit j that stay in memory, until the first sweep has brought them there |
-| ("w", slot, home) | part of a weight slot filled from a home tier |
-| ("wstage", slot, home) | host staging of the weights that come from a disk |
+| ("resident", j) | resident weights of unit j, written once, in the first sweep |
+| ("w", slot, home) | part of a weight slot that is filled from tier `home` |
+| ("wstage", slot, home) | host staging of a slot's weights from disk `home` |
 | ("cbuf", b), ("cstage", b) | device buffer and host staging for a gpu_batch's KV of one layer |
 | ("hbuf", b), ("hstage", b) | the same for hidden states |
-| ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, in their home |
+| ("kv", j, k), ("h", k) | KV of layer j of batch k, and hidden states of batch k, on their tier |
 | ("run", k) | the forward pass of batch k |
-| ("near", k), ("far", k) | what delegated attention of batch k needs, then gives, on the device and at its place |
+| ("near", k), ("far", k) | q, k, v of delegated attention of batch k, then its output: on the device, and off it |
 | ("embedded", k) | embedding rows of batch k |
 | ("before", k), ("after", k) | hidden states of batch k in the ports before the first and after the last layer |
 | ("inbuf", b), ("outbuf", b) | device buffers between these ports and the forward passes |
-| ("rows", home, k), ("rowstage", home, k) | experts that batch k needs and earlier batches did not, and their staging |
+| ("rows", home, k), ("rowstage", home, k) | experts that batch k is the first to need, in the slot and in staging |
 
-A cell whose attention is delegated is five tasks in place of one: its layer up to the attention, queries and new tokens
-to the place that computes attention, attention there, the output to the device, the rest of the layer. Routes name the
-lanes of that place. The rest of layer j comes right before the start of layer j + 1 of the same batch, so that (here)
-the host attends for it while the device computes the others:
+A cell with delegated attention has five tasks: the layer up to attention (device), copy of q, k, v to the place that
+computes attention, attention, copy of its output to the device, rest of the layer (device). `Routes.attend` has the
+lanes of the other three. The rest of layer j is emitted right before the start of layer j + 1 of the same batch. So the
+place computes attention of one batch while the device computes other batches:
 
     device  P00 P01 P02 F00 P10 F01 P11 F02 P12 F10 P20 ...     P start, A attention, F rest of layer j, batch k
     cpu         A00 A01 A02     A10     A11     A12 ...
 
-A cell that loads experts by rows is three: its layer up to the experts, their load, the rest of the layer. The rests
-come behind the starts of all batches, so that loads run while the device computes; where hidden states pass through
-buffers, behind as many as there are buffers. Experts stay in the layer's slot until its last batch is computed: a batch
-loads only those that no batch before it has loaded.
+A cell that loads experts by rows has three tasks: the layer up to the experts, their load, rest of the layer. The rests
+are emitted after the starts of all batches, so that loads overlap compute; with hidden buffers, at most one rest per
+buffer waits. Experts stay in the slot until the layer's last batch is computed, so each is loaded once per sweep.
 
     device     C00 C01 C02 R00 R01 R02 C10 ...                  C up to the experts, L load, R rest of layer j, batch k
     disk_read      L00 L01 L02             L10 ...
@@ -44,11 +43,11 @@ from flexengine.schedule.routes import Routes
 from flexengine.schedule.slots import Ring
 
 BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
-LOADING = "loading"  # what SETTLE counts as, beside the lanes: it happens once
+LOADING = "loading"  # key of the seconds of LOAD_RESIDENT, which are reported apart from those of the lanes
 
 
 class Op(enum.Enum):
-    SETTLE = "bring weights home"
+    LOAD_RESIDENT = "load resident weights"
     LOAD_WEIGHT = "load weight"
     LOAD_CACHE = "load cache"
     LOAD_HIDDEN = "load hidden"
@@ -68,14 +67,18 @@ class Op(enum.Enum):
 
 
 class Task(NamedTuple):
-    """One op of a cell. For SETTLE and LOAD_WEIGHT `cell.batch` is -1; for OPEN and the LOAD_ROWS of embedding rows
-    `cell.layer` is -1.
+    """One op of a cell.
 
-    home: tier, or place of attention, the data comes from or goes to.
-    hop: which leg of the route (disk -> host staging -> device has two).
-    slot, cache, hidden: weight slot, cache buffer and hidden buffer it uses, -1 for none.
-    by_rows: whether a LOAD_WEIGHT leaves out the unit's experts, which LOAD_ROWS loads; whether a COMPUTE or FINISH
-    ends before the experts, which RESUME computes.
+    Attributes:
+        cell: `cell.batch` is -1 for LOAD_RESIDENT and LOAD_WEIGHT. `cell.layer` is -1 for OPEN and for LOAD_ROWS of
+            the embedding.
+        lane: lane that runs the task.
+        reads, writes: names of resources.
+        home: tier that the data comes from or goes to, or place that computes attention.
+        hop: number of the leg on the route; disk -> host staging -> device has legs 0 and 1.
+        slot, cache, hidden: number of the weight slot, cache buffer and hidden buffer; -1 for none.
+        by_rows: for LOAD_WEIGHT, whether LOAD_ROWS loads the unit's experts; for COMPUTE and FINISH, whether RESUME
+            computes the experts.
     """
 
     op: Op
@@ -95,10 +98,10 @@ class Parts(NamedTuple):
     """Tasks of one cell.
 
     Attributes:
-        loads: of its KV and hidden states.
-        compute: the cell, or its start.
+        loads: loads of KV and hidden states.
+        compute: the whole cell, or its start.
         after: tasks that may run while the device computes other cells.
-        rest: the rest of the cell, emitted later; empty for a cell of one COMPUTE.
+        rest: the rest of the cell, emitted later; empty if `compute` is the whole cell.
     """
 
     loads: Sequence[Task]
@@ -108,13 +111,17 @@ class Parts(NamedTuple):
 
 
 class Program:
-    """Tasks of sweep after sweep, with weight loads running `slots` units ahead across sweep boundaries.
+    """Tasks of one sweep after the other. Weight loads run up to `slots` units ahead, also into the next sweep.
 
-    streamed: per unit (layers, then head chunks) the homes its off-device weights come from, () when all are resident.
-    layers: how many of the units are layers (hidden states move between those only). arriving: rising numbers of the
-    units with weights that stay in memory and are not there yet, each as often as there are batches of them; they come
-    while the first sweep computes. demand: weights that are loaded by rows. ports: BEFORE if hidden states enter from
-    layers of another program, AFTER if they leave to layers of another.
+    Args:
+        streamed: by unit (layers, then head chunks), the tiers of its off-device weights; () if all are resident.
+        layers: number of units that are layers.
+        slots: number of weight slots.
+        routes: lanes of the machine.
+        arriving: units with resident weights that are not read yet, rising, once per batch of reads. The first sweep
+            reads them.
+        demand: weights that are loaded by rows.
+        ports: BEFORE if hidden states enter from another program, AFTER if they leave to another program.
     """
 
     def __init__(
@@ -129,43 +136,46 @@ class Program:
     ) -> None:
         self.streamed, self.layers, self.slots, self.routes = streamed, layers, slots, routes
         self.arriving, self.demand, self.ports = list(arriving), demand, ports
-        self.first = bool(arriving)  # whether units may still have to wait for what is to stay
+        self.first = bool(arriving)  # whether units must wait for resident weights
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
         self.weights = Ring("w", slots)
         self.caches, self.hiddens = Ring("c", slots, first=1 % slots), Ring("h", slots, first=1 % slots)
         self.by_rows = False  # whether weight loads of this sweep leave out experts
-        self.split = [False] * slots  # the same of the load that was last emitted for each slot
+        self.split = [False] * slots  # by slot: `by_rows` of the last load emitted for it
 
     def sweep(self, number: int, batches: Sequence[Batch], more: bool) -> Iterator[Task]:
-        """Tasks of one sweep in program order; `more` lets the loads of the next sweep begin.
+        """Yield the tasks of one sweep in program order.
 
-        A weight load waits for its slot, and a lane is first come first served; so it is emitted behind the cache and
-        hidden loads of the next unit's first cells, which need not wait. Edges know earlier tasks only; so it is
-        emitted behind the last task that reads what its slot held. With fewer than three slots a streamed unit is
-        finished before the next begins, as holding its slot for longer would leave nothing to load ahead into.
+        A lane runs its tasks in order, and a weight load waits for its slot. So it is emitted after cache and hidden
+        loads of the next unit's first cells, which need no slot. Edges link a task to earlier tasks only. So it is also
+        emitted after the last task that reads the previous content of its slot. With fewer than three slots a streamed
+        unit is finished before the next one begins, as otherwise no slot is free to load ahead.
+
+        Args:
+            more: whether to emit the first loads of the next sweep.
         """
         self.by_rows = self.demand.by_rows(sum(batch.tokens for batch in batches))
         horizon = self.weights.passed + len(self.cycle) + (self._ahead if more else 0)
         if not self.cycle:
-            yield from self._settle(number, len(self.streamed))
+            yield from self._load_resident(number, len(self.streamed))
         yield from self._embedded(number, batches)
         yield from self._weights(number, horizon)
         ahead = min(self.slots, len(batches)) - 1
-        waiting: dict[int, Sequence[Task]] = {}  # by batch: the rest of the unit before, which waits for attention
+        waiting: dict[int, Sequence[Task]] = {}  # by batch: rest of its last cell, after delegated attention
         for j, homes in enumerate(self.streamed):
             started: dict[int, Sequence[Task]] = {}
-            late: deque[Sequence[Task]] = deque()  # the rests of cells that wait for experts
-            yield from self._settle(number, j)
+            late: deque[Sequence[Task]] = deque()  # rests of cells, after loads of experts
+            yield from self._load_resident(number, j)
             for k, batch in enumerate(batches):
                 last = list(waiting) == [k]
                 yield from waiting.pop(k, ())
                 if last:
                     self.weights.give_back()
                 while batch.hidden_home != "device" and _buffered(late) == self.slots:
-                    yield from late.popleft()  # else this cell would use its buffer
+                    yield from late.popleft()  # frees the buffer that this cell uses
                 parts = self._cell(Cell(number, j, k), batch, batches)
                 yield from parts.loads
-                # With one slot the load cannot wait: this unit's own weights may still be due.
+                # With one slot, the load of this unit's own weights may not be emitted yet.
                 if k == ahead or self.slots == 1 or last:
                     yield from self._weights(number, horizon)
                 yield parts.compute
@@ -183,7 +193,7 @@ class Program:
                     started = {}
                 self.weights.leave(held=bool(started))
             waiting = started
-        for rest in waiting.values():  # of the last layer, where hidden states leave
+        for rest in waiting.values():  # only if the last unit is a layer: hidden states leave, and there is no head
             yield from rest
         if waiting:
             self.weights.give_back()
@@ -192,35 +202,35 @@ class Program:
 
     @property
     def _ahead(self) -> int:
-        """Units of the next sweep that may be loaded in this one. Embedding rows of the next sweep, which every batch
-        waits for, are emitted behind these loads: so it is one unit where both are read in one lane."""
+        """Number of units of the next sweep that may be loaded in this one. It is 1 if embedding rows, which all
+        batches wait for, are read in the same lane: they are emitted after these loads."""
         home, load = self.demand.embedding, self.routes.load
         one_lane = home and any(load[home][0] in load[other] for unit in self.streamed for other in unit)
         return min(1 if one_lane else self.slots, len(self.cycle))
 
     def _embedded(self, sweep: int, batches: Sequence[Batch]) -> Iterator[Task]:
-        """Begin all forward passes and load the rows of the embedding that they need, if it is off the device."""
+        """Yield the tasks that begin all forward passes and load embedding rows, if these are off the device."""
         if not (home := self.demand.embedding):
             return
-        yield from self._settle(sweep, 0)
+        yield from self._load_resident(sweep, 0)
         cells = [Cell(sweep, -1, k) for k in range(len(batches))]
         for cell in cells:
-            yield Task(Op.OPEN, cell, "device", self._home(0), (("run", cell.batch),))
+            yield Task(Op.OPEN, cell, "device", self._resident(0), (("run", cell.batch),))
         for cell in cells:
             k, lane = cell.batch, self.routes.load[home][0]
             reads = (("run", k), *self._copied(0, home))
             yield Task(Op.LOAD_ROWS, cell, lane, reads, (("embedded", k),), home)
 
     def _weights(self, sweep: int, horizon: int) -> Iterator[Task]:
-        """The loads that may be emitted by now, up to the horizon."""
+        """Yield weight loads as long as a slot is free, up to unit number `horizon` since the job began."""
         while self.weights.free and self.weights.taken < horizon:
             unit = self.cycle[self.weights.taken % len(self.cycle)]
             slot = self.weights.take()
-            yield from self._settle(sweep, unit)
+            yield from self._load_resident(sweep, unit)
             self.split[slot] = split = self.by_rows and bool(self.demand.of(unit))
-            # A unit with nothing but experts off the device has one load of no bytes, which reserves the slot.
+            # If only experts are off the device, a load of no bytes reserves the slot.
             homes = (self.demand.others[unit] or self.streamed[unit][:1]) if split else self.streamed[unit]
-            # One of the loads speaks for the parts of the slot that this unit leaves empty.
+            # The first load also declares the unused parts of the slot as written, to reserve the whole slot.
             empty = self.weights.parts(slot, (home for home in self.routes.load if home not in homes))
             for home in homes:
                 task = Task(Op.LOAD_WEIGHT, Cell(sweep, unit, -1), "", (), (), home, slot=slot, by_rows=split)
@@ -231,33 +241,31 @@ class Program:
                 yield last._replace(writes=last.writes + empty)
                 empty = ()
 
-    def _settle(self, sweep: int, unit: int) -> Iterator[Task]:
-        """What the units up to this one still lack of the weights that stay in memory. Read in the order of use, so
-        behind no load that waits for a slot of a later unit."""
+    def _load_resident(self, sweep: int, unit: int) -> Iterator[Task]:
+        """Yield the reads of resident weights of the units up to this one that are not emitted yet. So they precede the
+        loads of later units, which wait for slots."""
         while self.arriving and self.arriving[0] <= unit:
             j = self.arriving.pop(0)
-            yield Task(Op.SETTLE, Cell(sweep, j, -1), self.routes.load[DISK][0], (), (("home", j),))
+            yield Task(Op.LOAD_RESIDENT, Cell(sweep, j, -1), self.routes.load[DISK][0], (), (("resident", j),))
 
-    def _home(self, unit: int) -> tuple[Hashable, ...]:
-        """What a unit needs to have come home. A head may be the embedding, and its chunks come with the first."""
+    def _resident(self, unit: int) -> tuple[Hashable, ...]:
+        """Return the resident weights that a unit reads. A tied head is the embedding, which is read with unit 0."""
         if not self.first:
             return ()
-        return (("home", unit),) if unit < self.layers else (("home", 0), ("home", self.layers))
+        return (("resident", unit),) if unit < self.layers else (("resident", 0), ("resident", self.layers))
 
     def _copied(self, unit: int, home: str) -> tuple[Hashable, ...]:
-        """Return what a load of a unit from `home` waits for: the first sweep copies weights to every place but the
-        disk of the checkpoint."""
-        return () if home == DISK else self._home(unit)
+        """Return the resources that a load from `home` reads. The checkpoint is on the first disk, without copies."""
+        return () if home == DISK else self._resident(unit)
 
     def _cell(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> Parts:
-        """Return the tasks of one cell. Hidden states and KV at home on the device are neither loaded nor stored. Where
-        attention is delegated nothing is loaded before the start of the layer."""
+        """Return the tasks of one cell. It has no loads if its data is on the device or its attention is delegated."""
         j, k = cell.layer, cell.batch
         slot = self.weights.current if self.streamed[j] else -1
-        # The whole slot, even what this unit does not fill: the next unit's load must not begin there meanwhile.
-        reads = self._home(j)
+        # Read all parts of the slot, also unused ones: the next unit's load must not begin there meanwhile.
+        reads = self._resident(j)
         reads += self.weights.parts(slot, self.routes.load) if self.streamed[j] else ()
-        # With one slot the unit's own load may not have been emitted yet: then it will be in this sweep.
+        # With one slot the unit's own load may be emitted only later in this sweep.
         split = self.split[slot] if self.weights.taken > self.weights.passed else self.by_rows
         experts = self.demand.of(j) if slot >= 0 and split else ()
         compute = Task(Op.COMPUTE, cell, "device", reads, (("run", k),), slot=slot)
@@ -280,8 +288,7 @@ class Program:
         return self._ported(Parts(loads, compute, (*cache_stores, *rows), (resume, *hidden_stores)))
 
     def _ported(self, parts: Parts) -> Parts:
-        """Return a cell with the tasks by which its hidden states enter and leave, if it is in the first or last
-        layer."""
+        """Return a cell with its ENTER and LEAVE tasks, if it is in the first or last layer."""
         cell, compute = parts.compute.cell, parts.compute
         k, source, target = cell.batch, ("inbuf", cell.batch % self.slots), ("outbuf", cell.batch % self.slots)
         if BEFORE in self.ports and cell.layer == 0:
@@ -298,7 +305,7 @@ class Program:
         return parts
 
     def _cached(self, cell: Cell, batch: Batch, batches: Sequence[Batch]) -> tuple[int, list[Task], list[Task]]:
-        """Return the buffer for a batch's KV, its loads and its stores; -1 and none where the KV is on the device."""
+        """Return the buffer of a batch's KV, loads and stores; -1 and no tasks if the KV is on the device."""
         if batch.cache_home == "device":
             return -1, [], []
         j, k = cell.layer, cell.batch
@@ -312,8 +319,7 @@ class Program:
         return cache, loads, list(_route(task, self.routes.store, (buffer,), ("kv", j, k), stage))
 
     def _hidden(self, cell: Cell, batch: Batch) -> tuple[int, list[Task], list[Task]]:
-        """Return the buffer for a batch's hidden states, loads and stores; -1 and none where those are on the
-        device."""
+        """Return the buffer of a batch's hidden states, loads and stores; -1 and no tasks if they are on the device."""
         if batch.hidden_home == "device":
             return -1, [], []
         j, k = cell.layer, cell.batch
@@ -330,7 +336,7 @@ class Program:
     def _delegated(
         self, compute: Task, place: str, weights: tuple[Hashable, ...], experts: tuple[str, ...]
     ) -> Parts:  # fmt: skip
-        """Return a cell whose attention is computed at a place off the device. compute: the cell in one task."""
+        """Return a cell with attention computed at a place off the device. compute: the cell in one task."""
         cell, slot = compute.cell, compute.slot
         j, k = cell.layer, cell.batch
         run, near, far = ("run", k), ("near", k), ("far", k)
@@ -346,10 +352,13 @@ class Program:
         return Parts((), compute._replace(op=Op.PROJECT, writes=(run, near)), attend, (finish, *rest))
 
     def _rows(self, compute: Task, weights: tuple[Hashable, ...], experts: tuple[str, ...]) -> tuple[Task, ...]:
-        """Return the load of a cell's experts from their homes, then the rest of the cell.
+        """Return the loads of a cell's experts, one per tier and leg, then the rest of the cell.
 
-        compute: the cell up to its experts. The rest waits for the loads of earlier batches, too, as each load waits
-        for the one before: an expert may have come with one of those.
+        An earlier batch may have loaded an expert of this cell. So each load waits for the load of the batch before.
+
+        Args:
+            compute: the cell up to its experts.
+            experts: tiers of the experts.
         """
         cell, slot, k = compute.cell, compute.slot, compute.cell.batch
         rows = tuple(("rows", home, k) for home in experts)
@@ -358,7 +367,7 @@ class Program:
             task = Task(Op.LOAD_ROWS, cell, "", (), (), home, slot=slot, by_rows=True)
             source = (("run", k), *self._copied(cell.layer, home))
             *first, last = _route(task, self.routes.load, source, target, ("rowstage", home, k))
-            staging = (self.weights.stage(slot, home),) if first else ()  # not written to by the next unit meanwhile
+            staging = (self.weights.stage(slot, home),) if first else ()  # the next unit must not write there meanwhile
             before = (("rows", home, k - 1),) if k else ()
             loads += [t._replace(reads=t.reads + staging) for t in first]
             loads.append(last._replace(reads=last.reads + staging + before))
@@ -372,7 +381,7 @@ def _route(
     target: Hashable,
     stage: Hashable,
 ) -> Iterator[Task]:
-    """One task per leg from source to target; what lies between the legs is the staging buffer."""
+    """Yield one task per leg from `source` to `target`. Two legs meet in the staging buffer `stage`."""
     lanes = routes[task.home]
     for hop, lane in enumerate(lanes):
         reads = source if hop == 0 else (stage,)
@@ -386,6 +395,6 @@ def _buffered(rests: Iterable[Sequence[Task]]) -> int:
 
 
 def _continues(earlier: Batch, later: Batch) -> bool:
-    """Whether `later` holds a piece of a sequence that `earlier` began in this sweep."""
+    """Return whether `later` has a piece of a sequence that also has a piece in `earlier`."""
     begun = {p.sequence for p in earlier.pieces}
     return any(p.sequence in begun for p in later.pieces)

@@ -1,4 +1,4 @@
-"""Routes: the lanes that bytes pass between each place and the device, and those of attention at a place."""
+"""Routes: the lanes of copies between each place and the device, and of attention computed at a place."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,9 +11,9 @@ class Routes:
     """Lanes between each place and the device.
 
     Attributes:
-        load: by place, the lanes from the place to the device. Two lanes mean a stop in host staging.
+        load: by place, the lanes from the place to the device. Two lanes mean that data passes through host staging.
         store: by place, the lanes from the device to the place.
-        attend: by place that computes attention, the lanes of the question, of attention there and of the answer.
+        attend: by place that computes attention, the lanes of SEND, ATTEND and FETCH.
     """
 
     load: dict[str, tuple[str, ...]]
@@ -25,13 +25,13 @@ class Routes:
     def between(places: tuple[str, ...], staged: bool) -> "Routes":
         """Return the routes of a machine. Every disk has a lane for reads and a lane for writes.
 
-        Each further disk also has lanes of its own on the link between host and device. A lane runs its tasks in order,
-        so on a common lane data of a fast disk would wait behind data of a slow one.
+        Each further disk also has lanes of its own between host and device. A lane runs its tasks in order, so on a
+        common lane data of a fast disk would wait for data of a slow disk.
 
         Args:
             places: all places of the machine.
-            staged: whether disks and device are not directly connected. If they are, RAM is the device, and nothing is
-                delegated to the host.
+            staged: whether data between a disk and the device passes through host staging. If not, RAM is the device,
+                and no attention is delegated.
         """
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}

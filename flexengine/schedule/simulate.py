@@ -28,7 +28,7 @@ def simulate(program: Iterable[Task], cost: Callable[[Task], float], overlap: bo
     Args:
         program: the tasks.
         cost: returns the seconds of a task.
-        overlap: False runs one task at a time, as Inline lanes do, so the end is the sum of all costs.
+        overlap: False runs one task at a time, as inline lanes do, so the end is the sum of all costs.
     """
     free: dict[str, float] = {}
     edges: Edges[list[float]] = Edges()

@@ -1,4 +1,4 @@
-"""Slots that tasks share: which one comes next, and the names under which tasks read and write it."""
+"""Slots that tasks share: the next free slot, and the resource names of slots."""
 
 from collections.abc import Hashable, Iterable
 
@@ -12,8 +12,8 @@ class Ring:
         first: the slot that is handed out first.
 
     Attributes:
-        taken: times that a slot was handed out.
-        passed: units whose cells have all been emitted. Each such unit used one slot.
+        taken: number of slots handed out so far.
+        passed: number of units that are fully emitted. Each such unit used one slot.
     """
 
     def __init__(self, kind: str, count: int, first: int = 0) -> None:
@@ -21,13 +21,13 @@ class Ring:
         self.taken = self.passed = self._given_back = 0
 
     def take(self) -> int:
-        """Return the next slot. Buffers of one cell need no `free`: their tasks wait for each other by their names."""
+        """Return the next slot. Buffers of one cell are not given back: their resource names order the tasks."""
         self.taken += 1
         return (self.first + self.taken - 1) % self.count
 
     @property
     def free(self) -> bool:
-        """Whether a slot is free to be taken."""
+        """Whether a slot can be taken."""
         return self.taken - self._given_back < self.count
 
     @property
@@ -36,20 +36,20 @@ class Ring:
         return (self.first + self.passed) % self.count
 
     def leave(self, held: bool) -> None:
-        """Go on to the next unit. The slot is given back unless it is `held`: then some task is yet to read it."""
+        """Go on to the next unit. Give the slot back unless it is `held`, for a task that is not emitted yet."""
         self.passed += 1
         self._given_back = self.passed - held
 
     def give_back(self) -> None:
-        """Give the slots of all units back that were passed."""
+        """Give back the slots of all passed units."""
         self._given_back = self.passed
 
     def part(self, slot: int, home: str) -> Hashable:
-        """Return the name of the part of a slot that is filled from a home tier."""
+        """Return the name of the part of a slot that is filled from a tier."""
         return (self.kind, slot, home)
 
     def parts(self, slot: int, homes: Iterable[str]) -> tuple[Hashable, ...]:
-        """Return the names of the parts of a slot that are filled from these home tiers."""
+        """Return the names of the parts of a slot that are filled from these tiers."""
         return tuple(self.part(slot, home) for home in homes)
 
     def buffer(self, slot: int) -> Hashable:
@@ -57,5 +57,5 @@ class Ring:
         return (f"{self.kind}buf", slot)
 
     def stage(self, slot: int, *home: str) -> Hashable:
-        """Return the name of the host staging of a buffer or, with a disk, of the part of a slot that comes from it."""
+        """Return the name of a buffer's host staging. home: a disk, for the staging of a slot's data from this disk."""
         return (f"{self.kind}stage", slot, *home)

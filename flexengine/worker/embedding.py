@@ -1,9 +1,9 @@
 """Rows of the embedding for the tokens of a sweep.
 
-The ids are known before the sweep, in RAM. They are sorted and counted then: within the sweep, a GPU would have to wait
-until the host had read them from it. Rows of a table off the device are read by a task of their own, in the lane of the
-tier where the table lies. Beside a GPU they are read into locked memory, from which they are copied without waiting;
-each gpu_batch has a place of its own there until the next sweep.
+Token ids are in RAM before the sweep, and are sorted then. Within the sweep, reading ids from a GPU would synchronize.
+If the table is off the device, its rows are read by a LOAD_ROWS task, in the lane of the table's tier. With a GPU, rows
+are read into pinned memory, from which a copy to the GPU is asynchronous. Each gpu_batch has its own part of the pinned
+memory until the next sweep.
 """
 
 from dataclasses import dataclass, replace
@@ -18,15 +18,15 @@ from flexengine.plan.layout import EMBEDDED, Layout
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
-READ_BYTES = 4 << 20  # of encoded rows that are read at once: decoding takes room beside the pass that computes
+READ_BYTES = 4 << 20  # most bytes of encoded rows per read, as dequantization needs memory
 
 
 class Read(NamedTuple):
     """Rows that are read together.
 
     Attributes:
-        numbers: of the rows or, if they are encoded, of the blocks that they lie in; rising.
-        inside: where the rows are among those of the blocks, int64, in RAM.
+        numbers: row numbers or, for encoded rows, numbers of blocks that contain the rows; rising.
+        inside: int64 [rows], in RAM: index of each row among all rows of the blocks.
     """
 
     numbers: list[int]
@@ -38,11 +38,11 @@ class Lookup:
     """Rows of the embedding that a gpu_batch needs.
 
     Attributes:
-        place: the row of each token among those brought, [1, tokens], on the device.
-        ids: on the device, the rows to take of a table there; None: the table is taken as it is.
-        reads: what to read of a table off the device.
-        target: where in locked memory the rows go, [rows, width]; None: anywhere in RAM.
-        found: the rows that `read` has read, [rows, width], in RAM.
+        place: int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns.
+        ids: int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table.
+        reads: reads from a table off the device.
+        target: [rows, width], in pinned memory: target of the reads; None for new memory.
+        found: [rows, width], in RAM: rows that `read` has read.
     """
 
     place: Tensor
@@ -53,49 +53,53 @@ class Lookup:
 
 
 class Embedding:
-    """Finds the rows of a job's sweeps: `begin` a sweep, `look_up` each gpu_batch, `read` in the table's lane, `bring`
-    in the device's.
+    """Embedding rows of a job.
+
+    Call `begin` for a sweep and `look_up` for each gpu_batch. Then call `read` in the lane of the table's tier, and
+    `bring` in the device lane.
 
     Args:
-        regions: takes the locked memory, and gives it back.
+        weights: weights of the job.
+        layout: layout of the job.
+        regions: owns the pinned memory.
     """
 
     def __init__(self, weights: Weights, layout: Layout, regions: Regions) -> None:
         self.weights, self.machine = weights, weights.machine
-        width, on = weights.skeleton.embedding[1][1], weights.machine.compute
-        entering = weights.skeleton.enters  # then no layer sees the embedding's output, and no row of it is read
-        self._blank = torch.zeros(1, width, dtype=weights.dtype, device=on) if entering else None
+        width, device = weights.skeleton.embedding[1][1], weights.machine.compute
+        entering = weights.skeleton.enters  # no layer reads the embedding's output
+        self._blank = torch.zeros(1, width, dtype=weights.dtype, device=device) if entering else None
         self._stage: Tensor | None = None
-        self._used = 0  # elements of it
+        self._used = 0  # elements of `_stage`
         if layout.embedded:
             self._stage = self.machine.host.view(regions.take("host", layout.embedded, EMBEDDED, weights.dtype))
 
     def begin(self) -> None:
-        """Let the sweep's gpu_batches use all of the locked memory anew."""
+        """Make all pinned memory free for a new sweep."""
         self._used = 0
 
     def look_up(self, ids: Tensor, staged: bool = True) -> Lookup:
-        """Return the rows for the ids of a gpu_batch; none is read yet.
+        """Return the rows for the ids of a gpu_batch, without reading them.
 
         Args:
-            ids: [1, tokens], in RAM.
-            staged: whether rows read from RAM or disk go through locked memory, which has room for each gpu_batch once.
+            ids: int64 [1, tokens], in RAM.
+            staged: whether to read rows into pinned memory, which has room for one call per gpu_batch and sweep.
         """
-        table, on = self.weights.table, self.machine.compute
+        table, device = self.weights.table, self.machine.compute
         if self._blank is not None:
-            return Lookup(torch.zeros_like(ids).to(on))
+            return Lookup(torch.zeros_like(ids).to(device))
         if table is not None and table.dtype == self.weights.dtype:
-            return Lookup(ids.to(on))
+            return Lookup(ids.to(device))
         unique, inverse = torch.unique(ids, return_inverse=True)
         if table is not None:
-            return Lookup(inverse.to(on), unique.to(on))
+            return Lookup(inverse.to(device), unique.to(device))
         form = self.weights.embedding_form
         if form is None:
             reads = [Read(unique.tolist(), unique)]
         else:
             most = READ_BYTES // (form.packed.blocks[1] * form.packed.block_bytes)
             reads = [_blocks(some) for some in torch.split(unique, max(1, min(TOGETHER, most)))]
-        return Lookup(inverse.to(on), None, tuple(reads), self._target(len(unique)) if staged else None)
+        return Lookup(inverse.to(device), None, tuple(reads), self._target(len(unique)) if staged else None)
 
     def _target(self, count: int) -> Tensor | None:
         if self._stage is None:
@@ -121,7 +125,7 @@ class Embedding:
         rows.found = found.to(weights.dtype) if rows.target is None else rows.target.copy_(found)
 
     def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
-        """Return embedding rows on the device, and each token's place among them."""
+        """Return embedding rows on the device, and the index of each token's row among them."""
         weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
         if self._blank is not None:
             return self._blank, rows.place
@@ -139,7 +143,7 @@ class Embedding:
         return found.to(dtype), rows.place
 
     def close(self) -> None:
-        """Forget the locked memory, which `regions` gives back."""
+        """Drop the reference to the pinned memory. `regions` frees the memory."""
         self._stage = None
 
 

@@ -1,11 +1,11 @@
-"""Experts of streamed layers, loaded by rows: of a layer's slot, only the experts that some token chose are filled.
+"""Experts of streamed layers, loaded by rows: a layer's slot is filled only with the experts that its tokens chose.
 
-An expert is a row of each of the layer's stacked matrices. It goes to its own place in the slot, so the modules read it
-there as if all experts had been loaded, and kernels compute the same numbers. An expert that a gpu_batch loaded stays
-until the layer's last gpu_batch has been computed: in a sweep, each is loaded once at most.
+An expert is a row of each of the layer's stacked matrices. Each expert has the same place in the slot as if all experts
+were loaded, so modules and kernels need no change. An expert stays in the slot until the layer's last gpu_batch is
+computed, so it is loaded at most once per sweep.
 
-Which experts are loaded is written by the device lane alone. Other lanes read a list that is complete before their task
-begins.
+Only the device lane writes the sets of loaded experts. Other lanes read a list that is complete before their task
+starts.
 """
 
 from collections.abc import Sequence
@@ -16,49 +16,53 @@ from flexengine.worker.weights import Weights
 
 
 class Experts:
-    """The experts of one job: `loaded` when a layer's slot is filled, `lacking` at a pause, `load` in other lanes.
+    """Experts of one job that are loaded by rows.
+
+    `loaded` is called when a slot is filled, `lacking` at a pause of the device lane, `load` in the lanes of the tiers.
 
     Attributes:
-        names: per layer, its experts' matrices off the device.
+        names: by layer, the experts' matrices off the device.
     """
 
     def __init__(self, weights: Weights) -> None:
         self.weights, skeleton = weights, weights.skeleton
         streamed = weights.units[: len(skeleton.layers)]
         self.names = [tuple(n for n in unit if n in skeleton.experts) for unit in streamed]
-        self._there: dict[tuple[int, int], set[int]] = {}  # by layer and slot, of those filled by rows
+        self._loaded: dict[tuple[int, int], set[int]] = {}  # by layer and slot, if the slot is filled by rows
         for j, names in enumerate(self.names):
             for module in {skeleton.layers[j][n].module for n in names}:
                 own = tuple(n for n in names if skeleton.layers[j][n].module is module)
                 load_by_rows(module, j, own)
 
     def loaded(self, layer: int, slot: int, by_rows: bool) -> None:
-        """Note that a slot holds a layer, with none of its experts if it is to be filled by rows, else with all."""
+        """Record that a slot holds a layer: without experts if they are loaded by rows, else with all experts."""
         if by_rows:
-            self._there[layer, slot] = set()
+            self._loaded[layer, slot] = set()
         else:
-            self._there.pop((layer, slot), None)
+            self._loaded.pop((layer, slot), None)
 
     def lacking(self, rows: Rows, slot: int) -> list[int] | None:
-        """Return the experts to be loaded now, rising; None if the slot was filled with all. On a GPU this waits for
-        the router's choice."""
-        there = self._there.get((rows.layer, slot))
-        if there is None:
+        """Return the experts to load for a pause, rising, and record them as loaded; None if the slot has all experts.
+
+        On a GPU this waits for the router's result.
+        """
+        loaded = self._loaded.get((rows.layer, slot))
+        if loaded is None:
             return None
-        missing = sorted(set(rows.ids.flatten().tolist()) - there)
-        there.update(missing)
+        missing = sorted(set(rows.ids.flatten().tolist()) - loaded)
+        loaded.update(missing)
         return missing
 
     def load(self, layer: int, slot: int, home: str, hop: int, experts: Sequence[int]) -> None:
-        """Move experts one leg of their way from a home tier."""
+        """Copy experts one leg from a tier toward the slot; see `Mover.load`."""
         self.weights.load_rows(layer, slot, home, hop, self.names[layer], experts)
 
     def bring(self, rows: Rows, slot: int) -> None:
-        """Load the experts of a pause that are not there, over the whole way, in this thread."""
+        """Load the missing experts of a pause into the slot, in this thread."""
         self.weights.bring_rows(rows.layer, slot, rows.tensors, self.lacking(rows, slot) or ())
 
     def close(self) -> None:
-        """Let modules pause no more."""
+        """Stop the modules from pausing for experts."""
         for j, names in enumerate(self.names):
             for name in names:
                 load_by_rows(self.weights.skeleton.layers[j][name].module, j, ())

@@ -1,4 +1,4 @@
-"""Hidden states between layers, for gpu_batches whose activations are offloaded to host or disk."""
+"""Hidden states between layers, for gpu_batches with offloaded activations."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from flexengine.worker.regions import Regions
 
 
 class Hidden:
-    """Regions for offloaded hidden states, one per tier, which every sweep divides among its gpu_batches.
+    """Regions for offloaded hidden states, one per tier. Every sweep divides the regions among its gpu_batches.
 
     Transfers use device buffers and, between disk and device on some machines, staging buffers on the host. Before the
     first layer and after the last one, hidden states may pass through ports.
@@ -72,12 +72,12 @@ class Hidden:
         self._mover.store(tier, hop, [self._moved(k, tier, buffer)])
 
     def enter(self, k: int) -> None:
-        """Fill `entered(k)` from the port before the first layer."""
+        """Take the hidden states of gpu_batch k from port BEFORE into buffer `entered(k)`."""
         assert self.ports.before is not None
         self.ports.before.take(k, self.entered(k))
 
     def leave(self, k: int) -> None:
-        """Put `leaving(k)` into the port after the last layer."""
+        """Put the hidden states in buffer `leaving(k)` into port AFTER."""
         assert self.ports.after is not None
         self.ports.after.put(k, self.leaving(k))
 

@@ -1,6 +1,6 @@
-"""Copies between a tier and the device, one leg at a time: weights, KV pages and hidden states all move here.
+"""Copies of weights, KV pages and hidden states between a tier and the device, one leg at a time.
 
-A way has one leg, or two by host staging (disk - host - GPU). Each leg is a task of its own, in a lane of its own.
+A route has one leg, or two legs through host staging (disk - host - GPU). Each leg is a task in its own lane.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,12 +13,12 @@ from flexengine.tier.machine import Machine
 
 
 class Part(NamedTuple):
-    """Bytes that move together.
+    """Bytes that are copied together.
 
     Attributes:
-        pieces: where they are on their tier, in order.
-        stage: their place in host staging; None if their way has one leg.
-        device: their place on the device.
+        pieces: regions on the tier, in order.
+        stage: region in host staging; None if the route has one leg.
+        device: region on the device.
     """
 
     pieces: Sequence[Region]
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class Mover:
-    """Performs legs on one machine."""
+    """Copies parts on one machine."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -36,7 +36,7 @@ class Mover:
         """Copy parts one leg toward the device.
 
         Args:
-            tier: where the parts are.
+            tier: tier of the pieces.
             hop: 0 for the leg from the tier, 1 for the leg from staging.
         """
         host, device = self.machine.host, self.machine.device
@@ -52,7 +52,7 @@ class Mover:
         """Copy parts one leg from the device toward their tier.
 
         Args:
-            tier: where the parts go.
+            tier: tier of the pieces.
             hop: 0 for the leg from the device, 1 for the leg from staging.
         """
         host, device = self.machine.host, self.machine.device
@@ -71,7 +71,7 @@ class Mover:
 
 
 def spread(pieces: Sequence[Region], target: Tensor) -> list[tuple[Region, Tensor]]:
-    """Return each piece with the part of the target that holds its elements."""
+    """Return each piece with its part of the target."""
     flat, pairs, start = target.view(-1), list[tuple[Region, Tensor]](), 0
     for piece in pieces:
         count = piece.nbytes // piece.dtype.itemsize

@@ -1,4 +1,4 @@
-"""An opened model without loaded weights: meta modules, locations of its weights, and facts for the planner."""
+"""An opened model without loaded weights: meta modules, locations of weights, and facts for the planner."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -31,7 +31,7 @@ def _silent(_: str) -> None:
     pass
 
 
-def _alike() -> None:
+def _no_importances() -> None:
     return None
 
 
@@ -41,16 +41,16 @@ class Opened:
 
     Attributes:
         source: directory and files of the model.
-        dtype: of activations.
-        skeleton: the modules.
-        stored: location of each parameter in the checkpoint.
+        dtype: dtype of activations.
+        skeleton: the modules, on the meta device.
+        stored: by name, the location of each parameter in the checkpoint.
         cpu: whether the compute device is a CPU.
-        held: dtype of each parameter on the device.
-        facts: for the planner.
+        held: by name, the dtype of each parameter on the device.
+        facts: sizes of the model, for the planner.
         say: receives messages about long work.
-        importances: returns the importances for encoding; None for equal weights of all columns.
-        verifier: compares prepared weights with their checksums; None for no check.
-        lossy: the present switches.
+        importances: returns the importances of columns for encoding; None if all columns are equal.
+        verifier: compares encoded weights with their checksums; None for no check.
+        lossy: the current lossy switches.
     """
 
     source: Source
@@ -61,7 +61,7 @@ class Opened:
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
     say: Callable[[str], None] = _silent
-    importances: Callable[[], Importances | None] = _alike
+    importances: Callable[[], Importances | None] = _no_importances
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
 
@@ -78,11 +78,11 @@ class Opened:
 
     @property
     def given(self) -> list[Path]:
-        """The user's own files, which key the cache of encoded weights, as converted files may be made again."""
+        """The user's own files. They are the key of encoded weights: converted files may be made again."""
         return list(self.source.given) or self.files
 
     def use(self, lossy: Lossy) -> None:
-        """Set the lossy switches, and the formats and facts that depend on them. Weights must not be loaded.
+        """Set the lossy switches, and the formats and facts that depend on the switches. Weights must not be loaded.
 
         Raises:
             InvalidInput: a switch cannot be combined with the device or the dtype.
@@ -108,17 +108,17 @@ class Opened:
         self.__dict__.pop("origins", None)
 
     def refusal(self, lossy: Lossy) -> str | None:
-        """Return the reason why `use` would refuse these switches, None if it would accept them."""
+        """Return the reason why `use` refuses these switches; None if `use` accepts them."""
         switch = next((name for name in ("compute", "cache") if getattr(lossy, name) == "bf16"), None)
         if switch and not (self.cpu and self.dtype == torch.float32):
             return (f"{switch} is 'bf16', but this {'CPU' if self.cpu else 'GPU'} computes in {self.dtype}: it is for"
                     " CPUs that compute in fp32; leave it out, or let dtype be bfloat16 to compute all in"
                     " bf16")  # fmt: skip
-        turned = set(forms(self.skeleton, "int8")) - self.skeleton.matrices
-        if lossy.compute == "bf16" and lossy.coded is None and turned:
-            return (f"compute is 'bf16', but the model has {len(turned)} matrices transposed, such as {min(turned)},"
-                    " and those are multiplied in fp32; encode them with weights int8 or fewer bits, or let compute be"
-                    " 'int8'")  # fmt: skip
+        transposed = set(forms(self.skeleton, "int8")) - self.skeleton.matrices
+        if lossy.compute == "bf16" and lossy.coded is None and transposed:
+            return (f"compute is 'bf16', but the model has {len(transposed)} transposed matrices, such as"
+                    f" {min(transposed)}, which are multiplied in fp32; encode them with weights int8 or fewer bits, or"
+                    " let compute be 'int8'")  # fmt: skip
         return None
 
     def cache_form(self, bits: int) -> CacheFormat:
@@ -127,9 +127,10 @@ class Opened:
 
     @cached_property
     def origins(self) -> dict[str, Origin]:
-        """Location of each parameter's bytes in its format. Weights that are not yet encoded are encoded now.
+        """By name, the location of each parameter in its format. Encodes weights that are not encoded yet.
 
-        Raises the errors of `model.encoding.encoded`.
+        Raises:
+            The errors of `model.encoding.encoded`.
         """
         if not self.forms:
             return self.stored
@@ -151,19 +152,19 @@ def open_model(
     """Return an opened model.
 
     Args:
-        model: see source.resolve.
-        dtype: see skeleton.named_dtype.
-        kind: of machine: cpu, sim or cuda.
-        trust_remote_code: run the model's own Python code if it has some.
-        weights: False also accepts a directory with only a config.json; its weights are then assumed to be stored in
-            the config's dtype.
+        model: see `model.source.resolve`.
+        dtype: see `model.dtypes.named_dtype`.
+        kind: kind of machine: cpu, sim or cuda.
+        trust_remote_code: whether the model's own Python code may run.
+        weights: False also accepts a directory that has only a config.json; its weights then count as stored in the
+            config's dtype.
         lossy: switches for the formats of weights and cache.
-        verifier: see source.resolve.
+        verifier: see `model.source.resolve`.
         layers: first layer, and last layer + 1, to hold; None for all.
 
     Raises:
-        InvalidInput: there are no such layers.
-        ModelNotFound: there is no such model.
+        InvalidInput: the model does not have these layers.
+        ModelNotFound: the model is not found.
         UnsupportedModel: the model cannot be run.
         BadCheckpoint: a file is damaged.
     """
@@ -182,7 +183,7 @@ def open_model(
         use_range(skeleton, layers)
     if bare:
         own = getattr(config, "dtype", None)
-        stored = _imagined(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
+        stored = _assumed(skeleton, own if isinstance(own, torch.dtype) else torch.float32)
     else:
         stored = origins(tensors, skeleton.wanted, skeleton.loading)
     opened = Opened(source, computing, skeleton, stored, kind != "cuda", verifier=verifier)
@@ -196,8 +197,8 @@ def _is_bare(path: Path) -> bool:
     return (path / "config.json").is_file() and not any(any(path.glob(pattern)) for pattern in weights)
 
 
-def _imagined(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
-    """Return locations, in no file, for a model without weights."""
+def _assumed(skeleton: Skeleton, dtype: torch.dtype) -> dict[str, Origin]:
+    """Return locations without a file for a model without weights. dtype: of all weights."""
     sizes = {name: torch.Size(shape).numel() * dtype.itemsize for name, shape in skeleton.wanted.items()}
     shapes = skeleton.wanted
     return {name: Origin((ByteRange(Path(), 0, nbytes),), dtype, shapes[name]) for name, nbytes in sizes.items()}
@@ -211,7 +212,7 @@ def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtyp
     """
     keep = skeleton.matrices if cpu and dtype == torch.float32 else set[str]()
     if skeleton.product.compute == "bf16":
-        keep &= set(forms(skeleton, "int8"))  # routers, which choose experts, are not rounded
+        keep &= set(forms(skeleton, "int8"))  # routers keep their dtype: rounding would change the choice of experts
         return {name: torch.bfloat16 if name in keep else dtype for name in stored}
     narrow = (torch.bfloat16, torch.float16)
     return {n: s.dtype if n in keep and s.dtype in narrow else dtype for n, s in stored.items()}
@@ -220,7 +221,7 @@ def held_dtypes(skeleton: Skeleton, stored: dict[str, Origin], dtype: torch.dtyp
 def model_facts(
     skeleton: Skeleton, stored: dict[str, Origin], held: dict[str, torch.dtype], dtype: torch.dtype
 ) -> ModelFacts:
-    """Return the facts that the planner needs, from a skeleton and the checkpoint's headers."""
+    """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
     by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
 
     def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:

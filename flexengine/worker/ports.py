@@ -1,7 +1,7 @@
-"""Ports: places through which the hidden states of gpu_batches pass from one stage of a model to the next.
+"""Ports: transfer of the hidden states of gpu_batches from one stage of a model to the next.
 
-A stage's worker puts them into its port AFTER, in its lane "leave". The next stage's worker takes them from its port
-BEFORE, in its lane "enter". Neither knows how a port moves them: within a process, or by messages between machines.
+A stage's worker puts hidden states into port AFTER, in lane "leave". The next stage's worker takes hidden states from
+port BEFORE, in lane "enter". A port may move data within a process, or by messages between machines.
 """
 
 from abc import ABC, abstractmethod
@@ -16,24 +16,24 @@ from flexengine.schedule.program import AFTER, BEFORE
 
 
 class Port(ABC):
-    """Passes hidden states from the stage that puts them to the stage that takes them, in the same order."""
+    """Transfers hidden states from one stage to another, in order."""
 
     @abstractmethod
     def put(self, batch: int, hidden: Tensor) -> None:
-        """Pass on the hidden states of a gpu_batch. They may be overwritten after the call.
+        """Send the hidden states of a gpu_batch. The tensor may be overwritten after the call.
 
         Args:
             batch: number of the gpu_batch in the sweep.
-            hidden: [1, tokens, hidden], on the device of the stage that puts them.
+            hidden: [1, tokens, hidden], on the device of the sending stage.
         """
 
     @abstractmethod
     def take(self, batch: int, target: Tensor) -> None:
-        """Fill `target` with the hidden states of a gpu_batch. Wait until they are there.
+        """Wait for the hidden states of a gpu_batch, and copy them to `target`.
 
         Args:
             batch: number of the gpu_batch in the sweep.
-            target: [1, tokens, hidden], on the device of the stage that takes them.
+            target: [1, tokens, hidden], on the device of the receiving stage.
         """
 
 
@@ -63,11 +63,11 @@ class Ports(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the ports that there are."""
+        """Names of the ports that are not None."""
         return (BEFORE,) * (self.before is not None) + (AFTER,) * (self.after is not None)
 
     def check(self, skeleton: Skeleton) -> None:
-        """Raise InvalidInput if the model's layers have no port that they need, or one that they do not use."""
+        """Raise InvalidInput if the model's layers lack a needed port, or have an unused one."""
         needed = (BEFORE,) * skeleton.enters + (AFTER,) * skeleton.leaves
         if self.names != needed:
             first, end = skeleton.layer_range

@@ -1,4 +1,4 @@
-"""Memory that belongs together: taken one region at a time, given back as a whole."""
+"""Memory of one part of the worker: allocated one region at a time, freed as a whole."""
 
 from contextlib import ExitStack
 
@@ -9,24 +9,29 @@ from flexengine.tier.machine import Machine
 
 
 class Regions:
-    """What one part of the worker holds of the tiers. If something cannot be had, what came before it is given back."""
+    """Regions of tiers that are freed together. An error in `take` or `keep_room` frees all of them first."""
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self._held = ExitStack()
 
     def take(self, tier: str, nbytes: int, what: str, dtype: torch.dtype = torch.uint8) -> Region:
-        """A region of a tier, booked as `what`. Raises OutOfMemory or, where a file cannot be had, InvalidInput."""
+        """Return a new region of `nbytes` bytes, booked as `what`.
+
+        Raises:
+            OutOfMemory: the tier has too little memory.
+            InvalidInput: a disk tier cannot make its file.
+        """
         try:
-            home = self._machine.tier(tier).allocate(nbytes, what, dtype)
+            region = self._machine.tier(tier).allocate(nbytes, what, dtype)
         except BaseException:
             self.free()
             raise
-        self._held.callback(self._machine.tier(tier).free, home, what)
-        return home
+        self._held.callback(self._machine.tier(tier).free, region, what)
+        return region
 
     def keep_room(self, tier: str, nbytes: int, what: str) -> None:
-        """Books what others (torch) will allocate. Raises OutOfMemory."""
+        """Book bytes that torch or a reader of files allocates itself. Raise OutOfMemory if the tier has too few."""
         ledger = self._machine.tier(tier).ledger
         try:
             ledger.reserve(nbytes, what)
@@ -36,5 +41,5 @@ class Regions:
         self._held.callback(ledger.release, nbytes, what)
 
     def free(self) -> None:
-        """Gives all of it back."""
+        """Free all regions, and release all booked bytes."""
         self._held.close()

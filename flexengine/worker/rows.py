@@ -1,8 +1,8 @@
-"""Single tokens written to pages in RAM: a decode step stores the rows of its tokens, not the pages they lie in.
+"""Stores of single tokens to pages in RAM: a decode step stores the rows of its tokens, not whole pages.
 
-A page holds a token's K, and its V, as one row per KV head; encoded pages hold a row of codes, and each scale and
-minimum, per KV head (codec.cache). Rows of equal width are gathered in the device buffer, cross the link in one piece,
-and are scattered to their home.
+A page has one row per KV head for a token's K, and one for its V. An encoded page has, per KV head, a row of codes and
+one for each scale and minimum (codec.cache). Rows of equal width are gathered on the device, cross the link in one
+copy, and are scattered to the pool.
 """
 
 from typing import NamedTuple
@@ -16,17 +16,17 @@ from flexengine.worker.values import WIDE, PageShape
 
 
 class Rows(NamedTuple):
-    """Rows of one width of a batch's tokens, by number of row in a layer's pool and in a buffer.
+    """Numbers of a batch's rows of one width, in a layer's pool and in a buffer.
 
     Attributes:
         width: bytes of a row.
-        far: int64 [rows], in RAM: row numbers in the pool.
-        near: int64 [rows], on the device: row numbers in the buffer.
+        pool_rows: int64 [rows], in RAM: row numbers in the pool.
+        buffer_rows: int64 [rows], on the device: row numbers in the buffer.
     """
 
     width: int
-    far: Tensor
-    near: Tensor
+    pool_rows: Tensor
+    buffer_rows: Tensor
 
 
 def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.device) -> list[Rows]:
@@ -34,14 +34,18 @@ def rows_of(shape: PageShape, tokens: list[tuple[int, int, int]], device: torch.
 
     Args:
         shape: layout of a page.
-        tokens: (page in the pool, page in the buffer, place in the page) of every token.
+        tokens: (page in the pool, page in the buffer, offset in the page) of every token.
         device: device of the buffer.
     """
     if not tokens:
         return []
-    pages, places, offsets = torch.tensor(tokens).unbind(1)
+    pool_pages, buffer_pages, offsets = torch.tensor(tokens).unbind(1)
     return [
-        Rows(part.width, shape.token_rows(part, pages, offsets), shape.token_rows(part, places, offsets).to(device))
+        Rows(
+            part.width,
+            shape.token_rows(part, pool_pages, offsets),
+            shape.token_rows(part, buffer_pages, offsets).to(device),
+        )
         for part in shape.parts
     ]
 
@@ -51,4 +55,4 @@ def store_rows(machine: Machine, rows: Rows, buffer: Region, pool: Region, tier:
     wide = next(dtype for dtype in WIDE if rows.width % dtype.itemsize == 0)
     whole = Region(buffer.place, buffer.start, buffer.nbytes // rows.width * rows.width, wide)
     source = machine.device.view(whole).view(-1, rows.width // wide.itemsize)
-    machine.tier(tier).put(source.index_select(0, rows.near), pool, rows.far)
+    machine.tier(tier).put(source.index_select(0, rows.buffer_rows), pool, rows.pool_rows)

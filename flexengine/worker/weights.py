@@ -1,5 +1,4 @@
-"""Weights: those that stay are brought home once, the others pass through slots; the head comes in chunks of
-rows."""
+"""Weights of a job: resident ones are read once, streamed ones pass through slots, the head in chunks of rows."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -22,15 +21,18 @@ from flexengine.worker.mover import Mover, Part, spread
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
 
-Pieces = list[Region]  # where the bytes of a tensor are, one piece after another
-Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # name -> its pieces and its shape
-Pair = tuple[Region, Tensor]  # what is to be read, and where to
+Pieces = list[Region]  # the bytes of a tensor, in order
+Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
+Pair = tuple[Region, Tensor]  # source and target of a read
 
 
 class Weights:
-    """Homes of all weights under a layout, the slots, and what is bound to the modules right now.
+    """Memory of all weights under a layout: resident tensors, slots, and staging.
 
-    What has a home in memory gets its room at once, and is read into it unit by unit and batch by batch: see `settle`.
+    The constructor allocates resident tensors. `load_resident` reads them, unit by unit and batch by batch.
+
+    Attributes:
+        units: by unit (layers, then head chunks), the streamed tensors.
     """
 
     def __init__(self, opened: Opened, layout: Layout, machine: Machine) -> None:
@@ -38,12 +40,12 @@ class Weights:
         self.skeleton, self.layout, self.machine, self.dtype = skeleton, layout, machine, opened.dtype
         self._stored, self._held, self._forms = opened.origins, opened.held, opened.forms
         self._regions = Regions(machine)
-        self._homes: dict[str, Pieces] = {}
+        self._pieces: dict[str, Pieces] = {}  # by name, on the tensor's tier
         self._resident: dict[str, Tensor] = {}
         try:
             self._arrivals = Arrivals(machine, self._regions, layout)
             self._make_room()
-        except BaseException:  # a truncated shard, or an interrupt: gigabytes must not stay booked
+        except BaseException:  # also an interrupt: the memory must not stay booked
             self._regions.free()
             raise
         self._bind_resident()
@@ -60,11 +62,11 @@ class Weights:
         self._in_slot: dict[tuple[int, int], dict[str, Region]] = {}  # by unit and slot
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._mover = Mover(machine)
-        self._bound: dict[int, int] = {}
+        self._bound: dict[int, int] = {}  # by layer: the slot that its modules use
 
     @property
     def streamed(self) -> list[tuple[str, ...]]:
-        """Per unit the homes it is streamed from; () when resident."""
+        """Tiers that each unit is streamed from; () if all its weights are resident."""
         return [off_device({self._tier(name) for name in unit}) for unit in self.units]
 
     def _tier(self, name: str) -> str:
@@ -72,33 +74,37 @@ class Weights:
 
     @property
     def arriving(self) -> list[int]:
-        """Units whose weights have not all left the checkpoint that are to stay in memory or on a further disk; see
-        `Arrivals.units`. The first unit's need the embedding, norms and all else that belongs to no layer; those of the
-        head come with its first chunk."""
+        """Units with pending reads from the checkpoint into memory or to a further disk; see `Arrivals.units`.
+
+        Weights that belong to no layer (embedding, norms) are read with the first unit, a resident head with its first
+        chunk.
+        """
         return self._arrivals.units
 
     @property
     def missing(self) -> float:
-        """Share of the bytes that are to stay in memory or on a further disk that is not there yet."""
+        """Fraction of the bytes of these weights that is not read yet."""
         return self._arrivals.missing
 
     @property
-    def settled(self) -> int:
-        """Bytes that `settle` has read."""
-        return self._arrivals.settled
+    def loaded_bytes(self) -> int:
+        """Bytes that `load_resident` has read."""
+        return self._arrivals.loaded_bytes
 
-    def settle(self, unit: int) -> None:
-        """Read the next batch of the weights of a unit that are to stay. Before its last batch the unit must not be
-        computed, nor loaded from a place other than the checkpoint's disk. Raise BadCheckpoint if a read fails."""
-        self._arrivals.settle(unit)
+    def load_resident(self, unit: int) -> None:
+        """Read the next batch of a unit's resident weights. Raise BadCheckpoint if a read fails.
 
-    def settle_all(self) -> None:
-        """What `settle` does, of all units."""
+        Before the last batch is read, the unit must not be computed, and not be streamed except from the checkpoint.
+        """
+        self._arrivals.load_resident(unit)
+
+    def load_all_resident(self) -> None:
+        """Read the resident weights of all units. Raise BadCheckpoint if a read fails."""
         for unit in self.arriving:
-            self.settle(unit)
+            self.load_resident(unit)
 
     def _make_room(self) -> None:
-        """Take room for every tensor, but for those on the first disk, where the checkpoint holds them."""
+        """Allocate every tensor except those on the first disk, which stay in the checkpoint."""
         units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
         first, head = 0, len(self.skeleton.layers)
         arriving: dict[int, list[Arriving]] = {}
@@ -106,16 +112,17 @@ class Weights:
             stored = self._stored[name]
             source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
             if tier == DISK:
-                self._homes[name] = source
+                self._pieces[name] = source
                 continue
             unit = head if name == self.skeleton.head[0] != self.skeleton.embedding[0] else units.get(name, first)
             dtype = self._held[name] if tier == "device" else stored.dtype
-            home = self._regions.take(tier, stored.nbytes // stored.dtype.itemsize * dtype.itemsize, "weights", dtype)
-            self._homes[name] = [home]
+            nbytes = stored.nbytes // stored.dtype.itemsize * dtype.itemsize
+            region = self._regions.take(tier, nbytes, "weights", dtype)
+            self._pieces[name] = [region]
             if is_disk(tier):
-                arriving.setdefault(unit, []).extend(to_disk(source, Copy(self.machine.tier(tier), home)))
+                arriving.setdefault(unit, []).extend(to_disk(source, Copy(self.machine.tier(tier), region)))
                 continue
-            target = self.machine.tier(tier).view(home)
+            target = self.machine.tier(tier).view(region)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
             arriving.setdefault(unit, []).extend(to_memory(source, target))
@@ -123,9 +130,9 @@ class Weights:
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
-            for name, slot in layer.items():
+            for name, param in layer.items():
                 if name in self._resident:
-                    slot.bind(self._resident[name])
+                    param.bind(self._resident[name])
         if self.machine.compute.type != "cpu":
             for module in self.skeleton.model.modules():
                 for key, buffer in module._buffers.items():
@@ -133,30 +140,30 @@ class Weights:
                         module._buffers[key] = buffer.to(self.machine.compute)
 
     def _streamed(self, layer: dict[str, ParamRef]) -> Parts:
-        return {n: (self._homes[n], self._stored[n].shape) for n in layer if self._tier(n) != "device"}
+        return {n: (self._pieces[n], self._stored[n].shape) for n in layer if self._tier(n) != "device"}
 
     def _head_unit(self, low: int, high: int) -> Parts:
         if self._tier(self._head) == "device":
             return {}
-        pieces, width = self._homes[self._head], self.skeleton.head[1][1]
+        pieces, width = self._pieces[self._head], self.skeleton.head[1][1]
         if (form := self._forms.get(self._head)) is not None:
-            row = form.packed.blocks[1] * form.packed.block_bytes  # of encoded rows, which lie together
+            row = form.packed.blocks[1] * form.packed.block_bytes  # bytes of ENCODED_ROWS encoded rows
             first, size = low // ENCODED_ROWS * row, replace(form.packed, rows=high - low).nbytes
             return {self._head: (_part(pieces, first, size), (size,))}
         row = width * pieces[0].dtype.itemsize
         return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
 
     def load(self, unit: int, slot: int, home: str, hop: int, without: Collection[str] = ()) -> None:
-        """Copy what a unit streams from `home`, except some tensors, one leg toward the slot; see `Mover.load`."""
+        """Copy a unit's tensors on tier `home`, except `without`, one leg toward the slot; see `Mover.load`."""
         names = [n for n in self.units[unit] if self._tier(n) == home and n not in without]
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
         self._mover.load(home, hop, [Part(self.units[unit][n][0], stages.get(n), slots[n]) for n in names])
 
     def load_rows(self, unit: int, slot: int, home: str, hop: int, names: Sequence[str], rows: Sequence[int]) -> None:
-        """Copy rows of streamed tensors one leg toward their own places in the slot.
+        """Copy rows of streamed tensors one leg toward the slot; see `Mover.load`.
 
         Args:
-            names: tensors of the unit; those that lie elsewhere are skipped.
+            names: tensors of the unit; tensors on other tiers than `home` are skipped.
             rows: rising indices of the tensors' first dimension.
         """
         stages, slots = self._stage_homes(unit, slot, home), self._slot_regions(unit, slot)
@@ -172,8 +179,8 @@ class Weights:
         self._mover.load(home, hop, parts)
 
     def bring_rows(self, unit: int, slot: int, names: Sequence[str], rows: Sequence[int]) -> None:
-        """Load rows of streamed tensors to their places in the slot. Staging is not used: other lanes may fill it. The
-        arguments are those of `load_rows`."""
+        """Load rows of streamed tensors into the slot, without staging, which other lanes may use. Arguments as in
+        `load_rows`."""
         views = self._slot_views(unit, slot)
         for name in names:
             pieces, shape = self.units[unit][name]
@@ -186,7 +193,7 @@ class Weights:
                 target.copy_(own)
 
     def _stage_homes(self, unit: int, slot: int, home: str) -> dict[str, Region]:
-        """Return the places in staging of what a unit streams from `home`; none if its way has one leg."""
+        """Return the staging regions of a unit's tensors on tier `home`; none if the route has one leg."""
         if home not in self._stages:
             return {}
         parts = {n: pieces for n, (pieces, _) in self.units[unit].items() if self._tier(n) == home}
@@ -195,7 +202,7 @@ class Weights:
         return {n: Region(stage.place, stage.start + offsets[n], _nbytes(p), p[0].dtype) for n, p in parts.items()}
 
     def _slot_regions(self, unit: int, slot: int) -> dict[str, Region]:
-        """Return the places in a slot of a unit's streamed tensors, in the dtypes they are held in."""
+        """Return the regions of a unit's streamed tensors in a slot, in their dtypes on the device."""
         key = (unit, slot)
         if key not in self._in_slot:
             parts, held, place = self.units[unit], self._held, self._slots[slot].place
@@ -205,7 +212,7 @@ class Weights:
         return self._in_slot[key]
 
     def _slot_views(self, unit: int, slot: int) -> dict[str, Tensor]:
-        """Return the streamed tensors of a unit as they lie in a slot."""
+        """Return the streamed tensors of a unit as parameters on a slot's memory."""
         key = (unit, slot)
         if key not in self._views:
             regions, view = self._slot_regions(unit, slot), self.machine.device.view
@@ -214,17 +221,17 @@ class Weights:
         return self._views[key]
 
     def bind(self, layer: int, slot: int) -> None:
-        """Makes layer's modules use the weights that lie in `slot` (-1: all resident, nothing to do)."""
+        """Make a layer's modules use the weights in `slot`; -1 if all weights are resident: nothing changes."""
         if slot < 0 or self._bound.get(layer) == slot:
             return
         views = self._slot_views(layer, slot)
-        for name, place in self.skeleton.layers[layer].items():
+        for name, param in self.skeleton.layers[layer].items():
             if name in views:
-                place.bind(views[name])
+                param.bind(views[name])
         self._bound[layer] = slot
 
     def head(self, chunk: int, slot: int) -> tuple[Tensor, Tensor | None, Packed | None]:
-        """Rows of the output projection and of its bias, and how they lie if they are encoded."""
+        """Return a chunk of rows of the output projection and of its bias, and their encoding if they are encoded."""
         low, high = self._chunks[chunk]
         bias = self._resident[self.skeleton.head_bias][low:high] if self.skeleton.head_bias else None
         form = replace(self._forms[self._head].packed, rows=high - low) if self._head in self._forms else None
@@ -234,38 +241,42 @@ class Weights:
 
     @property
     def table(self) -> Tensor | None:
-        """The embedding, if it is on the device."""
+        """The embedding table; None if it is off the device."""
         return self._resident.get(self._embedding)
 
     @property
     def embedding_form(self) -> WeightFormat | None:
-        """How the embedding is kept, if it is encoded."""
+        """Format of the embedding; None if it is not encoded."""
         return self._forms.get(self._embedding)
 
     def gather(self, numbers: list[int]) -> Tensor:
-        """Rows of an embedding off the device, or blocks of encoded rows, by their rising numbers: in RAM."""
-        form, pieces = self.embedding_form, self._homes[self._embedding]
+        """Return rows of an embedding off the device, or blocks of encoded rows, in RAM.
+
+        Args:
+            numbers: of the rows or blocks, rising.
+        """
+        form, pieces = self.embedding_form, self._pieces[self._embedding]
         if form is None:
             width, dtype = self.skeleton.embedding[1][1], self._held[self._embedding]
         else:
             width, dtype = form.packed.blocks[1] * form.packed.block_bytes, torch.uint8
         row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
-        pairs, at = list[Pair](), 0
-        for low, high in _runs(numbers):  # neighbours in the table are one read
-            pairs += spread(_part(pieces, low * row, (high - low) * row), rows[at : at + high - low])
-            at += high - low
+        pairs, first = list[Pair](), 0
+        for low, high in _runs(numbers):  # consecutive rows are one read
+            pairs += spread(_part(pieces, low * row, (high - low) * row), rows[first : first + high - low])
+            first += high - low
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
         return rows
 
     def close(self) -> None:
-        """Gives all memory back: the modules forget their weights, the ledgers their entries."""
+        """Free all memory, and bind the modules to meta tensors."""
         for group in (*self.skeleton.layers, self.skeleton.others):
-            for slot in group.values():
-                slot.bind(_parameter(torch.empty(slot.shape, dtype=self.dtype, device="meta")))
+            for param in group.values():
+                param.bind(_parameter(torch.empty(param.shape, dtype=self.dtype, device="meta")))
         self._arrivals.close()
         self._regions.free()
         slots = (self._views, self._in_slot, self._slots, self._stages)
-        for held in (self._homes, self._resident, *slots):
+        for held in (self._pieces, self._resident, *slots):
             held.clear()
 
 
@@ -274,18 +285,18 @@ def _nbytes(pieces: Pieces) -> int:
 
 
 def _part(pieces: Pieces, start: int, nbytes: int) -> Pieces:
-    """nbytes at byte `start` of what lies in pieces."""
-    found, at = Pieces(), 0
+    """Return bytes start .. start + nbytes - 1 of the joined pieces, as pieces."""
+    parts, offset = Pieces(), 0
     for piece in pieces:
-        low, high = max(start, at), min(start + nbytes, at + piece.nbytes)
+        low, high = max(start, offset), min(start + nbytes, offset + piece.nbytes)
         if low < high:
-            found.append(piece.part(low - at, high - low))
-        at += piece.nbytes
-    return found
+            parts.append(piece.part(low - offset, high - low))
+        offset += piece.nbytes
+    return parts
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers among rising ones, as (first, last + 1)."""
+    """Return the runs of consecutive numbers, as (first, last + 1). numbers: rising."""
     runs = list[tuple[int, int]]()
     for number in numbers:
         if runs and runs[-1][1] == number:

@@ -1,4 +1,4 @@
-"""Does what tasks say: the one place where models, tiers and kernels meet."""
+"""Execution of tasks: the only module that uses models, tiers and kernels together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,15 +23,24 @@ from flexengine.worker.hidden import Hidden
 from flexengine.worker.regions import Regions
 from flexengine.worker.weights import Weights
 
-_OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # purposes whose memory nobody takes from a tier
+_OTHERS = {"workspace", "paused forwards", READING, ENTERING}  # allocated outside of tiers
 
 
 @dataclass
 class Text:
-    """What is known of a sequence beyond its numbers. row, sample: which prompt, and which of its continuations.
+    """Tokens and sampling state of a sequence.
 
-    forced: the tokens to take, if they are not to be chosen. ended: why it ended, if it did before its limit; error:
-    why it has no result.
+    Attributes:
+        row: number of the input row.
+        sample: number of the row's sample.
+        prompt: token ids.
+        sampling: sampling parameters.
+        stops: checks whether the sequence ends.
+        forced: tokens to append in place of sampled ones (teacher forcing).
+        generated: tokens generated so far.
+        logprobs: one entry per generated token, if requested.
+        ended: reason of an end before the token limit; None if there is none.
+        error: reason why the sequence has no result; None if there is none.
     """
 
     row: int
@@ -46,15 +55,23 @@ class Text:
     error: str | None = None
 
     def tokens(self, start: int, count: int) -> Sequence[int]:
-        """count tokens from `start` on, all of the prompt or all generated."""
-        past = len(self.prompt)
-        return self.prompt[start : start + count] if start < past else self.generated[start - past :][:count]
+        """Return `count` tokens from `start` on. They must be all in the prompt, or all generated."""
+        length = len(self.prompt)
+        return self.prompt[start : start + count] if start < length else self.generated[start - length :][:count]
 
 
 @dataclass
-class Run:
-    """One gpu_batch during one sweep: its forward pass, where that paused, its view of the cache, its rows of the
-    embedding, and the experts that are to be loaded before its pass goes on."""
+class BatchState:
+    """State of one gpu_batch during one sweep.
+
+    Attributes:
+        batch: the gpu_batch.
+        forward: its forward pass.
+        view: its page tables.
+        rows: its embedding rows.
+        event: last pause of the forward pass that is not handled yet.
+        lacking: experts to load before the forward pass is resumed.
+    """
 
     batch: Batch
     forward: Forward
@@ -65,9 +82,19 @@ class Run:
 
 
 class Worker:
-    """begin() a sweep, perform() its tasks in any lane's thread, then read `sampled`: sequence id to its new token.
+    """Executes the tasks of a job.
 
-    attenders: by place, of the places where the policy lets decode attention be computed.
+    Call `begin` for a sweep and `perform` for each of its tasks, in the thread of the task's lane. Then read `sampled`.
+
+    Args:
+        skeleton: modules of the model.
+        weights: weights of the job.
+        cache: KV cache of the job.
+        hidden: offloaded hidden states of the job.
+        attenders: by place, for each place to which the policy delegates attention.
+
+    Attributes:
+        sampled: by sequence id, the token sampled in the sweep.
     """
 
     def __init__(
@@ -77,10 +104,10 @@ class Worker:
         self.attenders = attenders
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
-        self._runs: list[Run] = []
+        self._states: list[BatchState] = []
         self._texts: Mapping[int, Text] = {}
         self._joining: Mapping[int, list[int]] = {}
-        # Torch and the reader of files allocate for themselves; the ledgers keep room for that.
+        # Reserve ledger bytes for temporary tensors of torch and buffers of file readers.
         self._regions = Regions(weights.machine)
         for tier, account in cache.layout.account.items():
             for what in _OTHERS & account.keys():
@@ -91,18 +118,24 @@ class Worker:
     def begin(
         self, batches: list[Batch], texts: Mapping[int, Text], first_tokens: Mapping[int, list[int]]
     ) -> None:
-        """Prepares the forward passes of one sweep. first_tokens: see `Sweeps.first_tokens`."""
+        """Prepare the forward passes of one sweep.
+
+        Args:
+            batches: gpu_batches of the sweep.
+            texts: by sequence id.
+            first_tokens: result of `Sweeps.first_tokens`.
+        """
         self._texts, self.sampled, self._joining = texts, {}, first_tokens
         self.hidden.begin(batches)
         self.embedding.begin()
         for place, attender in self.attenders.items():
             attender.begin({k: batch for k, batch in enumerate(batches) if batch.attention == place})
-        self._runs = [self._run(batch) for batch in batches]
+        self._states = [self._state(batch) for batch in batches]
 
-    def _run(self, batch: Batch) -> Run:
+    def _state(self, batch: Batch) -> BatchState:
         inputs, rows = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        return Run(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows)
+        return BatchState(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows)
 
     def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup]:
         ids: list[int] = []
@@ -114,28 +147,29 @@ class Worker:
             positions += range(piece.start, end)
             if piece.final:
                 keep.append(len(ids) - 1)
-        on = self.weights.machine.compute
-        known = torch.tensor([ids])
-        inputs = Inputs(known.to(on), torch.tensor([positions]).to(on), torch.tensor(keep, dtype=torch.int64).to(on))
-        return inputs, self.embedding.look_up(known)
+        device = self.weights.machine.compute
+        in_ram = torch.tensor([ids])
+        kept = torch.tensor(keep, dtype=torch.int64).to(device)
+        inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept)
+        return inputs, self.embedding.look_up(in_ram)
 
     def perform(self, task: Task) -> None:
-        """Runs one task to its end (on CUDA: queues it on the lane's stream)."""
+        """Execute one task. On CUDA, only queue its work on the current stream."""
         cell = task.cell
-        if task.op is Op.SETTLE:
-            self.weights.settle(cell.layer)
+        if task.op is Op.LOAD_RESIDENT:
+            self.weights.load_resident(cell.layer)
         elif task.op is Op.LOAD_WEIGHT:
             self._load_weight(task)
         elif task.op is Op.OPEN:
-            self._open(self._runs[cell.batch])
+            self._open(self._states[cell.batch])
         elif task.op is Op.LOAD_ROWS:
-            self._load_rows(task, self._runs[cell.batch])
+            self._load_rows(task, self._states[cell.batch])
         elif task.op is Op.RESUME:
-            self._resume(task, self._runs[cell.batch])
+            self._resume(task, self._states[cell.batch])
         elif task.op is Op.LOAD_CACHE:
-            self.cache.load(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
+            self.cache.load(cell.layer, task.home, self._states[cell.batch].view, task.cache, task.hop)
         elif task.op is Op.STORE_CACHE:
-            self.cache.store(cell.layer, task.home, self._runs[cell.batch].view, task.cache, task.hop)
+            self.cache.store(cell.layer, task.home, self._states[cell.batch].view, task.cache, task.hop)
         elif task.op is Op.LOAD_HIDDEN:
             self.hidden.load(cell.batch, task.home, task.hidden, task.hop)
         elif task.op is Op.STORE_HIDDEN:
@@ -147,7 +181,7 @@ class Worker:
         elif task.op is Op.LEAVE:
             self.hidden.leave(cell.batch)
         else:
-            self._delegate(task, self._runs[cell.batch])
+            self._delegate(task, self._states[cell.batch])
 
     def _load_weight(self, task: Task) -> None:
         layer, slot = task.cell.layer, task.slot
@@ -156,107 +190,106 @@ class Worker:
         if task.hop == len(self.weights.machine.routes.load[task.home]) - 1:
             self.experts.loaded(layer, slot, task.by_rows)
 
-    def _load_rows(self, task: Task, run: Run) -> None:
+    def _load_rows(self, task: Task, state: BatchState) -> None:
         if task.cell.layer == EMBEDDING:
-            self.embedding.read(run.rows)
+            self.embedding.read(state.rows)
         else:
-            self.experts.load(task.cell.layer, task.slot, task.home, task.hop, run.lacking)
+            self.experts.load(task.cell.layer, task.slot, task.home, task.hop, state.lacking)
 
-    def _delegate(self, task: Task, run: Run) -> None:
-        k, attender = task.cell.batch, self.attenders[run.batch.attention]
+    def _delegate(self, task: Task, state: BatchState) -> None:
+        k, attender = task.cell.batch, self.attenders[state.batch.attention]
         if task.op is Op.PROJECT:
-            attender.ask(k, self._attention(task, run), run.view)
+            attender.ask(k, self._attention(task, state), state.view)
         elif task.op is Op.SEND:
             attender.send(k)
         elif task.op is Op.ATTEND:
-            attender.attend(k, run.view)
+            attender.attend(k, state.view)
         elif task.op is Op.FETCH:
             attender.fetch(k)
         else:
-            run.event = self._up_to_rows(task, run, run.forward.resume(attender.answer(k)))
+            state.event = self._up_to_rows(task, state, state.forward.resume(attender.answer(k)))
             if not task.by_rows:
-                self._end(task, run)
+                self._end(task, state)
 
     def _compute(self, task: Task) -> None:
-        run = self._runs[task.cell.batch]
+        state = self._states[task.cell.batch]
         if task.cell.layer < self.layers:
-            attend = self._attention(task, run)
-            answer = self.cache.attend(attend, run.view, run.batch.cache_home, task.cache)
-            run.event = self._up_to_rows(task, run, run.forward.resume(answer))
+            attend = self._attention(task, state)
+            answer = self.cache.attend(attend, state.view, state.batch.cache_home, task.cache)
+            state.event = self._up_to_rows(task, state, state.forward.resume(answer))
         else:
-            assert isinstance(run.event, Head)
-            run.event = run.forward.resume(self.weights.head(run.event.chunk, task.slot))
+            assert isinstance(state.event, Head)
+            state.event = state.forward.resume(self.weights.head(state.event.chunk, task.slot))
         if not task.by_rows:
-            self._end(task, run)
+            self._end(task, state)
 
-    def _up_to_rows(self, task: Task, run: Run, event: Pause) -> Pause:
-        """Go on until experts have to be loaded. Return that pause or, if there are none, the one at the layer's
-        end."""
+    def _up_to_rows(self, task: Task, state: BatchState, event: Pause) -> Pause:
+        """Resume the pass until experts must be loaded. Return this pause, or the pause at the end of the layer."""
         while isinstance(event, Rows):
             missing = self.experts.lacking(event, task.slot)
             if missing is not None:
-                run.lacking = missing
+                state.lacking = missing
                 return event
-            event = run.forward.resume()
+            event = state.forward.resume()
         return event
 
-    def _resume(self, task: Task, run: Run) -> None:
-        """Compute the rest of a layer whose experts were loaded. A layer's second mixture of experts loads its own
-        here."""
-        if isinstance(run.event, Rows):  # else the layer has not read experts: it ended before
-            run.event = None
-            while isinstance(event := run.forward.resume(), Rows):
+    def _resume(self, task: Task, state: BatchState) -> None:
+        """Compute the rest of a layer after its experts were loaded. Load the experts of a second mixture here."""
+        if isinstance(state.event, Rows):  # else the layer reads no experts, and has ended
+            state.event = None
+            while isinstance(event := state.forward.resume(), Rows):
                 self.experts.bring(event, task.slot)
-            run.event = event
-        self._end(task, run)
+            state.event = event
+        self._end(task, state)
 
-    def _end(self, task: Task, run: Run) -> None:
-        """Put away what a cell has computed. The last task of the cell calls this."""
-        if isinstance(run.event, Layer) and run.event.index == self.layers:
-            self.hidden.leaving(task.cell.batch).copy_(run.event.hidden)
-            run.event = None
-            run.forward.end()
-        elif isinstance(run.event, Layer) and task.hidden >= 0:
-            hidden = run.event.hidden
+    def _end(self, task: Task, state: BatchState) -> None:
+        """Store the result of a cell. The last compute task of the cell calls this."""
+        if isinstance(state.event, Layer) and state.event.index == self.layers:
+            self.hidden.leaving(task.cell.batch).copy_(state.event.hidden)
+            state.event = None
+            state.forward.end()
+        elif isinstance(state.event, Layer) and task.hidden >= 0:
+            hidden = state.event.hidden
             self.hidden.buffer(task.cell.batch, task.hidden).copy_(hidden)
-            hidden.untyped_storage().resize_(0)  # the paused model still holds the tensor, but not its memory
-        if isinstance(run.event, Logits):
-            self._sample(run, run.event.values)
-            run.event = None
+            hidden.untyped_storage().resize_(0)  # the paused model still refers to the tensor: free its memory
+        if isinstance(state.event, Logits):
+            self._sample(state, state.event.values)
+            state.event = None
 
-    def _open(self, run: Run) -> None:
-        """Begin a forward pass, up to the pause for its embedding rows."""
-        run.event = event = run.forward.resume()
+    def _open(self, state: BatchState) -> None:
+        """Start a forward pass, up to the pause for embedding rows."""
+        state.event = event = state.forward.resume()
         assert isinstance(event, Rows)
-        if event.ids.data_ptr() != run.forward.inputs.ids.data_ptr():
-            run.rows = self.embedding.look_up(event.ids.cpu(), staged=False)  # Gemma 3 embeds a copy; a GPU waits
+        if event.ids.data_ptr() != state.forward.inputs.ids.data_ptr():
+            # Gemma 3 changes the ids before its embedding. The copy to RAM synchronizes a GPU.
+            state.rows = self.embedding.look_up(event.ids.cpu(), staged=False)
 
-    def _start(self, run: Run) -> Pause:
-        if run.event is None:  # a table on the device needs no task of its own
-            self._open(run)
-        return run.forward.resume(self.embedding.bring(run.rows))
+    def _start(self, state: BatchState) -> Pause:
+        if state.event is None:  # a table on the device has no OPEN task
+            self._open(state)
+        return state.forward.resume(self.embedding.bring(state.rows))
 
-    def _attention(self, task: Task, run: Run) -> Attend:
-        """Computes a layer up to its attention."""
+    def _attention(self, task: Task, state: BatchState) -> Attend:
+        """Compute a layer up to its attention. Return the pause at attention."""
         j = task.cell.layer
-        event = self._start(run) if j == 0 else run.event
+        event = self._start(state) if j == 0 else state.event
         assert isinstance(event, Layer)
         self.weights.bind(j, task.slot)
-        away = task.hidden >= 0 and j > 0
-        hidden = self.hidden.buffer(task.cell.batch, task.hidden) if away else event.hidden
-        if j == 0 and self.skeleton.enters:  # the pass holds its input for longer than the buffer is free
+        offloaded = task.hidden >= 0 and j > 0
+        hidden = self.hidden.buffer(task.cell.batch, task.hidden) if offloaded else event.hidden
+        if j == 0 and self.skeleton.enters:  # the port buffer is overwritten while the pass still holds its input
             hidden = self.hidden.entered(task.cell.batch).clone()
-        run.event = event = None  # the layer's input must not outlive the layer
-        attend = run.forward.resume(hidden)
+        state.event = event = None  # free the layer's input when the layer ends
+        attend = state.forward.resume(hidden)
         del hidden
-        while isinstance(attend, Rows):  # experts beside attention
+        while isinstance(attend, Rows):  # experts before attention
             self.experts.bring(attend, task.slot)
-            attend = run.forward.resume()
+            attend = state.forward.resume()
         assert isinstance(attend, Attend)
         return attend._replace(layer=j, window=self.skeleton.windows[j])
 
-    def _sample(self, run: Run, logits: Tensor) -> None:
-        final = [p.sequence for p in packed(run.batch) if p.final]
+    def _sample(self, state: BatchState, logits: Tensor) -> None:
+        final = [p.sequence for p in packed(state.batch) if p.final]
         if not final:
             return
         values = logits[0].float()
@@ -272,15 +305,15 @@ class Worker:
         self.sampled.update(zip(sequences, sample(logits, draws), strict=True))
 
     def drop(self) -> None:
-        """Ends the forward passes under way. In the thread that computes: elsewhere they could not be unwound, and
-        their tensors would stay for good."""
-        for run in self._runs:
-            run.forward.end()
-        self._runs = []
+        """End unfinished forward passes. Call this in the device lane's thread: other threads cannot unwind a greenlet,
+        so its tensors would never be freed."""
+        for state in self._states:
+            state.forward.end()
+        self._states = []
 
     def close(self) -> None:
-        """Gives the job's memory back to the ledgers; the weights stay for the next job."""
-        self._runs = []
+        """Free the job's memory. Weights stay for the next job."""
+        self._states = []
         self.cache.close()
         self.hidden.close()
         for attender in self.attenders.values():

@@ -345,13 +345,13 @@ def test_exact_agrees_with_transformers(speaker: Any) -> None:
 @pytest.mark.slow
 def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading weights is slowed so much that it would show; in an ordinary job it is part of the first sweep."""
-    settle, slow = Weights.settle, 0.4
+    load, slow = Weights.load_resident, 0.4
 
     def slowly(weights: Weights, unit: int) -> None:
         time.sleep(slow)
-        settle(weights, unit)
+        load(weights, unit)
 
-    monkeypatch.setattr(Weights, "settle", slowly)
+    monkeypatch.setattr(Weights, "load_resident", slowly)
     with Engine(speaker.directory, policy=POLICY, device="cpu") as engine:
         found = quality.score(engine, speaker.rows, PROMPT)
         apart = engine.summary

@@ -118,7 +118,7 @@ def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt-oss"])
 def test_transposed_matrices_are_not_multiplied_in_bf16_as_they_are(families: Any, family: str) -> None:
-    with pytest.raises(InvalidInput, match=r"matrices transposed, such as .*weights int8"):
+    with pytest.raises(InvalidInput, match=r"transposed matrices, such as .*weights int8"):
         Engine(families(family).directory, device="sim", lossy=Lossy(compute="bf16"))
 
 

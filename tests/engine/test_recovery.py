@@ -195,7 +195,7 @@ def test_what_was_computed_is_let_go(
     def last_layer(worker: Worker, task: Task) -> bool:
         if faults.raised or task.op is not Op.COMPUTE or task.cell.layer != 2:
             return False
-        events = [run.event for run in worker._runs]
+        events = [state.event for state in worker._states]
         seen.extend(weakref.ref(event.hidden) for event in events if isinstance(event, Layer))
         return bool(seen)
 

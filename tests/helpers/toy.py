@@ -94,7 +94,7 @@ class Toy:
 
     def perform(self, task: Task) -> None:
         {
-            Op.SETTLE: lambda task: self.missing.subtract([task.cell.layer]),
+            Op.LOAD_RESIDENT: lambda task: self.missing.subtract([task.cell.layer]),
             Op.LOAD_WEIGHT: self._load_weight,
             Op.LOAD_CACHE: self._load_cache,
             Op.STORE_CACHE: self._store_cache,

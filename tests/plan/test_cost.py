@@ -203,7 +203,7 @@ def test_with_one_slot_too_what_stays_is_read_while_the_first_sweep_computes(awa
     for factor in (2.0, 5.0) if away[1] else (0.5, 2.0, 5.0):
         cost = Cost(model, replace(FLAT, checkpoint_read=((1.0, stays / (factor * sweep)),)), work)
         one = first_sweep(cost, layout)
-        longer = first_sweep(cost, layout, settling=True) - one
+        longer = first_sweep(cost, layout, reads_resident=True) - one
         assert cost.predict(layout).load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
 
 
@@ -218,7 +218,7 @@ def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int
         hardware = replace(FLAT, checkpoint_read=((1.0, stays / (factor * one)),))
         cost = Cost(model, hardware, work)
         told, phases = cost.predict(layout), cost.phases(policy, cost.sweeps(policy))
-        longer = first_sweep(cost, layout, settling=True) - one
+        longer = first_sweep(cost, layout, reads_resident=True) - one
         # Reading comes a layer ahead, and nothing computes while the first is read.
         assert told.load_seconds == pytest.approx(longer, abs=0.15 * min(1.0, factor) * one)
         everything = {"weights@device": 1.0, "cache@device": 1.0, "hidden@device": 1.0}
@@ -226,8 +226,8 @@ def test_the_first_sweep_hides_as_much_reading_whatever_comes_after(outputs: int
         assert objective == pytest.approx(told.total_seconds, rel=1e-6)
 
 
-def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
-    """Seconds of its tasks; settling: while the weights that stay are read."""
+def first_sweep(cost: Cost, layout: Layout, reads_resident: bool = False) -> float:
+    """Seconds of its tasks; reads_resident: whether resident weights are read in the sweep."""
     clock, layers, walk = Clock.of(cost, layout), len(cost.model.layers), Sweeps(layout.policy, layout.pools)
     for i, ((prompt, outputs), times) in enumerate(cost.workload.sizes.items()):
         for j in range(times):
@@ -236,11 +236,12 @@ def first_sweep(cost: Cost, layout: Layout, settling: bool = False) -> float:
     read = [sum(t.stored_bytes for t in layer if layout.homes[t.name] != "disk") for layer in cost.model.layers]
     read[0] += layout.stored["device"] + layout.stored["host"] - sum(read)
     routes = Program([tuple(unit) for unit in clock.units], layers, layout.policy.slots, STAGED,
-                     range(layers) if settling else (), clock.demand)  # fmt: skip
+                     range(layers) if reads_resident else (), clock.demand)  # fmt: skip
     price = clock.seconds(batches)
 
     def seconds(task: Task) -> float:
-        return read[task.cell.layer] / cost.hardware.checkpoint_read[0][1] if task.op is Op.SETTLE else price(task)
+        loads = task.op is Op.LOAD_RESIDENT
+        return read[task.cell.layer] / cost.hardware.checkpoint_read[0][1] if loads else price(task)
 
     return simulate(routes.sweep(0, batches, False), seconds).seconds
 

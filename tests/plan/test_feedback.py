@@ -85,21 +85,21 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
         expected = [r.token_ids for r in engine.generate(rows, params)]
         whole, alone = engine.summary["plan"], engine.core._weights
         assert alone is not None
-        every = alone.settled
+        every = alone.loaded_bytes
     assert whole["lanes"]["loading"]["predicted"] == pytest.approx(every / 1e3)
     with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         with pytest.MonkeyPatch.context() as patch:
-            load = Weights.settle
-            patch.setattr(Weights, "settle", lambda w, unit: load(w, unit) if unit < 1 else 1 / 0)
+            load = Weights.load_resident
+            patch.setattr(Weights, "load_resident", lambda w, unit: load(w, unit) if unit < 1 else 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 engine.generate(rows, params)
         weights = engine.core._weights
         assert weights is not None
-        there = weights.settled
+        there = weights.loaded_bytes
         assert 0 < there < every
         assert weights.missing == pytest.approx(1 - there / every)
         assert [r.token_ids for r in engine.generate(rows, params)] == expected
-        assert weights.settled == every
+        assert weights.loaded_bytes == every
         assert weights.missing == 0
         rest = engine.summary["plan"]
     assert rest["lanes"]["loading"]["predicted"] == pytest.approx((every - there) / 1e3)

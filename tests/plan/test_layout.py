@@ -15,7 +15,7 @@ from flexengine.plan.layout import READ, READ_BUFFERS, SHORT_READ, Layout, lay_o
 from flexengine.plan.sizes import slot_bytes, slot_offsets, workspace
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
-from flexengine.schedule.place import place, place_groups
+from flexengine.schedule.place import assign_tiers, place_groups
 from flexengine.tier import disk
 from tests.helpers.drawn import model_of, policy_of, work_of
 from tests.helpers.strategies import RANDOMS
@@ -98,7 +98,7 @@ def cache_account(
 ) -> None:
     token = 2 * model.kv_heads * model.head_dim * model.itemsize
     lengths = sorted((p + n - 1 for p, n in lengths_of(work)), reverse=True)
-    homes = place([1] * policy.block_size, policy.cache)
+    homes = assign_tiers([1] * policy.block_size, policy.cache)
     buffer = 0
     for tier in set(homes):
         tokens = 16
@@ -191,7 +191,7 @@ def test_limited_memory_is_never_overbooked_and_well_used(shared: bool) -> None:
         if shared:
             free["device"] += free.pop("host")
         sizes = {t: int(n * rng.uniform(0.3, 1.1)) + 8192 for t, n in free.items()}
-        tiers = set(place([1] * policy.block_size, policy.cache))
+        tiers = set(assign_tiers([1] * policy.block_size, policy.cache))
         if shared and "host" in tiers:
             tiers.add("device")
         limits = {t: sizes.get(t) if t in tiers else None for t in TIERS}

@@ -36,15 +36,15 @@ def test_what_stays_comes_in_the_first_sweep_in_the_order_of_use(slots: int) -> 
     arriving = [0, 0, 1, 2, 4, 4, 4, 5, 6, 7]
     program = Program(streamed, 6, slots, STAGED, arriving)
     first, second = tasks_of(program, uniform(2), 2)
-    settled = [i for i, task in enumerate(first) if task.op is Op.SETTLE]
-    assert [first[i].cell.layer for i in settled] == arriving
-    assert {first[i].lane for i in settled} == {"disk_read"}
-    for i in settled:
+    loads = [i for i, task in enumerate(first) if task.op is Op.LOAD_RESIDENT]
+    assert [first[i].cell.layer for i in loads] == arriving
+    assert {first[i].lane for i in loads} == {"disk_read"}
+    for i in loads:
         j = first[i].cell.layer
         assert all(task.cell.layer < j for task in first[:i] if task.op in (Op.LOAD_WEIGHT, Op.COMPUTE))
-    assert not any(task.op is Op.SETTLE or any(r[0] == "home" for r in task.reads) for task in second)
+    assert not any(task.op is Op.LOAD_RESIDENT or any(r[0] == "resident" for r in task.reads) for task in second)
     resident = Program([()] * 5, 4, slots, STAGED, [0, 2, 4])
-    assert [task.op for task in resident.sweep(0, uniform(1), False)][:4] == [Op.SETTLE] * 3 + [Op.COMPUTE]
+    assert [task.op for task in resident.sweep(0, uniform(1), False)][:4] == [Op.LOAD_RESIDENT] * 3 + [Op.COMPUTE]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

@@ -46,6 +46,7 @@ def tasks(slots: int, routes: str, seed: int) -> Iterator[Task]:
 
 
 RESOURCES = ("reads", "writes")
+RENAMED = {"LOAD_RESIDENT": "SETTLE", "resident": "home"}  # ops and resources renamed since RECORDED was written
 
 
 def digest(slots: int, routes: str, seed: int) -> str:
@@ -54,8 +55,14 @@ def digest(slots: int, routes: str, seed: int) -> str:
     names = ("cell", "lane", "reads", "writes", "home", "hop", "slot", "cache", "hidden")
     known = hashlib.sha256()
     for task in tasks(slots, routes, seed):
-        names_of = {name: tuple(r[:2] if r[0] == "wstage" else r for r in getattr(task, name)) for name in RESOURCES}
-        known.update(repr((task.op.name, *(names_of.get(name, getattr(task, name)) for name in names))).encode())
+        names_of = {
+            name: tuple(
+                (RENAMED.get(r[0], r[0]), *(r[1:2] if r[0] == "wstage" else r[1:])) for r in getattr(task, name)
+            )
+            for name in RESOURCES
+        }
+        op = RENAMED.get(task.op.name, task.op.name)
+        known.update(repr((op, *(names_of.get(name, getattr(task, name)) for name in names))).encode())
     return known.hexdigest()[:16]
 
 

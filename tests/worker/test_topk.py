@@ -39,7 +39,7 @@ def hollow(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         page = 2 * shape.kv_heads * shape.size
         room = Region(buffer.place, buffer.start, buffer.nbytes // page * page, torch.uint8)
         pages = self.machine.device.view(room).view(-1, 2, page // 2)
-        for places, tokens in zip(closed.places.tolist(), closed.tokens.tolist(), strict=True):
+        for places, tokens in zip(closed.buffer_pages.tolist(), closed.tokens.tolist(), strict=True):
             full = -(-tokens // shape.page_tokens)
             inside = sorted(set(places[:full]) - {places[full]})  # the page being filled may lie where an older one did
             pages[inside, 1] = 255  # also as a scale and as a minimum

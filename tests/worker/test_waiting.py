@@ -81,7 +81,7 @@ def around(
     perform, draw = Worker.perform, Worker._sample
 
     def performed(worker: Worker, task: Task) -> None:
-        device = task.lane == "device" and task.op is not Op.SETTLE
+        device = task.lane == "device" and task.op is not Op.LOAD_RESIDENT
         with watching(device), watch() if device else nullcontext():
             perform(worker, task)
 

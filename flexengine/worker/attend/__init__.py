@@ -1,4 +1,4 @@
-"""Attenders: who computes decode attention, by place. The compute device itself ("device") needs none."""
+"""Attenders: classes that compute decode attention, by place. The compute device ("device") needs no attender."""
 
 from collections.abc import Callable
 

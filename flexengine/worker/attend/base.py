@@ -1,9 +1,9 @@
 """The interface of attenders. An attender computes the decode attention of gpu_batches in one place off the device.
 
-Queries, keys and values of new tokens (the question) go to the place where the KV cache lies, and attention (the
-answer) comes back. FlexGen calls this CPU computation (section 4.2), Lamina attention offloading.
+Queries, keys and values of new tokens (the question) are copied to the place of the KV cache. The output of attention
+(the answer) is copied back. FlexGen calls this CPU computation (section 4.2), Lamina attention offloading.
 
-One layer of one gpu_batch is five calls, one per task of `schedule.program`. `Routes.attend` names the lanes of three
+One layer of one gpu_batch has five calls, one per task of `schedule.program`. `Routes.attend` names the lanes of three
 of these tasks, by place.
 
 | call | task | lane |
@@ -30,17 +30,17 @@ class Attender(ABC):
 
     The edges of the program order the calls:
 
-    - The five calls of one gpu_batch in one layer come in the order of the table, and the next layer's `ask` after
-      `answer`. The work of a call, or the work that it queues on a GPU, starts after that of the call before has ended.
-    - Calls for different gpu_batches overlap in any order, so each gpu_batch needs buffers of its own.
+    - The five calls of one gpu_batch in one layer have the order of the table. The next layer's `ask` follows `answer`.
+      The work of a call, also work that the call queues on a GPU, starts after the work of the previous call has ended.
+    - Calls for different gpu_batches overlap in any order, so each gpu_batch needs its own buffers.
 
     Every implementation must keep these rules:
 
     - `ask` copies all tensors of the event. The model's tensors, sinks among them, may be overwritten after the call.
-    - Keys and values of earlier tokens are in pages of tier `Batch.cache_home`: tasks STORE_CACHE write those of
-      prompts, and `attend` appends those of every later token.
-    - Page numbers are valid for one sweep. `Cache.tables(view, layer)` returns them: int32 tensors in RAM, which count
-      in the pool of that tier.
+    - Keys and values of earlier tokens are in pages of tier `Batch.cache_home`. STORE_CACHE tasks write keys and values
+      of prompts, and `attend` appends keys and values of every later token.
+    - Page numbers are valid for one sweep. `Cache.tables(view, layer)` returns page numbers in the pool of this tier,
+      as int32 tensors in RAM.
     - A lane whose tasks read or write RAM with the CPU needs a name that starts with "cpu". On a GPU its tasks then
       start after earlier copies have ended (`runtime.lane.new_lane`).
     - The constructor takes no more memory than `plan.layout` books. If the constructor raises, it frees what it took.
@@ -64,19 +64,19 @@ class Attender(ABC):
             event: on the device; q [1, heads, tokens, head_dim], k [1, kv_heads, tokens, head_dim], v [1, kv_heads,
                 tokens, value_dim]; tokens in the order of `packed(batch)`. Heads and widths may differ by layer: see
                 `Cache.prepared`.
-            view: of the gpu_batch.
+            view: page tables of the gpu_batch.
         """
 
     @abstractmethod
     def send(self, k: int) -> None:
-        """Bring the question of gpu_batch k to the place."""
+        """Copy the question of gpu_batch k to the place."""
 
     @abstractmethod
     def attend(self, k: int, view: View) -> None:
         """Append the new keys and values to the pages, and compute attention of the queries over all tokens seen.
 
-        Pages in `Tables.copies` are copied first. Attention has the scale, window, softcap and sinks of the event, and
-        reads the share of values in `Cache.topk`.
+        Pages in `Tables.copies` are copied first. Attention uses scale, window, softcap and sinks of the event, and
+        reads the fraction `Cache.topk` of the values.
 
         Args:
             k: number of the gpu_batch in the sweep.
@@ -85,13 +85,13 @@ class Attender(ABC):
 
     @abstractmethod
     def fetch(self, k: int) -> None:
-        """Bring the answer of gpu_batch k to the device."""
+        """Copy the answer of gpu_batch k to the device."""
 
     @abstractmethod
     def answer(self, k: int) -> Tensor:
         """Return attention of gpu_batch k on the device, [1, tokens, heads, value_dim] in the dtype of the queries.
 
-        The tensor is valid until gpu_batch k asks again.
+        The tensor is valid until the next `ask` for gpu_batch k.
         """
 
     @abstractmethod

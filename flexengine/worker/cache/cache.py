@@ -1,4 +1,4 @@
-"""Attention over the KV cache of a job, wherever its pages are."""
+"""The KV cache of a job, and attention over it."""
 
 from math import prod
 
@@ -24,7 +24,14 @@ from flexengine.worker.values import Values
 
 
 class Cache:
-    """Pools, buffers, and attention over them."""
+    """Pools and buffers of KV pages, and attention over pages.
+
+    Attributes:
+        pools: pages of every tier.
+        movement: copies between pools and device buffers.
+        bits: bits of an encoded element; 0 if pages are not encoded.
+        topk: fraction of the values that attention reads; None for all.
+    """
 
     def __init__(
         self, model: ModelFacts, layout: Layout, machine: Machine, kernels: Kernels, dtype: torch.dtype,
@@ -39,36 +46,36 @@ class Cache:
         self.pools = Pools(model, layout, machine, self._regions, dtype, self.bits)
         self.movement = Movement(layout, machine, self._regions, self.pools, dtype)
         self._values = Values(layout, machine, self._regions) if layout.values else None
-        self._turn = rotation(model.head_dim).to(machine.compute) if self.smooth else None
-        self._places = Pages("device", layout.policy.block_size if self.smooth else 0)
-        self._place: dict[int, int] = {}  # by sequence: of its mean keys
-        self._means: Tensor | None = None
+        self._rotation = rotation(model.head_dim).to(machine.compute) if self.smooth else None
+        self._free_means = Pages("device", layout.policy.block_size if self.smooth else 0)
+        self._mean: dict[int, int] = {}  # by sequence: index of its mean keys
+        self._means: Tensor | None = None  # [layers, sequences, kv_heads, head_dim]
         if self.smooth:
-            home = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
+            region = self._regions.take("device", layout.account["device"][MEAN_KEYS], MEAN_KEYS, torch.float32)
             shape = (self.layers, layout.policy.block_size, model.kv_heads, model.head_dim)
-            self._means = machine.device.view(home).view(-1)[: prod(shape)].view(shape)
+            self._means = machine.device.view(region).view(-1)[: prod(shape)].view(shape)
 
     @property
     def smooth(self) -> bool:
-        """Whether keys and values are smoothed before they are encoded: of 8 bits they need not be."""
+        """Whether keys and values are smoothed before they are encoded. With 8 bits, smoothing is not needed."""
         return 0 < self.bits < 8
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
-        """Give the sequence the pages that it lacks to hold `tokens` tokens."""
+        """Take pages for the sequence until it can hold `tokens` tokens."""
         self.pools.claim(sequence, tokens)
-        if self.smooth and sequence.id not in self._place:
+        if self.smooth and sequence.id not in self._mean:
             source = sequence.source
-            (place,) = self._places.share([self._place[source.id]]) if source else self._places.take(1)
-            self._place[sequence.id] = place
+            (index,) = self._free_means.share([self._mean[source.id]]) if source else self._free_means.take(1)
+            self._mean[sequence.id] = index
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's pages back."""
-        if sequence.id in self._place:
-            self._places.give([self._place.pop(sequence.id)])
+        """Return the sequence's pages to the pools."""
+        if sequence.id in self._mean:
+            self._free_means.give([self._mean.pop(sequence.id)])
         self.pools.release(sequence)
 
     def view(self, batch: Batch) -> View:
-        """The tables of one batch for one sweep."""
+        """Return the page tables of a gpu_batch for the next sweep."""
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
         held, copied_of = self.pools.held, self.pools.copied
         copies = {i: copied for i, p in enumerate(pieces) if (copied := copied_of.get(p.sequence))}
@@ -85,21 +92,27 @@ class Cache:
         return view.groups[self.pools.group[layer]]
 
     def load(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
-        """Copy the batch's cached pages of one layer one leg further: to staging, or to its device buffer."""
+        """Copy the batch's cached pages of one layer one leg toward a device buffer; see `Mover.load`."""
         self.movement.load(layer, home, self.tables(view, layer), buffer, hop)
 
     def store(self, layer: int, home: str, view: View, buffer: int, hop: int) -> None:
-        """Copy what this sweep appended one leg further: pages to staging or to their home, rows to their home."""
+        """Copy pages and rows that this sweep appended one leg toward their tier; see `Mover.store`."""
         self.movement.store(layer, home, self.tables(view, layer), buffer, hop)
 
     def attend(self, event: Attend, view: View, home: str, buffer: int) -> Tensor:
         """Append the new K and V and return attention `[1, tokens, heads, head_dim]`.
 
-        Tokens of prompts are appended last: their pages may be those of tokens that the piece still sees.
+        Tokens of prompts are appended after attention, as they may overwrite pages that the piece's queries see.
+
+        Args:
+            event: on the device.
+            view: page tables of the gpu_batch.
+            home: tier of the pages.
+            buffer: number of the device buffer; -1 if the pages are on the device.
         """
         layer, tables, n = event.layer, self.tables(view, event.layer), view.decode
         width, event = event.v.shape[-1], self.prepared(event, view)
-        pool = self.pools.near(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
+        pool = self.pools.on_device(layer) if buffer < 0 else self.movement.tensor(layer, home, buffer)
         form = self.pools.form(layer, home)
         qkv = q, k, v = tuple(x[0].transpose(0, 1) for x in (event.q, event.k, event.v))
         copy_pages(pool, tables)
@@ -114,51 +127,62 @@ class Cache:
         return self.restored(out, width)
 
     def prepared(self, event: Attend, view: View) -> Attend:
-        """The same attention as pages are laid out and encoded."""
+        """Return the event with q, k, v in the layout of pages, and smoothed if pages are encoded in few bits."""
         return self._smoothed(fit(event, self.model.kv_heads, self.model.head_dim), view)
 
     def restored(self, out: Tensor, width: int) -> Tensor:
-        """The output of prepared attention as the model knows it. width: of its heads."""
-        out = out if self._turn is None else turned(out, self._turn)
+        """Return the output of attention of a `prepared` event in the layout of the model.
+
+        Args:
+            out: [..., head_dim of pages].
+            width: elements of a head's output in the model.
+        """
+        out = out if self._rotation is None else turned(out, self._rotation)
         return out if width == out.shape[-1] else out[..., :width]
 
     def on_device(self, layer: int) -> Tensor:
-        """The device's pool of a layer."""
-        return self.pools.near(layer)
+        """Return the pages of a layer on the device."""
+        return self.pools.on_device(layer)
 
     def on_host(self, layer: int) -> tuple[Tensor, CacheFormat | None]:
-        """The host's pool of a layer where it lies, and how it is encoded."""
-        return self.pools.far(layer), self.pools.form(layer, "host")
+        """Return the pages of a layer in host RAM, and their format; None if they are not encoded."""
+        return self.pools.on_host(layer), self.pools.form(layer, "host")
 
-    def _means_of(self, pieces: list[Piece], on: torch.device) -> MeanKeys | None:
+    def _means_of(self, pieces: list[Piece], device: torch.device) -> MeanKeys | None:
         if not self.smooth:
             return None
-        opening, of, at = [], [], 0
+        opening, by_token, first = [], [], 0
         for piece in pieces:
-            place = self._place[piece.sequence]
+            index = self._mean[piece.sequence]
             if not piece.start:
-                opening.append((place, at, at + piece.count))
-            of += [place] * piece.count
-            at += piece.count
-        return MeanKeys(opening, torch.tensor(of).to(on))
+                opening.append((index, first, first + piece.count))
+            by_token += [index] * piece.count
+            first += piece.count
+        return MeanKeys(opening, torch.tensor(by_token).to(device))
 
     def _smoothed(self, event: Attend, view: View) -> Attend:
-        """The same attention with queries, keys and values as they are to be encoded (kv.smoothing)."""
-        if self._turn is None or self._means is None or view.means is None:
+        """Return the event with smoothed q, k, v (kv.smoothing)."""
+        if self._rotation is None or self._means is None or view.means is None:
             return event
         q, k, v = event.q, event.k, event.v
         if event.softcap is None and event.sinks is None:
             keys, means = k[0].transpose(0, 1), self._means[event.layer]
-            for place, first, end in view.means.opening:
-                means[place] = mean_key(keys[first:end])
-            k = (keys - means[view.means.of].to(k.dtype)).transpose(0, 1)[None]
-        return event._replace(q=turned(q, self._turn), k=turned(k, self._turn), v=turned(v, self._turn))
+            for index, first, end in view.means.opening:
+                means[index] = mean_key(keys[first:end])
+            k = (keys - means[view.means.by_token].to(k.dtype)).transpose(0, 1)[None]
+        q, k, v = (turned(x, self._rotation) for x in (q, k, v))
+        return event._replace(q=q, k=k, v=v)
 
     def _choose(self, event: Attend, q: Tensor, pool: Tensor, tables: Tables, home: str, buffer: int) -> None:
-        """Load the values that decoding sequences are about to read, of pages that were loaded without.
+        """Load the values that decoding sequences read, of pages that were loaded without values.
 
         Args:
-            q: of the decoding sequences.
+            event: attention of the whole gpu_batch.
+            q: [decode, heads, head_dim], queries of the decoding sequences.
+            pool: pages of the buffer.
+            tables: page tables of the layer.
+            home: tier of the pages.
+            buffer: number of the device buffer.
         """
         assert tables.closed is not None
         assert self._values is not None
@@ -167,8 +191,8 @@ class Cache:
         chosen = self.kernels.choose(q, pool, tables.tables, tables.lengths, event.scale, self.topk, event.window,
                                      event.softcap, self.pools.form(layer, home))  # fmt: skip
         shape = self.pools.page_shape(self.pools.group[layer], home)
-        far, near = self.pools.home(layer, home), self.movement.room(layer, home, buffer)
-        self._values.bring(chosen, tables.closed, home, far, near, shape)
+        source, target = self.pools.region(layer, home), self.movement.room(layer, home, buffer)
+        self._values.bring(chosen, tables.closed, home, source, target, shape)
 
     def _attend(
         self, event: Attend, qkv: tuple[Tensor, ...], pool: Tensor, tables: Tables, form: CacheFormat | None
@@ -187,13 +211,13 @@ class Cache:
         for p in tables.prompts:
             span = slice(p.first, p.first + p.rows * p.length)
             qs, ks, vs = (x[span].view(p.rows, p.length, *x.shape[1:]) for x in (q, k, v))
-            # New keys and values are used as computed, not as rounded for the cache.
+            # New keys and values are used as computed, without encoding.
             past = None if p.table is None else Past(pool, p.table, p.past, form)
             out[span] = self.kernels.attend_prompt(qs, ks, vs, *options, past).flatten(0, 1)
         return out[None]
 
     def close(self) -> None:
-        """Free all memory of the pools and buffers, whatever still refers to this cache."""
+        """Free all memory of the pools and buffers, even if other objects still refer to this cache."""
         self._means = self._values = None
         self.pools.close()
         self.movement.close()
@@ -201,15 +225,15 @@ class Cache:
 
 
 def copy_pages(pool: Tensor, tables: Tables) -> None:
-    """Copy the pages of a layer that sequences are about to write to and that others hold too."""
+    """Copy the shared pages of a layer that the sweep writes to (copy on write)."""
     for source, target in tables.copies:
         pool[target].copy_(pool[source])
 
 
 def fit(event: Attend, kv_heads: int, head_dim: int) -> Attend:
-    """The same attention with that many KV heads of that width, in which all layers' pages are laid out.
+    """Return the event with `kv_heads` KV heads of `head_dim` elements, the layout of all layers' pages.
 
-    Zeros beyond a head's width add nothing to a score, and zeros to the output; a KV head may be given several times.
+    Heads are padded with zeros, which do not change scores, and add zeros to the output. KV heads are repeated.
     """
     q, k, v = (
         x if x.shape[-1] == head_dim else torch.nn.functional.pad(x, (0, head_dim - x.shape[-1]))

@@ -1,4 +1,4 @@
-"""Pages between their home, host staging and the device's buffers."""
+"""Copies of pages between pools, host staging and device buffers."""
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ Spans = list[tuple[int, int, int]]  # (byte in the pool, byte in the buffer, byt
 
 
 class Movement:
-    """Buffers on the device, staging on the host, and what is copied between them and the pools."""
+    """Device buffers, host staging, and copies between these and the pools."""
 
     def __init__(self, layout: Layout, machine: Machine, regions: Regions, pools: Pools, dtype: torch.dtype) -> None:
         self.machine, self.pools, self.dtype, self._size = machine, pools, dtype, layout.cache_buffer
@@ -44,30 +44,31 @@ class Movement:
         self._mover.load(home, hop, self._parts(layer, home, spans, buffer))
 
     def store(self, layer: int, home: str, tables: Tables, buffer: int, hop: int) -> None:
-        """Copy what this sweep appended one leg from the device buffer; see `Mover.store`. Single rows have one leg."""
+        """Copy new pages one leg from the device buffer; see `Mover.store`. Rows have one leg."""
         spans = self._spans(layer, home, tables.store)
         self._mover.store(home, hop, self._parts(layer, home, spans, buffer))
         for rows in tables.rows:
-            store_rows(self.machine, rows, self.room(layer, home, buffer), self.pools.home(layer, home), home)
+            store_rows(self.machine, rows, self.room(layer, home, buffer), self.pools.region(layer, home), home)
 
     def _spans(self, layer: int, home: str, whole: Runs, keys: Runs | tuple[()] = ()) -> Spans:
-        """Return the bytes of those pages in a layer's pool and in a buffer, and of the first halves of `keys`."""
+        """Return the bytes of pages in a layer's pool and in a buffer. whole: whole pages. keys: pages without values,
+        whose keys are the first half."""
         page = self.pools.page_bytes(layer, home)
-        found = [(first * page, at * page, count * page) for first, at, count in whole]
-        halves = [(first + i, at + i) for first, at, count in keys for i in range(count)]
-        return found + [(first * page, at * page, page // 2) for first, at in halves]
+        spans = [(source * page, target * page, count * page) for source, target, count in whole]
+        halves = [(source + i, target + i) for source, target, count in keys for i in range(count)]
+        return spans + [(source * page, target * page, page // 2) for source, target in halves]
 
     def _parts(self, layer: int, home: str, spans: Spans, buffer: int) -> list[Part]:
         """Return the spans as parts. A page has the same offset in the buffer and in its staging."""
-        pool, device = self.pools.home(layer, home), self._buffers[buffer]
+        pool, device = self.pools.region(layer, home), self._buffers[buffer]
         stage = self._stages[buffer] if is_disk(home) and self._stages else None
         return [
-            Part([pool.part(first, nbytes)], self._at(stage, at, nbytes) if stage else None,
-                 self._at(device, at, nbytes))
-            for first, at, nbytes in spans
+            Part([pool.part(first, nbytes)], self._part(stage, start, nbytes) if stage else None,
+                 self._part(device, start, nbytes))
+            for first, start, nbytes in spans
         ]  # fmt: skip
 
-    def _at(self, base: Region, start: int, nbytes: int) -> Region:
+    def _part(self, base: Region, start: int, nbytes: int) -> Region:
         return Region(base.place, base.start + start, nbytes, self.dtype)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Page pools per tier: their memory, which sequence holds which pages, and how pages are laid out."""
+"""Page pools per tier: memory, page ids of every sequence, and layout of pages."""
 
 from itertools import accumulate
 
@@ -17,14 +17,15 @@ from flexengine.worker.values import PageShape
 
 
 class Pools:
-    """The pages of every tier and group of layers. A tier's pools are one region: group after group, in each layer
-    after layer.
+    """Pages of every tier and group of layers.
+
+    A tier's pools are one region, ordered by group, then by layer.
 
     Attributes:
-        held: by sequence id, its page ids in each pool of its tier.
-        copied: by sequence id and pool, the shared page whose tokens the page being filled begins with. Only sequences
-            that begin such a page in the coming sweep have an entry.
-        dtype: of the elements of pages; uint8 if they are encoded.
+        held: by sequence id, the page ids in each pool of the sequence's tier.
+        copied: by sequence id and number of the pool, the shared page to copy to the sequence's own page before tokens
+            are appended (copy on write). Only for copies of the next sweep.
+        dtype: dtype of page elements; uint8 for encoded pages.
         group: by layer, the number of its group.
     """
 
@@ -39,19 +40,20 @@ class Pools:
         self.held: dict[int, list[list[int]]] = {}
         self.copied: dict[int, dict[int, int]] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
-        self._homes: dict[str, Region] = {}
+        self._by_tier: dict[str, Region] = {}  # by tier
         for tier, pools in layout.pools.items():
             each = zip(pools, layout.page_bytes[tier], layout.groups, strict=True)
             sizes = [pool.pages * page * len(group.layers) for pool, page, group in each]
             self._starts[tier] = list(accumulate(sizes, initial=0))
-            self._homes[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
-        self._near = [self._tensor(layer, "device") for layer in range(len(self.group))] if "device" in self.ids else []
+            self._by_tier[tier] = regions.take(tier, sum(sizes), "KV cache", dtype)
+        layers = range(len(self.group)) if "device" in self.ids else ()
+        self._on_device = [self._tensor(layer, "device") for layer in layers]
 
     def claim(self, sequence: Sequence, tokens: int) -> None:
-        """Give the sequence the pages that it lacks to hold `tokens` tokens.
+        """Take pages for the sequence until it can hold `tokens` tokens.
 
-        It shares the pages of the prompt that its source computes. A shared page that it is about to write to is
-        replaced by one of its own (copy on write).
+        The sequence shares the prompt pages of its source. A shared page that the next sweep writes to is replaced by a
+        new page (copy on write).
         """
         pools, ids = self.layout.pools[sequence.home], self.ids[sequence.home]
         if sequence.id not in self.held:
@@ -71,7 +73,7 @@ class Pools:
                 held[entry : entry + 1] = free.take(1)
 
     def release(self, sequence: Sequence) -> None:
-        """Take the sequence's pages back."""
+        """Return the sequence's pages to the pools."""
         self.copied.pop(sequence.id, None)
         if sequence.id in self.held:
             for free, held in zip(self.ids[sequence.home], self.held.pop(sequence.id), strict=True):
@@ -81,33 +83,33 @@ class Pools:
         """Return the bytes of one page of a layer."""
         return self.layout.page_bytes[tier][self.group[layer]]
 
-    def home(self, layer: int, tier: str) -> Region:
-        """Return where the pages of a layer are."""
+    def region(self, layer: int, tier: str) -> Region:
+        """Return the region of a layer's pages."""
         group, number = self._places[layer]
         nbytes = self.layout.pools[tier][group].pages * self.layout.page_bytes[tier][group]
-        return self._homes[tier].part(self._starts[tier][group] + number * nbytes, nbytes)
+        return self._by_tier[tier].part(self._starts[tier][group] + number * nbytes, nbytes)
 
     def shape(self, group: int, tier: str, pages: int) -> tuple[int, ...]:
-        """Return the shape of a tensor of so many pages."""
+        """Return the shape of a tensor of `pages` pages."""
         if self.bits:
             return pages, self.layout.page_bytes[tier][group]
         return pages, 2, self.model.kv_heads, self.layout.pools[tier][group].page_tokens, self.model.head_dim
 
     def form(self, layer: int, tier: str) -> CacheFormat | None:
-        """Return how pages of a layer are encoded there."""
+        """Return the format of a layer's pages on a tier; None if pages are not encoded."""
         return self._form(self.group[layer], tier)
 
     def page_shape(self, group: int, tier: str) -> PageShape:
-        """Return how pages of a group are laid out."""
+        """Return the layout of a group's pages on a tier."""
         model, tokens = self.model, self.layout.pools[tier][group].page_tokens
         return PageShape.of(self._form(group, tier), model.kv_heads, tokens, model.head_dim * self.dtype.itemsize)
 
-    def near(self, layer: int) -> Tensor:
+    def on_device(self, layer: int) -> Tensor:
         """Return the pages of a layer on the device."""
-        return self._near[layer]
+        return self._on_device[layer]
 
-    def far(self, layer: int) -> Tensor:
-        """Return the pages of a layer on the host, where they are."""
+    def on_host(self, layer: int) -> Tensor:
+        """Return the pages of a layer in host RAM, as a view."""
         return self._tensor(layer, "host")
 
     def _form(self, group: int, tier: str) -> CacheFormat | None:
@@ -119,9 +121,9 @@ class Pools:
     def _tensor(self, layer: int, tier: str) -> Tensor:
         group = self.group[layer]
         shape = self.shape(group, tier, self.layout.pools[tier][group].pages)
-        return self.machine.tier(tier).view(self.home(layer, tier)).view(shape)
+        return self.machine.tier(tier).view(self.region(layer, tier)).view(shape)
 
     def close(self) -> None:
         """Drop all references to the memory."""
-        self._near.clear()
-        self._homes.clear()
+        self._on_device.clear()
+        self._by_tier.clear()

@@ -1,4 +1,4 @@
-"""The page tables of a gpu_batch, which all layers that see equally many tokens share during a sweep."""
+"""Page tables of a gpu_batch during a sweep. Layers of one group share a table."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,43 +16,57 @@ Pairs = list[tuple[int, int]]  # (page in the pool, page in the buffer)
 
 
 class Prompts(NamedTuple):
-    """Pieces of equal length, one after another in the batch: tokens first .. first + rows * length - 1."""
+    """Consecutive pieces of equal length: tokens first .. first + rows * length - 1 of the packed batch.
+
+    Attributes:
+        first: index of the first token in the packed batch.
+        rows: number of pieces.
+        length: tokens of a piece.
+        past: tokens cached before the piece; 0 if there are several pieces.
+        table: int32 [pages], page table of the piece; None if `past` is 0.
+    """
 
     first: int
     rows: int
     length: int
-    past: int  # tokens cached before; only single pieces have any
+    past: int
     table: Tensor | None
 
 
 class MeanKeys(NamedTuple):
-    """Where the mean keys of a batch's tokens are kept. opening: (place, first token, end) of each sequence that
-    begins; of: place by token, [tokens]."""
+    """Indices of the mean keys of a batch's sequences.
+
+    Attributes:
+        opening: (index, first token, last token + 1) of each sequence that begins; tokens of the packed batch.
+        by_token: int64 [tokens]: index of the mean key of each token's sequence.
+    """
 
     opening: list[tuple[int, int, int]]
-    of: Tensor
+    by_token: Tensor
 
 
 @dataclass
 class Tables:
-    """One gpu_batch's pages of a group of layers during a sweep.
+    """Page tables of one gpu_batch for one group of layers during a sweep.
 
-    Page numbers count in the pool of the cache's tier, or in a buffer if the cache is off the device and attention is
-    not delegated. If attention is delegated, the tensors are in RAM.
+    Page numbers are numbers in the pool of the cache's tier. If pages pass through a device buffer, they are numbers in
+    the buffer. If attention is delegated, the tensors are in RAM. `decode` is the number of pieces with one token.
 
     Attributes:
-        tables: int32 [decode, pages], of the single tokens.
+        tables: int32 [decode, pages], page tables of the pieces with one token.
         lengths: int32 [decode], tokens cached after the sweep.
-        pages, offsets: int32, of every new token that is kept: the single ones first.
-        kept: int64, which tokens after the single ones are kept; None if all are. Tokens that no later query sees
-            are not.
-        prompts: pieces of more tokens.
+        pages: int32 [new tokens], page of every new token that is written; pieces with one token first.
+        offsets: int32 [new tokens], offset of these tokens in their pages.
+        kept: int64, indices of the prompt tokens that are written; None for all. Tokens that no later query sees are
+            not written.
+        prompts: pieces of more than one token.
         load: pages to load before compute.
-        keys: pages of which only keys are loaded. Chosen values of the pages in `closed` are loaded later.
+        keys: pages to load without values before compute.
         store: pages to store after compute.
-        rows: what is stored of decoding sequences at home in RAM, instead of their pages.
-        copies: (from, to) pages to copy within the pool before tokens are appended. Where pages pass through a buffer,
-            they are loaded from one page and stored to the other instead.
+        closed: pages that are loaded without values; None if there are none. Chosen values are loaded later.
+        rows: rows to store in place of whole pages, for decode steps with pages in RAM.
+        copies: (from, to) pages to copy within the pool before tokens are appended. If pages pass through a buffer,
+            page `from` is loaded and page `to` is stored, without a copy.
     """
 
     tables: Tensor
@@ -71,12 +85,12 @@ class Tables:
 
 @dataclass
 class View:
-    """One gpu_batch's share of the cache during a sweep.
+    """Page tables of one gpu_batch during a sweep.
 
     Attributes:
-        decode: how many of the first tokens are single ones.
+        decode: number of pieces with one token, which are first in the packed batch.
         groups: by group of layers.
-        means: None unless keys are kept without their means.
+        means: indices of mean keys; None unless keys are stored without their means.
     """
 
     decode: int
@@ -85,52 +99,57 @@ class View:
 
 
 def packed(batch: Batch) -> list[Piece]:
-    """The batch's pieces in the order their tokens are packed: single tokens first, then by length."""
+    """Return the batch's pieces in packed order: pieces with one token first, then by length."""
     return sorted(batch.pieces, key=lambda p: (p.count > 1, p.count, p.start > 0))
 
 
 class _Moved:
-    """Pages that pass through a buffer, piece by piece.
+    """Pages of a gpu_batch that pass through a device buffer.
 
     Attributes:
-        single: whether the pages of a single token's past are loaded without their values.
-        rows: whether a decode step stores its token rather than its page.
+        pool: pool of the pages.
+        keys_only: whether pieces with one token load pages without values.
+        rows: whether decode steps store rows in place of pages.
+        load, keys, store: as in `Tables`.
+        tokens: (page in the pool, page in the buffer, offset in the page) of each token that is stored as rows.
     """
 
-    def __init__(self, pool: Pool, single: bool, rows: bool) -> None:
-        self.pool, self.single, self.rows = pool, single, rows
+    def __init__(self, pool: Pool, keys_only: bool, rows: bool) -> None:
+        self.pool, self.keys_only, self.rows = pool, keys_only, rows
         self.load, self.keys, self.store = Runs(), Runs(), Runs()
-        self.tokens: list[tuple[int, int, int]] = []  # page in the pool, page in the buffer, place in the page
-        self._at = 0
+        self.tokens: list[tuple[int, int, int]] = []
+        self._used = 0  # pages of the buffer
 
     def add(self, piece: Piece, ids: list[int], copied: int | None) -> list[int]:
-        """Note what the piece loads and stores. Return the buffer's pages for the sequence's page ids.
+        """Add the loads and stores of a piece. Return the buffer's page for each of the sequence's page ids.
 
         Args:
-            copied: as `Pools.copied`, of the sequence and the pool.
+            piece: piece of the batch.
+            ids: page ids of its sequence.
+            copied: `Pools.copied` of the sequence and the pool; None if there is no copy.
         """
         pool, size = self.pool, self.pool.page_tokens
-        here = list(range(self._at, self._at + pool.held(piece.start + piece.count)))
-        self._at += len(here)
+        buffer_pages = list(range(self._used, self._used + pool.held(piece.start + piece.count)))
+        self._used += len(buffer_pages)
 
         def pairs(numbers: range, ids: list[int] = ids) -> Pairs:
-            return [(ids[i], here[i]) for i in pool.entries(numbers)]
+            return [(ids[i], buffer_pages[i]) for i in pool.entries(numbers)]
 
         read, filling = pool.read(piece.start), piece.start // size
         sources = ids
         if copied is not None:
             sources = ids.copy()
             sources[pool.entry(filling)] = copied
-        if self.single and piece.count == 1:
+        if self.keys_only and piece.count == 1:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
         self.load += _runs(pairs(read, sources))
         if piece.decodes and self.rows and copied is None:
-            ((far, near),) = pairs(range(filling, filling + 1))
-            self.tokens.append((far, near, piece.start % size))
+            (pair,) = pairs(range(filling, filling + 1))
+            self.tokens.append((*pair, piece.start % size))
         else:
             self.store += _runs(pairs(pool.written(piece.start, piece.start + piece.count)))
-        return here
+        return buffer_pages
 
 
 def tables_of(
@@ -140,37 +159,38 @@ def tables_of(
     """Return the tables of a gpu_batch for one group of layers.
 
     Args:
-        pieces: of the batch, in packed order.
-        pool: of the batch's tier.
-        owned: page ids of the sequence of each piece.
-        copied: by piece, `Pools.copied` of its sequence and this pool if there is one.
+        batch: the gpu_batch.
+        pieces: pieces of the batch, in packed order.
+        pool: pool of the batch's tier and the group.
+        owned: by piece, page ids of its sequence.
+        copied: by index of a piece, `Pools.copied` of its sequence and this pool.
         shape: layout of a page.
-        device: where attention runs that is not delegated.
-        values: whether values are loaded when they are chosen.
+        device: compute device.
+        values: whether only chosen values are loaded.
     """
     decode = sum(p.count == 1 for p in pieces)
-    here, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
+    page_ids, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
     if batch.cache_home != "device" and not batch.delegated:
-        here = [moved.add(piece, owned[i], copied.get(i)) for i, piece in enumerate(pieces)]
+        page_ids = [moved.add(piece, owned[i], copied.get(i)) for i, piece in enumerate(pieces)]
     else:
         copies = [(page, owned[i][pool.entry(pieces[i].start // pool.page_tokens)]) for i, page in copied.items()]
     ends = [p.start + p.count for p in pieces]
-    tables = [pool.table(ids, end) for ids, end in zip(here, ends, strict=True)]
+    tables = [pool.table(ids, end) for ids, end in zip(page_ids, ends, strict=True)]
     if moved.keys:
-        far = [pool.table(ids, end) for ids, end in zip(owned[:decode], ends, strict=False)]
+        in_pool = [pool.table(ids, end) for ids, end in zip(owned[:decode], ends, strict=False)]
         starts = torch.tensor([p.start // pool.page_tokens * pool.page_tokens for p in pieces[:decode]])
-        closed = Closed(*(x.to(device) for x in (_padded(far), _padded(tables[:decode]), starts)))
-    on = torch.device("cpu") if batch.delegated else device
+        closed = Closed(*(x.to(device) for x in (_padded(in_pool), _padded(tables[:decode]), starts)))
+    where = torch.device("cpu") if batch.delegated else device
     size, spans = pool.page_tokens, [_kept(pool, p) for p in pieces[decode:]]
-    page_ids = [table[-1] for table in tables[:decode]]
-    page_ids += [table[s // size] for table, span in zip(tables[decode:], spans, strict=True) for s in span]
+    pages = [table[-1] for table in tables[:decode]]
+    pages += [table[s // size] for table, span in zip(tables[decode:], spans, strict=True) for s in span]
     offsets = [p.start % size for p in pieces[:decode]] + [s % size for span in spans for s in span]
     return Tables(
-        _padded(tables[:decode]).int().to(on),
-        _int32(ends[:decode], on),
-        _int32(page_ids, on), _int32(offsets, on), _indices(pieces[decode:], spans, decode, on),
-        _prompts(pieces[decode:], tables[decode:], decode, on), moved.load, moved.keys, moved.store, closed,
+        _padded(tables[:decode]).int().to(where),
+        _int32(ends[:decode], where),
+        _int32(pages, where), _int32(offsets, where), _indices(pieces[decode:], spans, decode, where),
+        _prompts(pieces[decode:], tables[decode:], decode, where), moved.load, moved.keys, moved.store, closed,
         tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
 
@@ -182,14 +202,21 @@ def _kept(pool: Pool, piece: Piece) -> range:
 
 
 def _indices(pieces: list[Piece], spans: list[range], first: int, device: torch.device) -> Tensor | None:
-    """Return the places in the batch of the tokens at these positions, None for all. first: of the pieces' tokens."""
+    """Return the indices in the packed batch of tokens at some positions of each piece; None for all tokens.
+
+    Args:
+        pieces: consecutive pieces.
+        spans: by piece, the positions; they end with the piece.
+        first: index of the first piece's first token.
+        device: of the result.
+    """
     if all(len(span) == piece.count for piece, span in zip(pieces, spans, strict=True)):
         return None
-    found: list[int] = []
+    indices: list[int] = []
     for piece, span in zip(pieces, spans, strict=True):
         first += piece.count
-        found += range(first - len(span), first)
-    return torch.tensor(found, dtype=torch.int64).to(device)
+        indices += range(first - len(span), first)
+    return torch.tensor(indices, dtype=torch.int64).to(device)
 
 
 def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
@@ -197,24 +224,24 @@ def _int32(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
 
 
 def _padded(rows: list[list[int]]) -> Tensor:
-    """The rows side by side, int64 [rows, at least 1]."""
+    """Return the rows, padded with 0 to equal width: int64 [rows, at least 1]."""
     width = max((len(row) for row in rows), default=1)
     return torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64).view(-1, width)
 
 
 def _runs(pairs: Pairs) -> Runs:
-    """Return runs of pages that are neighbours both in the pool and in the buffer."""
+    """Return runs of pages that are consecutive both in the pool and in the buffer."""
     runs = Runs()
-    for far, near in pairs:
-        if runs and (far, near) == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
+    for pair in pairs:
+        if runs and pair == (runs[-1][0] + runs[-1][2], runs[-1][1] + runs[-1][2]):
             runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
         else:
-            runs.append((far, near, 1))
+            runs.append((*pair, 1))
     return runs
 
 
 def _prompts(pieces: list[Piece], tables: list[list[int]], first: int, device: torch.device) -> list[Prompts]:
-    """Groups neighbouring fresh pieces of equal length; a continued piece stands alone with its table."""
+    """Return the pieces in order. Consecutive pieces of equal length without cached tokens are one `Prompts`."""
     groups: list[Prompts] = []
     for piece, table in zip(pieces, tables, strict=True):
         last = groups[-1] if groups else None
