@@ -39,8 +39,8 @@ def _import(engine: bool) -> None:
     import tqdm  # noqa: F401
 
     import flexengine.commands.run
-    import flexengine.job.manifest
     import flexengine.job.resume
+    import flexengine.job.same_job
 
     if not engine:
         return

@@ -226,7 +226,7 @@ def _places(result: Result) -> list[dict[str, Any]]:
 
 def facts(engine: "Engine") -> dict[str, Any]:
     """Return the model, the machine and the versions of a run."""
-    from flexengine.engine.manifest import numerics  # imported here, as these modules import torch
+    from flexengine.engine.fingerprint import numerics  # imported here, as these modules import torch
     from flexengine.measure.store import machine_name
 
     core = engine.core

@@ -101,7 +101,7 @@ def _manifest(
     Args:
         known: manifest of the run that began the job; empty if there was none.
     """
-    from flexengine.job.manifest import INPUT_DIGEST, MODEL_FILES, make_manifest
+    from flexengine.job.same_job import INPUT_DIGEST, MODEL_FILES, make_manifest
 
     if not known and not args.allow:
         _check_memory(engine, job.rows, params)

@@ -25,7 +25,7 @@ from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
 from flexengine.worker.opened import open_model
-from flexengine.worker.ports import NO_PORTS, Ports
+from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
 

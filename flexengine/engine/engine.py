@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any
 
 from flexengine.config import Result, SamplingParams
-from flexengine.engine import manifest
+from flexengine.engine import fingerprint
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
 from flexengine.engine.job import Job
@@ -99,11 +99,11 @@ class Engine:
     @property
     def switches(self) -> dict[str, Any]:
         """The lossy switches that are set, as a job's manifest names them."""
-        return manifest.switches(self.core, self.calibrator)
+        return fingerprint.switches(self.core, self.calibrator)
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a resumed job compares of this engine; see `manifest.fingerprint`."""
-        return manifest.fingerprint(self.core, known_files)
+        """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
+        return fingerprint.fingerprint(self.core, known_files)
 
     def use(self, lossy: Lossy) -> None:
         """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for

@@ -14,9 +14,9 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Rows
 from flexengine.job.journal import DONE, FAILED, Journal
-from flexengine.job.manifest import INPUT_DIGEST, Manifest, check_same, rewritten
 from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
 from flexengine.job.rows import Row
+from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
 
 Describe = Callable[[Manifest], Manifest]
 

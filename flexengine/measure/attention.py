@@ -25,7 +25,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Table
 from flexengine.plan.layout import lay_out
-from flexengine.plan.sizes import page_tokens
+from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.order import Batch, Piece

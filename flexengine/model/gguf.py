@@ -16,7 +16,7 @@ from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
 from flexengine.model.shards import ShardWriter, check_room
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 if TYPE_CHECKING:
     import numpy as np

@@ -14,7 +14,7 @@ from typing import Any
 from flexengine.model import gguf_header
 from flexengine.model.checkpoint import read_header
 from flexengine.model.source import Source
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 WHOLE = 1 << 30  # bytes; models up to this size are hashed completely, which takes about a second
 PLACES = 64  # samples spread evenly over a file of weights

@@ -18,7 +18,7 @@ import torch
 
 from flexengine.errors import BadCheckpoint, UnsupportedModel
 from flexengine.model.checkpoint import TensorLocation
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 # Buffers that old checkpoints contain, although models compute them.
 _BUFFERS = (r"rotary_emb\.inv_freq$", r"\.attn\.bias$", r"\.attn\.masked_bias$")

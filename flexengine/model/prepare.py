@@ -24,7 +24,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import regular_file
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.verify import Verifier, write_sums
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 FORMAT = 1  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed

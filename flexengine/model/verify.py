@@ -20,7 +20,7 @@ from typing import Any
 
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
-from flexengine.reading import opened
+from flexengine.read_retries import opened
 
 SUMS = "SHA256SUMS"
 # All files that transformers or flexengine may read in a model directory; the last ones are vocabularies of tokenizers.

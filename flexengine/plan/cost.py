@@ -22,6 +22,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.loading import load_resident, reading, touched
+from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.plan.phases import phases
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Phase, fraction
@@ -39,7 +40,6 @@ from flexengine.plan.profile import (
     walk,
 )
 from flexengine.plan.rates import Rates
-from flexengine.plan.sizes import PAGE_TOKENS
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from flexengine.plan.facts import CacheGroup, ModelFacts
-from flexengine.plan.sizes import page_tokens
+from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
 from flexengine.schedule.pages import Pool
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flexengine.plan.facts import ModelFacts
-from flexengine.plan.sizes import page_tokens
+from flexengine.plan.page_size import page_tokens
 from flexengine.plan.workload import Workload
-from flexengine.schedule.order import entrants
+from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
 
 Array = NDArray[np.float64]

@@ -10,13 +10,11 @@ from flexengine.plan import gpu
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
-from flexengine.schedule.order import entrants
+from flexengine.schedule.admission import entrants
 from flexengine.schedule.place import count_by_tier
 
 ALIGN = 4096  # bytes
 TENSOR_ALIGN = 64  # bytes, of tensors within a slot
-PAGE_TOKENS = 16  # tokens of a KV page on the device
-EXTENT = 256 << 10  # least bytes of a KV page off the device, so that transfers are long
 PASS = 192 << 10  # bytes of an open forward pass besides tensors: its stack, frames and page tables
 
 
@@ -117,22 +115,3 @@ def suspended(model: ModelFacts, policy: Policy) -> int:
     Each token holds q, k, v with and without rotation, and the residual with its norm and casts.
     """
     return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))
-
-
-def page_tokens(model: ModelFacts, tier: str, longest: int, window: int | None = None) -> int:
-    """Return the tokens of one KV page.
-
-    Off the device, a page has at least EXTENT bytes, or holds the longest sequence, and is a multiple of ALIGN bytes. A
-    window has at least two pages, because attention reads only a part of its oldest page.
-
-    Args:
-        longest: tokens of the longest sequence.
-        window: tokens that the layers' queries see, None for all.
-    """
-    if tier == "device":
-        return PAGE_TOKENS
-    wanted = min(-(-EXTENT // model.kv_token), longest if window is None else min(longest, -(-window // 2)))
-    tokens = aligned(wanted, PAGE_TOKENS)
-    while tokens * model.kv_token % ALIGN:
-        tokens += PAGE_TOKENS
-    return tokens

@@ -1,4 +1,4 @@
-"""The order of cells, the number of sequences to admit, and the gpu_batches of a sweep.
+"""The order of cells, and the gpu_batches of a sweep.
 
 A sweep advances every live sequence by one token. Its cells are computed layer by layer, so that each layer's weights
 are needed once per sweep (FlexGen section 4.2).
@@ -8,14 +8,12 @@ layer 0    1         2         3
 layer 1    4         5         6          the numbers give the order of the cells of one sweep
 layer 2    7         8         9
 
-Schedules differ only in the admission of sequences (`entrants`).
+Schedules differ only in the admission of sequences (`schedule.admission`).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import numpy as np
 
 from flexengine.schedule.pages import Pool
 
@@ -92,58 +90,9 @@ class Batch(NamedTuple):
         return sum(p.count for p in self.pieces)
 
 
-class Growing(NamedTuple):
-    """A sequence in the forecast of KV pages.
-
-    Attributes:
-        tokens: tokens cached after the next sweep.
-        sweeps: sweeps until the sequence ends.
-        shared: prompt tokens on shared pages that another sequence counts, which leaves no earlier; else 0.
-    """
-
-    tokens: int
-    sweeps: int
-    shared: int = 0
-
-
 def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
     """Return the cells of one sweep in layer-major order."""
     return (Cell(sweep, j, k) for j in range(layers) for k in range(batches))
-
-
-def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
-    """Return the maximum number of sequences that may enter in the next sweep.
-
-    Args:
-        schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
-            when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
-            (FlexGen appendix A.1). continuous: sequences enter as soon as the block has room.
-        live: number of sequences alive.
-        gpu_batch_size: sequences of a gpu_batch.
-        num_gpu_batches: gpu_batches of a block.
-    """
-    block = gpu_batch_size * num_gpu_batches
-    if schedule == "row":
-        return 0 if live else gpu_batch_size
-    if schedule == "zigzag":
-        return 0 if live else block
-    if schedule == "diagonal":
-        return min(gpu_batch_size, block - live)
-    return block - live
-
-
-def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
-    """Return the most pages in use if no sequence enters. Shared pages are counted once.
-
-    Each sequence grows by one token per sweep until it ends. The number of pages falls only when a sequence ends, so
-    the maximum occurs in the last sweep of some sequence.
-    """
-    if not sequences:
-        return 0
-    tokens, sweeps, shared = np.array(sequences).T
-    ends = np.unique(sweeps)[:, None]
-    held = pool.held(tokens + ends - 1) - pool.num_shared(shared)
-    return int(np.where(sweeps >= ends, held, 0).sum(axis=1).max())
 
 
 def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:

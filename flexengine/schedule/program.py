@@ -39,8 +39,8 @@ from typing import NamedTuple
 from flexengine.places import DISK
 from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
+from flexengine.schedule.rings import Ring
 from flexengine.schedule.routes import Routes
-from flexengine.schedule.slots import Ring
 
 BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
 LOADING = "loading"  # key of the seconds of LOAD_RESIDENT, which are reported apart from those of the lanes

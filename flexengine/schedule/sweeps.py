@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from flexengine.policy import Policy
-from flexengine.schedule.order import Batch, Growing, Piece, entrants, form_batches, peak_pages, split_prompt
+from flexengine.schedule.admission import Growing, entrants, peak_pages
+from flexengine.schedule.order import Batch, Piece, form_batches, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, count_by_tier
 

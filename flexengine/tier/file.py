@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from flexengine.reading import located, patiently
+from flexengine.read_retries import located, patiently
 from flexengine.tier.base import ALIGN
 
 _NOT_DIRECT = (errno.EINVAL, errno.ENOTSUP)  # errors of file systems without direct I/O (tmpfs, some network ones)

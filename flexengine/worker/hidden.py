@@ -12,8 +12,8 @@ from flexengine.schedule.program import AFTER, BEFORE
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import Mover, Part
-from flexengine.worker.ports import NO_PORTS, Ports
 from flexengine.worker.regions import Regions
+from flexengine.worker.stage_ports import NO_PORTS, Ports
 
 
 class Hidden:

@@ -15,11 +15,11 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.arrivals import Arrivals, Copy, to_disk, to_memory
-from flexengine.worker.arrivals import Pair as Arriving
 from flexengine.worker.mover import Mover, Part, spread
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
+from flexengine.worker.resident import Arrivals, Copy, to_disk, to_memory
+from flexengine.worker.resident import Pair as Arriving
 
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape

@@ -331,7 +331,7 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
     families: Any, tmp_path: Path, monkeypatch: Any, kind: str
 ) -> None:
     """Ctrl-C while a slow disk reads weights that stay in memory: every byte of them is still read only once."""
-    from flexengine.worker import weights
+    from flexengine.worker import resident
 
     known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
     monkeypatch.setattr(resident, "BATCH_BYTES", batch)

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import OutOfMemory
-from flexengine.kv.pages import Pages
+from flexengine.kv.free_pages import Pages
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.sample import Draw, sample
 from flexengine.plan.workload import Workload
-from flexengine.schedule.order import Batch, Growing, peak_pages
+from flexengine.schedule.admission import Growing, peak_pages
+from flexengine.schedule.order import Batch
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Task
 from flexengine.schedule.sweeps import Sequence, Sweeps

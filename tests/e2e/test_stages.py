@@ -16,7 +16,7 @@ from flexengine.lossy import Lossy
 from flexengine.plan.workload import Workload
 from flexengine.runtime.shortage import Shortage
 from flexengine.schedule.program import Op, Task
-from flexengine.worker.ports import Ports, RamPort
+from flexengine.worker.stage_ports import Ports, RamPort
 from flexengine.worker.worker import Worker
 from tests.e2e.test_accounting import FP32, HEAD, HIDDEN, LAYER
 from tests.e2e.test_samples import drawn

@@ -17,7 +17,7 @@ from flexengine.engine.state import Progress
 from flexengine.engine.survey import Reader
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
-from flexengine.worker.ports import Ports, RamPort
+from flexengine.worker.stage_ports import Ports, RamPort
 
 
 @dataclass

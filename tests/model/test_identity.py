@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from flexengine.commands.run import main
-from flexengine.job.manifest import differences, rewritten
+from flexengine.job.same_job import differences, rewritten
 from flexengine.model import identity
 from flexengine.model.identity import SAMPLE
 from tests.helpers.tiny_gguf import tiny_gguf

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flexengine.schedule.order import (
-    Growing,
-    Piece,
-    cells,
-    entrants,
-    form_batches,
-    peak_pages,
-    split_prompt,
-)
+from flexengine.schedule.admission import Growing, entrants, peak_pages
+from flexengine.schedule.order import Piece, cells, form_batches, split_prompt
 from flexengine.schedule.pages import Pool, pages_for
 
 

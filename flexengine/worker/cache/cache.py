@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels.base import Kernels, Past
-from flexengine.kv.pages import Pages
+from flexengine.kv.free_pages import Pages
 from flexengine.kv.smoothing import mean_key, rotation, turned
 from flexengine.lossy import EXACT, Lossy
 from flexengine.model.forward import Attend

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
-from flexengine.kv.pages import Pages
+from flexengine.kv.free_pages import Pages
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
 from flexengine.schedule.sweeps import Sequence

@@ -8,7 +8,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
-from flexengine.job.manifest import check_same, differences, make_manifest
+from flexengine.job.same_job import check_same, differences, make_manifest
 
 GIVEN = {"input": "in.jsonl", "input_sha256": "a" * 64, "prompt_column": None}
 ENGINE = {"model": "m", "model_fingerprint": "f", "dtype": "float32", "threads": [1, 2]}

@@ -7,7 +7,7 @@ import torch
 
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
-from flexengine.job.manifest import MODEL_FILES
+from flexengine.job.same_job import MODEL_FILES
 from flexengine.model import identity
 from flexengine.model.linear import numerics as product_numerics
 

@@ -12,8 +12,8 @@ from flexengine.places import TIERS
 from flexengine.policy import Policy
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program, Task
+from flexengine.schedule.rings import Ring
 from flexengine.schedule.routes import DIRECT, STAGED
-from flexengine.schedule.slots import Ring
 from flexengine.schedule.sweeps import Sequence, Sweeps
 
 RECORDED = Path(__file__).parent / "recorded_tasks.json"

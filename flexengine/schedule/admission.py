@@ -1,0 +1,61 @@
+"""The admission rules. `Sweeps` applies them.
+
+A waiting sequence enters the block if the schedule lets it (`entrants`), and if the pages of all live sequences still
+fit when each has grown to its end (`peak_pages`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from flexengine.schedule.pages import Pool
+
+
+class Growing(NamedTuple):
+    """A sequence in the forecast of KV pages.
+
+    Attributes:
+        tokens: tokens cached after the next sweep.
+        sweeps: sweeps until the sequence ends.
+        shared: prompt tokens on shared pages that another sequence counts, which leaves no earlier; else 0.
+    """
+
+    tokens: int
+    sweeps: int
+    shared: int = 0
+
+
+def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
+    """Return the maximum number of sequences that may enter in the next sweep.
+
+    Args:
+        schedule: row: a gpu_batch runs to its end before the next one enters. zigzag: a whole block enters together
+            when the previous block has ended (FlexGen 4.2). diagonal: at most gpu_batch_size sequences enter per sweep
+            (FlexGen appendix A.1). continuous: sequences enter as soon as the block has room.
+        live: number of sequences alive.
+        gpu_batch_size: sequences of a gpu_batch.
+        num_gpu_batches: gpu_batches of a block.
+    """
+    block = gpu_batch_size * num_gpu_batches
+    if schedule == "row":
+        return 0 if live else gpu_batch_size
+    if schedule == "zigzag":
+        return 0 if live else block
+    if schedule == "diagonal":
+        return min(gpu_batch_size, block - live)
+    return block - live
+
+
+def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
+    """Return the most pages in use if no sequence enters. Shared pages are counted once.
+
+    Each sequence grows by one token per sweep until it ends. The number of pages falls only when a sequence ends, so
+    the maximum occurs in the last sweep of some sequence.
+    """
+    if not sequences:
+        return 0
+    tokens, sweeps, shared = np.array(sequences).T
+    ends = np.unique(sweeps)[:, None]
+    held = pool.held(tokens + ends - 1) - pool.num_shared(shared)
+    return int(np.where(sweeps >= ends, held, 0).sum(axis=1).max())
