@@ -48,8 +48,14 @@ class OutOfMemory(FlexError, MemoryError):
 
 
 ONE_SEQUENCE = "the KV cache of one sequence"  # `OutOfMemory.what` begins with this text if shorter rows would fit
-_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more"}
-_DIRECTORY = "set --offload-dir to a directory with {} bytes free"  # of any disk
+_OPTIONS = {"device": "set --device-mem {} or more", "host": "set --host-mem {} or more",
+            "disk": "set --offload-dir to a directory with {} bytes free"}  # fmt: skip
+
+
+def _option(tier: str) -> str:
+    """Return the option that gives a tier more bytes, with {} for the bytes."""
+    further = f"set --offload-dir (the directory of {tier}) to one with {{}} bytes free"
+    return _OPTIONS.get(tier, further)
 
 
 class TooLittle(OutOfMemory):
@@ -75,7 +81,7 @@ class TooLittle(OutOfMemory):
         needs = " and ".join(
             f"{t} memory: at least {n:,} bytes are needed ({parts[t]}), {available[t]}" for t, n in least.items()
         )
-        remedy = " and ".join(_OPTIONS.get(t, _DIRECTORY).format(n) for t, n in least.items())
+        remedy = " and ".join(_option(t).format(n) for t, n in least.items())
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 

@@ -40,9 +40,11 @@ def places_of(split: Split) -> tuple[str, ...]:
 
 
 def thousandths(fractions: Sequence[float]) -> Split:
-    """Return fractions that sum to 1, in thousandths. The last place gets the rest."""
+    """Return fractions that sum to 1, in thousandths. The last place with a share gets the rest; the first disk does if
+    no further disk has a share."""
+    last = max(len(TIERS) - 1, max((k for k, x in enumerate(fractions) if x > 0), default=0))
     left, rounded = 1.0, list[float]()
-    for x in fractions[:-1]:
+    for x in fractions[:last]:
         rounded.append(min(max(0.0, round(x, 3)), left))
         left = max(0.0, round(left - rounded[-1], 3))
     return (*rounded, left)

@@ -34,10 +34,11 @@ class Case:
 
 def rates_of(engine: Any, rates: list[float]) -> Any:
     """Return the hardware to plan with: assumed rates of a simulated accelerator, with the disks' throttles."""
+    from flexengine.places import is_disk
     from flexengine.plan.assumed import assumed
 
     known = assumed("sim", engine.core.machine.capacity)
-    names = [place for place in known.places if place.startswith("disk")]
+    names = filter(is_disk, known.places)
     tables = {name: ((1.0, rate),) for name, rate in zip(names, rates, strict=True)}
     links = {f"{name}_{way}": table for name, table in tables.items() for way in ("read", "write")}
     return replace(known, links={**known.links, **links}, checkpoint_read=((1.0, rates[0]),))
@@ -57,11 +58,10 @@ def generate(model: Path, folder: Path, rates: list[float]) -> tuple[list[list[i
     with Engine(model, hardware=hardware, **options) as engine:
         results = engine.generate(rows, SamplingParams(NEW, ignore_eos=True))
         summary = engine.summary
-    plan = summary["plan"]
     found = {
         "decode_sweep": summary["decode_seconds"] / (NEW - 1), "seconds": summary["total_seconds"],
         "policy": summary["policy"], "bytes": summary["bytes"], "busy": summary["busy"],
-        "predicted_seconds": plan["seconds"]["predicted"] if "seconds" in plan else None,
+        "predicted_seconds": summary["plan"]["predicted_seconds"],
     }  # fmt: skip
     return [r.token_ids for r in results], found
 
@@ -83,6 +83,7 @@ def measure(model: Path, folder: Path, case: Case, turns: int) -> Record:
         "policy": {way: made[0]["policy"] for way, made in runs.items()},
         "bytes": {way: made[0]["bytes"] for way, made in runs.items()},
         "busy": {way: made[0]["busy"] for way, made in runs.items()}, **seconds,
+        "predicted_seconds": {way: made[0]["predicted_seconds"] for way, made in runs.items()},
         "speedup": {what: by["one disk"] / by["two disks"] for what, by in seconds.items()}, "bound": 1 + case.rate,
     }  # fmt: skip
 

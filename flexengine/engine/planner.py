@@ -270,7 +270,7 @@ class Planner:
     def known(self) -> Hardware:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
         known = self._hardware or store.obtain(self.machine, self.opened)
-        return known or assumed(self.machine.kind, self.machine.capacity)
+        return known or assumed(self.machine.kind, self.machine.capacity, self.machine.same_device)
 
     def hardware(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring
@@ -310,10 +310,15 @@ def least_lossy(among: Sequence[Lossy], seconds: Callable[[Lossy], float]) -> Lo
 
 
 def fitted(hardware: Hardware, machine: Machine) -> Hardware:
-    """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind."""
+    """Return these rates with a machine's capacities. Raise InvalidInput if the machine is of another kind or has
+    another number of disks."""
     if hardware.kind != machine.kind:
         raise InvalidInput(f"hardware {hardware.name} is of kind {hardware.kind}, but this job runs on {machine.kind};"
                            " give hardware of that kind, or another device")  # fmt: skip
+    disks = len(hardware.more_disks) + 1
+    if disks != len(machine.disks):
+        raise InvalidInput(f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
+                           " directories; give --offload-dir as often as the hardware has disks")  # fmt: skip
     return store.with_capacity(hardware, machine)
 
 

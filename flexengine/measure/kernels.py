@@ -269,7 +269,9 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
             yield product(BESIDE).call
         return
     staged = is_disk(lane) and not machine.capacity.shared
-    size = min(MOVED, room(machine, "device", "host"), max(files.values())) // ALIGN * ALIGN or ALIGN
+    place = lane.removesuffix("_read") if is_disk(lane) else "host"
+    size = min(MOVED, room(machine, "device", "host"), room(machine, place), max(files.values())) // ALIGN * ALIGN
+    size = size or ALIGN
     regions = Regions(machine)
     try:
         tier = "host" if staged else "device"
@@ -278,7 +280,6 @@ def _work(machine: Machine, lane: str, files: Mapping[Path, int]) -> Iterator[Ca
             stream = stretches(machine, files, size)
             yield lambda i: machine.disk.load_all([(next(stream), target)])
         else:
-            place = lane.removesuffix("_read") if is_disk(lane) else "host"
             count, source = max(1, min(32, room(machine, place) // size)), machine.tier(place)
             home = regions.take(place, count * size, WHAT, torch.bfloat16)
             for i in range(count):

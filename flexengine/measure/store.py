@@ -27,6 +27,7 @@ from flexengine.measure.model import measure_model
 from flexengine.measure.streaming import measure_streaming
 from flexengine.measure.timing import noticing
 from flexengine.model.linear import numerics
+from flexengine.places import link_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier.limits import nearest
@@ -34,7 +35,7 @@ from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.opened import Opened
 
-PATIENCE = 30.0  # seconds; if measuring has taken longer, crosstalk is left out
+PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
 Say = Callable[[str], None]
 
@@ -131,7 +132,7 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
         links = measure_links(machine, checkpoint)
         say("measuring this machine's kernels")
         rates = measure_kernels(machine, dtype)
-        if time.perf_counter() - began < PATIENCE:
+        if time.perf_counter() - began < PATIENCE * len(machine.disks):
             say("measuring how much compute and transfers slow each other")
             crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
@@ -168,7 +169,7 @@ def corrected(
     names = {lane: {lane} for lane in hardware.links} | {"device": own & {*hardware.layers, *hardware.heads}}
     before, now = (planned or hardware).corrected, dict(hardware.corrected)
     for lane, factor in factors.items():
-        for name in names.get(lane, ()):
+        for name in names.get(link_of(lane), ()):
             if planned is not None and not _alike(_measured(planned, name), _measured(hardware, name)):
                 continue
             now[name] = min(MAX_CORRECTION, max(MIN_CORRECTION, before.get(name, 1.0) * factor))

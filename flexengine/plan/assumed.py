@@ -3,6 +3,8 @@
 They serve jobs so short that measuring would take longer than a better policy could save.
 """
 
+from collections.abc import Sequence
+
 from flexengine.places import is_disk
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table
@@ -14,12 +16,13 @@ _GPU32: Table = ((1, 2.5e11), (64, 8e12), (1024, 1e13))  # twice the bytes, and 
 _LOST = 0.3  # seconds that computing and a disk's reads lose per second of the other: 0.2 to 0.5 were measured
 
 
-def assumed(kind: str, capacity: Capacity) -> Hardware:
+def assumed(kind: str, capacity: Capacity, same_device: Sequence[tuple[str, str]] = ()) -> Hardware:
     """Return hardware with assumed rates.
 
     Args:
         kind: "cpu", "sim" or "cuda".
-        capacity: bytes of each tier.
+        capacity: bytes of each place.
+        same_device: pairs of disks that share a device, and so its rate.
     """
     gpu = kind == "cuda"
     products = {"float16": _GPU, "float32": _GPU32} if gpu else {"float16": _CPU, "float32": _CPU}
@@ -27,6 +30,12 @@ def assumed(kind: str, capacity: Capacity) -> Hardware:
     names = filter(is_disk, capacity.places)
     disks = {f"{disk}_{way}": ((1.0, rate),) for disk in names for way, rate in (("read", 1.5e9), ("write", 7e8))}
     reads = [lane for lane in disks if lane.endswith("read")]
+    talk: dict[str, dict[str, float]] = {}
+    if not gpu:
+        talk = {"device": dict.fromkeys(reads, _LOST), **{lane: {"device": _LOST} for lane in reads}}
+    for a, b in (*same_device, *((b, a) for a, b in same_device)):
+        for way in ("read", "write"):
+            talk.setdefault(f"{a}_{way}", {})[f"{b}_{way}"] = 1.0
     return Hardware(
         name=f"{kind}, assumed", kind=kind,
         device_bytes=capacity.device, host_bytes=capacity.host, disk_bytes=capacity.disk,
@@ -34,5 +43,5 @@ def assumed(kind: str, capacity: Capacity) -> Hardware:
         checkpoint_read=((1.0, 1.5e9),), products=products,
         prompt_attention=((1.0, 5e12 if gpu else 5e10),), decode_attention=((1.0, memory),), elementwise=memory,
         host_attention=8e9, cell_seconds=3e-4, task_seconds=5e-5, sweep_seconds=1e-3, sequence_seconds=5e-5,
-        crosstalk={} if gpu else {"device": dict.fromkeys(reads, _LOST), **{r: {"device": _LOST} for r in reads}},
+        crosstalk=talk,
     )  # fmt: skip

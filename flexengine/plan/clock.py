@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flexengine.places import is_disk
 from flexengine.plan.chosen import waiting
 from flexengine.plan.cost import Cost
 from flexengine.plan.delegation import projection_share
@@ -18,7 +19,7 @@ from flexengine.plan.facts import ENCODED_ROWS
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS
 from flexengine.plan.rates import Curve
-from flexengine.plan.terms import Move, page_transfer, routes
+from flexengine.plan.terms import Move, page_transfer, routes, shortest_read
 from flexengine.schedule import sweeps
 from flexengine.schedule.demand import Demand
 from flexengine.schedule.order import Batch, Cell, Piece
@@ -168,8 +169,7 @@ class Clock:
             t = model.embedding
             assert t is not None
             row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)
-            shortest = self.cost.hardware.checkpoint_read[0][0]  # bytes; a shorter read takes as long
-            read = max(row, shortest) if task.lane == "disk_read" else row
+            read = max(row, shortest_read(self.cost.hardware, task.lane)) if is_disk(task.lane) else row
             return float(min(tokens[k], model.vocabulary) * self._read(task, read))
         experts = max(t.experts for t in model.layers[layer])
         before, now = (float(share(model.active, experts, sum(tokens[:end]))) for end in (k, k + 1))

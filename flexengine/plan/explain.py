@@ -9,7 +9,7 @@ from flexengine.plan.chosen import chosen_share
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at
-from flexengine.plan.prediction import Prediction
+from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.terms import routes
 from flexengine.plan.whatif import Help
@@ -215,7 +215,7 @@ def bottleneck(model: ModelFacts, hardware: Hardware, workload: Workload, predic
 def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     """Return what sweeps of one kind wait for: their longest lane, its share of the sweep, and the data it carries."""
     by, sweep = prediction.lanes[kind], prediction.sweep_seconds[kind]
-    lane = max(by, key=lambda name: by[name])
+    lane = busiest(by)
     what = _waits_for(lane, cost.hardware.shared)
     share = by[lane] / sweep
     text = f"waits for {what}: busy {percent(min(1.0, share))} of a sweep"

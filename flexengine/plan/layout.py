@@ -380,5 +380,6 @@ def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> 
 
 
 def _remedy(tier: str) -> str:
-    more = "set --offload-dir to a directory with more free bytes" if is_disk(tier) else "give more memory"
+    which = "" if tier == DISK else f" (the directory of {tier})"
+    more = f"set --offload-dir{which} to a directory with more free bytes" if is_disk(tier) else "give more memory"
     return f"{more}, move a share of the policy to another tier, or make the block smaller"

@@ -17,7 +17,6 @@ from flexengine.policy import Policy, Split
 
 OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured
 SHORTEST = Workload({(1, 1): 1})
-_HOMES: tuple[Split, ...] = ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0))
 
 LayOut = Callable[[Policy, Workload, Capacity], Layout]
 
@@ -36,17 +35,18 @@ def has_room(layout: Layout, capacity: Capacity) -> bool:
     return capacity.device is None or capacity.device - booked >= OVERHEAD
 
 
-def smallest(prefill_tokens: int, shared: bool) -> tuple[Policy, ...]:
+def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
     """Return the policies that need least of some memory, the fastest first.
 
     They have one sequence at a time, one slot, and all weights, KV cache and hidden states each on one tier.
 
     Args:
         prefill_tokens: as in `Policy`.
-        shared: whether host and device are one memory; then the host tier saves nothing.
+        capacity: of the machine. Where host and device are one memory, the host tier saves nothing.
     """
-    homes = [home for home in _HOMES if not (shared and home[1])]
-    weights = _HOMES[2:] if shared else tuple(reversed(_HOMES))
+    alone: list[Split] = [tuple(float(place == only) for place in capacity.places) for only in capacity.places]
+    homes = [home for home in alone if not (capacity.shared and home[1])]
+    weights = alone[2:3] if capacity.shared else [alone[2], alone[1], alone[0]]  # further disks hold copies at most
     return tuple(
         Policy(1, 1, weights=w, cache=c, activations=h, slots=1, prefill_tokens=prefill_tokens)
         for h, c, w in product(homes, homes, weights)

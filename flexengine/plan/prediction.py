@@ -1,7 +1,9 @@
 """Predicted numbers of a job under a policy."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from flexengine.places import link_of
 from flexengine.plan.layout import Layout
 from flexengine.policy import Policy
 
@@ -52,5 +54,17 @@ class Prediction:
 
     @property
     def bottleneck(self) -> str:
-        """Return the lane with the most seconds of work."""
-        return max(self.busy, key=lambda lane: self.busy[lane])
+        """Return the lane with the most seconds of work. Lanes of one link count together."""
+        return busiest(self.busy)
+
+
+def busiest(lanes: Mapping[str, float]) -> str:
+    """Return the lane with the most seconds of work. Lanes of one link count together.
+
+    Args:
+        lanes: seconds of work by lane.
+    """
+    links: dict[str, float] = {}
+    for lane, seconds in lanes.items():
+        links[link_of(lane)] = links.get(link_of(lane), 0.0) + seconds
+    return max(lanes, key=lambda lane: (links[link_of(lane)], lanes[lane]))

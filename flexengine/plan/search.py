@@ -79,7 +79,7 @@ def check(model: ModelFacts, workload: Workload, capacity: Capacity, prefill_tok
     Args:
         prefill_tokens: as in `Options`.
     """
-    policies = smallest(prefill_tokens or min(PREFILL_TOKENS_GPU), capacity.shared)
+    policies = smallest(prefill_tokens or min(PREFILL_TOKENS_GPU), capacity)
     return smallest_layout(model, policies, workload, capacity)
 
 

@@ -68,7 +68,7 @@ class Shapes:
 
     def smallest(self) -> tuple[Policy, ...]:
         """Return the policies that take least memory, the fastest first."""
-        policies = smallest(min(self.tokens), self.cost.hardware.shared)
+        policies = smallest(min(self.tokens), self.cost.hardware.capacity)
         placed = self.options.placed
         return policies if placed is None else (placed_like(policies[0], placed),)
 

@@ -204,9 +204,16 @@ class Sweeping:
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
     """Yield the seconds of reading embedding rows, if each row is a read from disk."""
     t = model.embedding
-    if t is None or layout is None or layout.homes[t.name] != "disk":
+    if t is None or layout is None or not is_disk(disk := layout.homes[t.name]):
         return
     row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
-    read = max(row, hardware.checkpoint_read[0][0])  # a shorter read takes as long as the shortest that was measured
-    yield Work("disk_read", "", "", Move("disk_read", WEIGHTS, "disk", tokens * read, read).seconds(hardware))
+    lane = f"{disk}_read"
+    read = max(row, shortest_read(hardware, lane))
+    yield Work(lane, "", "", Move(lane, WEIGHTS, disk, tokens * read, read).seconds(hardware))
+
+
+def shortest_read(hardware: Hardware, lane: str) -> float:
+    """Return the bytes of the shortest read of weights that was measured. A shorter read takes as long."""
+    table = hardware.checkpoint_read if lane == "disk_read" else hardware.links[lane]
+    return table[0][0]

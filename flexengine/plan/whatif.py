@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from flexengine.errors import InvalidInput, OutOfMemory
-from flexengine.places import is_disk
+from flexengine.places import MOST_DISKS, is_disk, place_names
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table
@@ -23,7 +23,7 @@ from flexengine.plan.search import search
 from flexengine.plan.shapes import Options
 from flexengine.plan.words import size
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy, places_of, thousandths
+from flexengine.policy import Policy, shares, thousandths
 
 MIN_SPEEDUP = 1.03  # changes with a smaller speedup are not reported
 NEARLY_FULL_SHARE = 0.8  # share of a memory in use from which on more memory may help
@@ -257,9 +257,12 @@ def _neighbours(change: Change, workload: Workload, policy: Policy) -> Iterator[
 
 
 def _moved_up(policy: Policy, tier: str, share: float) -> Policy:
-    """Return the policy with this share of the weights moved to a place from farther places, the farthest first."""
-    weights, place = list(policy.weights), places_of(policy.weights).index(tier)
-    for source in range(len(weights) - 1, place, -1):
+    """Return the policy with this share of the weights moved to a place from farther places, the farthest first.
+    To a disk they also come from nearer disks."""
+    by_place = dict.fromkeys(place_names(MOST_DISKS), 0.0) | shares(policy.weights)
+    weights, place = list(by_place.values()), list(by_place).index(tier)
+    sources = [k for k in reversed(range(len(weights))) if k > place or (is_disk(tier) and 2 <= k < place)]
+    for source in sources:
         moved = min(share, weights[source])
         weights[source], weights[place], share = weights[source] - moved, weights[place] + moved, share - moved
     return replace(policy, weights=thousandths(weights))

@@ -263,6 +263,8 @@ class DiskTier(Tier):
         file: File = region.place
         if file is not self._spill:
             raise ValueError(f"{file.path} is a file of the user, which is never written; store to an allocated region")
+        if region.start % ALIGN:  # the padding of the last block would overwrite other regions
+            raise ValueError(f"a write begins at byte {region.start:,}; it must begin at a multiple of {ALIGN:,}")
         flat = source.view(-1).view(torch.uint8)
         size = aligned(region.nbytes)
         if file.direct is not None and (flat.data_ptr() % ALIGN or flat.numel() % ALIGN):

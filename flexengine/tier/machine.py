@@ -8,10 +8,12 @@
 """
 
 import contextlib
+import os
 import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -100,6 +102,12 @@ class Machine:
         """Return the tier of every place, from near to far."""
         return dict(zip(self.capacity.places, (self.device, self.host, *self.disks), strict=True))
 
+    @property
+    def same_device(self) -> list[tuple[str, str]]:
+        """Return the pairs of disks whose directories lie on one device, and so share its rate."""
+        disks = zip(self.capacity.places[2:], map(_device, self.directories), strict=True)
+        return [(a, b) for (a, one), (b, other) in combinations(disks, 2) if one == other]
+
     def tier(self, place: str) -> Tier:
         """Return the tier of a place, such as device, host, disk or disk2."""
         return self.tiers[place]
@@ -167,8 +175,8 @@ def make_machine(
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
     ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0])
-    more_disks = _further(directories)
-    free_disk = max(NO_DISK, free_disk // _beside(directories[0], directories))
+    free_disk, *more = _shared_out((free_disk, *_further(directories)), directories)
+    more_disks = tuple(more)
     disks = _disks(directories, (free_disk, *more_disks))
     routes = Routes.between(place_names(len(disks)), staged=kind != "cpu")
     if kind == "cpu":
@@ -200,21 +208,37 @@ def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...
 
 
 def _further(directories: Sequence[Path]) -> tuple[int, ...]:
-    """Return the bytes of each offload directory after the first. Raise InvalidInput if there are too many, one is
-    given twice, or one cannot be used."""
+    """Return the free bytes of each offload directory after the first. Raise InvalidInput if there are too many, one
+    is given twice, or one cannot be used."""
+    if len(directories) == 1:
+        return ()
     if len(directories) > MOST_DISKS:
         raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
-    resolved = [directory.resolve() for directory in directories]
-    if twice := next((path for path in resolved if resolved.count(path) > 1), None):
+    real = list(map(os.path.realpath, directories))
+    if twice := next((path for path in real if real.count(path) > 1), None):
         raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")
+    free = [usable_disk(directory) for directory in directories[1:]]
     if in_memory := next(filter(in_ram, directories[1:]), None):
         raise InvalidInput(f"offload directory {in_memory} is in RAM, which is no further disk; leave it out")
-    return tuple(usable_disk(directory) // _beside(directory, directories) for directory in directories[1:])
+    return tuple(free)
 
 
-def _beside(directory: Path, directories: Sequence[Path]) -> int:
-    """Return how many of the directories share the file system of one of them, and so its free bytes."""
-    return sum(nearest(other).lstat().st_dev == nearest(directory).lstat().st_dev for other in directories)
+def _device(directory: Path) -> int:
+    """Return the number of the device on which a directory lies or would be made."""
+    return nearest(directory).lstat().st_dev
+
+
+def _shared_out(sizes: Sequence[int], directories: Sequence[Path]) -> tuple[int, ...]:
+    """Return the bytes of each disk. Directories on one file system share its free bytes.
+
+    Args:
+        sizes: free bytes by directory; NO_DISK for one that cannot be used.
+    """
+    devices = [_device(each) for each, size in zip(directories, sizes, strict=True) if size > NO_DISK]
+    return tuple(
+        size // devices.count(_device(each)) if size > NO_DISK else size
+        for each, size in zip(directories, sizes, strict=True)
+    )
 
 
 def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> None:

@@ -78,3 +78,14 @@ def spread(pieces: Sequence[Region], target: Tensor) -> list[tuple[Region, Tenso
         pairs.append((piece, flat[start : start + count]))
         start += count
     return pairs
+
+
+def part_of(pieces: Sequence[Region], start: int, nbytes: int) -> list[Region]:
+    """Return bytes start .. start + nbytes - 1 of the joined pieces, as pieces."""
+    parts, offset = list[Region](), 0
+    for piece in pieces:
+        low, high = max(start, offset), min(start + nbytes, offset + piece.nbytes)
+        if low < high:
+            parts.append(piece.part(low - offset, high - low))
+        offset += piece.nbytes
+    return parts

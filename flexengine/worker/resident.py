@@ -1,32 +1,56 @@
 """Weights that are read from the checkpoint once, in the first sweep: into memory, or to a further disk."""
 
 from collections import deque
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import starmap
+from typing import NamedTuple
 
 from torch import Tensor
 
 from flexengine.plan.layout import COPYING, PASSING, Layout
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import spread
+from flexengine.worker.mover import part_of, spread
 from flexengine.worker.regions import Regions
 
 BATCH_BYTES = 128 << 20  # read by one task; an interrupted job waits for its end
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A region of a further disk to which weights are copied."""
+class Read(NamedTuple):
+    """Bytes of the checkpoint that go to memory.
 
+    Attributes:
+        source: where they are in a file.
+        target: elements in RAM or in GPU memory.
+    """
+
+    source: Region
+    target: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes to read."""
+        return self.source.nbytes
+
+
+class Copy(NamedTuple):
+    """Bytes of one tensor that go to a further disk.
+
+    Attributes:
+        sources: where they are in files, in the tensor's order.
+        tier: the further disk.
+        target: their region there. It starts at a whole block, and ends with one or with the tensor.
+    """
+
+    sources: Sequence[Region]
     tier: Tier
-    region: Region
+    target: Region
 
-    def part(self, start: int, nbytes: int) -> "Copy":
-        """Return the part of `nbytes` bytes from byte `start` on."""
-        return Copy(self.tier, self.region.part(start, nbytes))
-
-
-Pair = tuple[Region, Tensor | Copy]  # bytes of the checkpoint, and their target
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes to copy."""
+        return self.target.nbytes
 
 
 class Arrivals:
@@ -41,12 +65,28 @@ class Arrivals:
         self.machine = machine
         self._passing = regions.take("host", layout.passing, PASSING) if layout.passing else None
         self._copying = regions.take("host", layout.copying, COPYING) if layout.copying else None
-        self._batches: dict[int, deque[list[Pair]]] = {}
+        self._reads: dict[int, list[Read]] = {}
+        self._copies: dict[int, list[Copy]] = {}
+        self._batches: dict[int, deque[list[Read | Copy]]] = {}
         self.loaded_bytes = 0
 
-    def expect(self, pairs: dict[int, list[Pair]]) -> None:
-        """Divide the reads of each unit into batches."""
-        self._batches = {unit: deque(_batches(of_unit)) for unit, of_unit in pairs.items()}
+    def into_memory(self, unit: int, sources: Sequence[Region], target: Tensor) -> None:
+        """Plan to read a tensor of a unit into memory."""
+        self._reads.setdefault(unit, []).extend(starmap(Read, spread(sources, target)))
+
+    def onto_disk(self, unit: int, sources: Sequence[Region], tier: Tier, target: Region) -> None:
+        """Plan to copy a tensor of a unit to a further disk."""
+        assert self._copying is not None
+        for start in range(0, target.nbytes, self._copying.nbytes):
+            nbytes = min(self._copying.nbytes, target.nbytes - start)
+            copy = Copy(part_of(sources, start, nbytes), tier, target.part(start, nbytes))
+            self._copies.setdefault(unit, []).append(copy)
+
+    def divide(self) -> None:
+        """Divide the planned reads of each unit into batches."""
+        for unit in {**self._reads, **self._copies}:
+            batches = [*_read_batches(self._reads.get(unit, [])), *_copy_batches(self._copies.get(unit, []))]
+            self._batches[unit] = deque(batches)
 
     @property
     def units(self) -> list[int]:
@@ -56,31 +96,29 @@ class Arrivals:
     @property
     def missing(self) -> float:
         """Fraction of all bytes that is not read yet."""
-        pending = sum(source.nbytes for unit in self._batches.values() for pairs in unit for source, _ in pairs)
+        pending = sum(item.nbytes for unit in self._batches.values() for batch in unit for item in batch)
         return pending / max(1, pending + self.loaded_bytes)
 
     def load_resident(self, unit: int) -> None:
-        """Read the unit's next batch. Raise BadCheckpoint if a read fails."""
+        """Make the reads of the unit's next batch. Raise BadCheckpoint if a file ends early."""
         batch = self._batches[unit][0]
-        tensors = [(source, target) for source, target in batch if isinstance(target, Tensor)]
-        self.machine.disk.load_all([(source, target) for source, target in tensors if not self._passes(target)])
-        for source, target in batch:
-            if isinstance(target, Copy):
-                self._copy(source, target)
-            elif self._passes(target):
-                self._pass(source, target)
+        reads = [item for item in batch if isinstance(item, Read)]
+        self.machine.disk.load_all([read for read in reads if not self._passes(read.target)])
+        for item in batch:
+            if isinstance(item, Copy):
+                self._copy(item)
+            elif self._passes(item.target):
+                self._pass(*item)
         self.machine.synchronize()
-        self.loaded_bytes += sum(source.nbytes for source, _ in self._batches[unit].popleft())
+        self.loaded_bytes += sum(item.nbytes for item in self._batches[unit].popleft())
 
-    def _copy(self, source: Region, target: Copy) -> None:
-        """Copy a piece of the checkpoint to a further disk, a part of it at a time."""
+    def _copy(self, copy: Copy) -> None:
+        """Copy bytes to a further disk through a buffer in RAM."""
         assert self._copying is not None
-        step = self._copying.nbytes
-        for at in range(0, source.nbytes, step):
-            nbytes = min(step, source.nbytes - at)
-            passing = self.machine.host.view(replace(self._copying.part(0, nbytes), dtype=source.dtype))
-            self.machine.disk.load(source.part(at, nbytes), passing)
-            target.tier.store(passing, target.region.part(at, nbytes))
+        part = replace(self._copying.part(0, copy.nbytes), dtype=copy.target.dtype)
+        buffer = self.machine.host.view(part)
+        self.machine.disk.load_all(spread(copy.sources, buffer))
+        copy.tier.store(buffer, copy.target)
 
     def _passes(self, target: Tensor) -> bool:
         """Return whether a tensor is in GPU memory, which a read from disk reaches only through host memory."""
@@ -104,33 +142,28 @@ class Arrivals:
         self._passing = self._copying = None
 
 
-def to_disk(pieces: list[Region], copy: Copy) -> list[Pair]:
-    """Return each piece with its part of the copy."""
-    pairs, start = list[Pair](), 0
-    for piece in pieces:
-        pairs.append((piece, copy.part(start, piece.nbytes)))
-        start += piece.nbytes
-    return pairs
-
-
-def to_memory(pieces: list[Region], target: Tensor) -> list[Pair]:
-    """Return each piece with its part of the tensor."""
-    return [*spread(pieces, target)]
-
-
-def _batches(pairs: list[Pair]) -> list[list[Pair]]:
-    """Return the same reads in the order of the files, in batches of at most BATCH_BYTES bytes."""
-    batches, room = list[list[Pair]](), 0
-    for source, target in sorted(pairs, key=lambda pair: (id(pair[0].place), pair[0].start)):
-        offset, width = 0, source.dtype.itemsize
-        while offset < source.nbytes:
+def _read_batches(reads: Iterable[Read]) -> list[list[Read | Copy]]:
+    """Return the reads in the order of the files, in batches of at most BATCH_BYTES."""
+    batches, room = list[list[Read | Copy]](), 0
+    for source, target in sorted(reads, key=lambda read: (id(read.source.place), read.source.start)):
+        start, width = 0, source.dtype.itemsize
+        while start < source.nbytes:
             if room < width:
                 batches.append([])
                 room = BATCH_BYTES
-            size = min(source.nbytes - offset, room // width * width)
-            if isinstance(target, Copy):
-                batches[-1].append((source.part(offset, size), target.part(offset, size)))
-            else:
-                batches[-1].append((source.part(offset, size), target[offset // width : (offset + size) // width]))
-            offset, room = offset + size, room - size
+            size = min(source.nbytes - start, room // width * width)
+            batches[-1].append(Read(source.part(start, size), target[start // width : (start + size) // width]))
+            start, room = start + size, room - size
+    return batches
+
+
+def _copy_batches(copies: Iterable[Copy]) -> list[list[Read | Copy]]:
+    """Return the copies in batches of about BATCH_BYTES. Copies stay whole, as a disk writes whole blocks."""
+    batches, room = list[list[Read | Copy]](), 0
+    for copy in copies:
+        if room <= 0:
+            batches.append([])
+            room = BATCH_BYTES
+        batches[-1].append(copy)
+        room -= copy.nbytes
     return batches

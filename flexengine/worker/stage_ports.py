@@ -29,7 +29,7 @@ class Port(ABC):
 
     @abstractmethod
     def take(self, batch: int, target: Tensor) -> None:
-        """Wait for the hidden states of a gpu_batch, and copy them to `target`.
+        """Copy the hidden states of a gpu_batch to `target`. A port between processes waits until they have come.
 
         Args:
             batch: number of the gpu_batch in the sweep.
@@ -38,7 +38,10 @@ class Port(ABC):
 
 
 class RamPort(Port):
-    """Port between two stages of one process that run one after the other. Holds hidden states in RAM."""
+    """Port between two stages of one process that run one after the other. Holds hidden states in RAM.
+
+    `take` raises KeyError if the stage before has not put the gpu_batch.
+    """
 
     def __init__(self) -> None:
         self._held: dict[int, Tensor] = {}

@@ -15,11 +15,10 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import slot_offsets
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
-from flexengine.worker.mover import Mover, Part, spread
+from flexengine.worker.mover import Mover, Part, part_of, spread
 from flexengine.worker.opened import Opened
 from flexengine.worker.regions import Regions
-from flexengine.worker.resident import Arrivals, Copy, to_disk, to_memory
-from flexengine.worker.resident import Pair as Arriving
+from flexengine.worker.resident import Arrivals
 
 Pieces = list[Region]  # the bytes of a tensor, in order
 Parts = dict[str, tuple[Pieces, tuple[int, ...]]]  # by name of a tensor: pieces and shape
@@ -107,7 +106,6 @@ class Weights:
         """Allocate every tensor except those on the first disk, which stay in the checkpoint."""
         units = {name: j for j, layer in enumerate(self.skeleton.layers) for name in layer}
         first, head = 0, len(self.skeleton.layers)
-        arriving: dict[int, list[Arriving]] = {}
         for name, tier in self.layout.homes.items():
             stored = self._stored[name]
             source = [self.machine.disk.checkpoint(*run, stored.dtype) for run in stored.runs]  # type: ignore[attr-defined]
@@ -120,13 +118,13 @@ class Weights:
             region = self._regions.take(tier, nbytes, "weights", dtype)
             self._pieces[name] = [region]
             if is_disk(tier):
-                arriving.setdefault(unit, []).extend(to_disk(source, Copy(self.machine.tier(tier), region)))
+                self._arrivals.onto_disk(unit, source, self.machine.tier(tier), region)
                 continue
             target = self.machine.tier(tier).view(region)
             if tier == "device":
                 self._resident[name] = _parameter(target.view(stored.shape))
-            arriving.setdefault(unit, []).extend(to_memory(source, target))
-        self._arrivals.expect(arriving)
+            self._arrivals.into_memory(unit, source, target)
+        self._arrivals.divide()
 
     def _bind_resident(self) -> None:
         for layer in (*self.skeleton.layers, self.skeleton.others):
@@ -149,9 +147,9 @@ class Weights:
         if (form := self._forms.get(self._head)) is not None:
             row = form.packed.blocks[1] * form.packed.block_bytes  # bytes of ENCODED_ROWS encoded rows
             first, size = low // ENCODED_ROWS * row, replace(form.packed, rows=high - low).nbytes
-            return {self._head: (_part(pieces, first, size), (size,))}
+            return {self._head: (part_of(pieces, first, size), (size,))}
         row = width * pieces[0].dtype.itemsize
-        return {self._head: (_part(pieces, low * row, (high - low) * row), (high - low, width))}
+        return {self._head: (part_of(pieces, low * row, (high - low) * row), (high - low, width))}
 
     def load(self, unit: int, slot: int, home: str, hop: int, without: Collection[str] = ()) -> None:
         """Copy a unit's tensors on tier `home`, except `without`, one leg toward the slot; see `Mover.load`."""
@@ -175,7 +173,7 @@ class Weights:
                 start, nbytes = low * stored, (high - low) * stored
                 stage = stages[name].part(start, nbytes) if stages else None
                 own = slots[name].part(low * held, (high - low) * held)
-                parts.append(Part(_part(pieces, start, nbytes), stage, own))
+                parts.append(Part(part_of(pieces, start, nbytes), stage, own))
         self._mover.load(home, hop, parts)
 
     def bring_rows(self, unit: int, slot: int, names: Sequence[str], rows: Sequence[int]) -> None:
@@ -188,7 +186,7 @@ class Weights:
             for low, high in _runs(rows):
                 target = views[name][low:high]
                 own = torch.empty(target.shape, dtype=pieces[0].dtype)
-                part = _part(pieces, low * width, (high - low) * width)
+                part = part_of(pieces, low * width, (high - low) * width)
                 self.machine.tier(self._tier(name)).load_all(spread(part, own))
                 target.copy_(own)
 
@@ -263,7 +261,7 @@ class Weights:
         row, rows = width * pieces[0].dtype.itemsize, torch.empty(len(numbers), width, dtype=dtype)
         pairs, first = list[Pair](), 0
         for low, high in _runs(numbers):  # consecutive rows are one read
-            pairs += spread(_part(pieces, low * row, (high - low) * row), rows[first : first + high - low])
+            pairs += spread(part_of(pieces, low * row, (high - low) * row), rows[first : first + high - low])
             first += high - low
         self.machine.tier(self._tier(self._embedding)).load_all(pairs)
         return rows
@@ -282,17 +280,6 @@ class Weights:
 
 def _nbytes(pieces: Pieces) -> int:
     return sum(piece.nbytes for piece in pieces)
-
-
-def _part(pieces: Pieces, start: int, nbytes: int) -> Pieces:
-    """Return bytes start .. start + nbytes - 1 of the joined pieces, as pieces."""
-    parts, offset = Pieces(), 0
-    for piece in pieces:
-        low, high = max(start, offset), min(start + nbytes, offset + piece.nbytes)
-        if low < high:
-            parts.append(piece.part(low - offset, high - low))
-        offset += piece.nbytes
-    return parts
 
 
 def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,5 +1,6 @@
 """More than one disk: each offload directory is a place with lanes, rates, capacity and ledger of its own."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,11 @@ import pytest
 
 from flexengine import Engine, Policy, SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan import layout as plan_layout
+from flexengine.plan.assumed import assumed
 from flexengine.plan.workload import Workload
+from flexengine.tier.machine import make_machine
+from flexengine.worker import resident
 from tests.helpers.families import LENGTHS, NEW
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -34,8 +39,13 @@ def directories(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 @pytest.mark.parametrize("number", range(len(POLICIES)))
 @pytest.mark.parametrize("family", ["llama", "gpt-oss"])
-def test_tokens(families: Any, tmp_path: Path, family: str, number: int, device: str, overlap: bool) -> None:
-    """Tokens equal those of transformers, and every place holds at most what the layout books."""
+def test_tokens(
+    families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, number: int, device: str, overlap: bool
+) -> None:
+    """Tokens equal those of transformers, and every place holds what the layout books. Tensors are copied block by
+    block, in small batches."""
+    monkeypatch.setattr(plan_layout, "COPIED", 4096)
+    monkeypatch.setattr(resident, "BATCH_BYTES", 20_000)
     known = families(family)
     options = {"device": device, "overlap": overlap, "offload_dir": directories(tmp_path)}
     with Engine(known.directory, policy=Policy(**POLICIES[number]), **options) as engine:
@@ -87,10 +97,12 @@ def test_cache_on_two_disks(families: Any, tmp_path: Path) -> None:
 def test_bad_directories(families: Any, tmp_path: Path) -> None:
     model, (a, b, _) = families("llama").directory, directories(tmp_path)
     (tmp_path / "file").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at all")
     for given, message in (
         ([a, b, tmp_path / "." / "a"], r"a is given twice; give each directory once"),
         ([a, tmp_path / "file" / "x"], r"file is no directory to write in; set --offload-dir"),
         ([tmp_path / str(i) for i in range(9)], "--offload-dir is given 9 times; give it at most 8 times"),
+        ([a, tmp_path / "dangling"], r"dangling is no directory to write in; set --offload-dir"),
     ):
         with pytest.raises(InvalidInput, match=message):
             Engine(model, policy=Policy(), device="cpu", offload_dir=given)
@@ -111,6 +123,28 @@ def test_a_full_second_disk_is_named(families: Any, tmp_path: Path, monkeypatch:
     known, policy = families("llama"), Policy(gpu_batch_size=4, weights=SECOND)
     with (
         Engine(known.directory, policy=policy, device="sim", offload_dir=directories(tmp_path)[:2]) as engine,
-        pytest.raises(OutOfMemory, match=r"disk2 memory: at least .* 32,768 are given.*set --offload-dir"),
+        pytest.raises(OutOfMemory, match=r"disk2 memory: at least .* 32,768 are given.*.the directory of disk2. to one"),
     ):
         engine.generate(known.rows, GREEDY)
+
+
+def test_the_second_directory_serves_where_the_first_cannot_be_used(families: Any, tmp_path: Path) -> None:
+    """All free bytes are then the second disk's, and a job that needs a disk runs."""
+    (tmp_path / "file").touch()
+    known = families("llama")
+    options = {"device": "cpu", "offload_dir": [tmp_path / "file" / "x", tmp_path / "b"]}
+    with Engine(known.directory, policy=Policy(4, 2, cache=SECOND, weights=(0, 0, 1)), **options) as engine:
+        machine = engine.core.machine
+        assert machine.no_offload
+        assert machine.capacity.limits["disk"] == 1
+        assert (machine.capacity.limits["disk2"] or 0) > shutil.disk_usage(tmp_path).free * 0.9
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+
+
+def test_directories_on_one_file_system_share_its_bytes(tmp_path: Path) -> None:
+    machine = make_machine("cpu", 1 << 26, None, directories(tmp_path))
+    free = shutil.disk_usage(tmp_path).free
+    assert all(0.3 * free < (machine.capacity.limits[disk] or 0) < 0.34 * free for disk in ("disk", "disk2", "disk3"))
+    assert machine.same_device == [("disk", "disk2"), ("disk", "disk3"), ("disk2", "disk3")]
+    assert assumed("cpu", machine.capacity, machine.same_device).crosstalk["disk_read"]["disk3_read"] == 1
+    machine.close()

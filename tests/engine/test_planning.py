@@ -83,7 +83,7 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
                 engine.planner.plan(work)
             except OutOfMemory:
                 refused.append(share)
-                for policy in smallest(128, shared=kind == "cpu"):  # not even what takes least
+                for policy in smallest(128, engine.core.machine.capacity):  # not even what takes least
                     with pytest.raises(OutOfMemory):
                         lay_out(engine.facts, policy, work, engine.core.machine.capacity)
                 continue
@@ -144,7 +144,7 @@ def test_what_cannot_be_held_is_refused_without_a_search(families: Any, monkeypa
     directory, sizes = families("llama").directory, [{(8, 8): 3}, {(8, 8): 3, (100, 20): 2}]
     with Engine(directory, device="cpu") as engine:
         layouts = [lay_out(engine.facts, policy, Workload(sizes[0]), engine.core.machine.capacity)
-                   for policy in smallest(128, shared=True)]  # fmt: skip
+                   for policy in smallest(128, engine.core.machine.capacity)]  # fmt: skip
         least = min(layout.total("device") + layout.total("host") for layout in layouts)
     for share in (0.5, 0.9, 4.0):
         for each in sizes:

@@ -13,9 +13,11 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.explain import hardware_text, report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
+from flexengine.plan.prediction import busiest
 from flexengine.plan.search import search
+from flexengine.plan.whatif import changes, helps
 from flexengine.plan.workload import Workload
-from flexengine.policy import Policy
+from flexengine.policy import Policy, thousandths
 from flexengine.schedule.routes import Routes
 from tests.helpers.plans import both, opt
 
@@ -134,3 +136,47 @@ def test_splits_that_are_equal_compare_equal() -> None:
     assert Policy(cache=(0, 1, 0, 0, 0)) == Policy(cache=(0, 1, 0))
     assert Policy(weights=(0, 0, 0, 1)).places == ("device", "host", "disk", "disk2")
     assert Policy(cache=(0, 0, 0, 1)).to_json()["cache"] == [0, 0, 0, 1]
+
+
+def test_thousandths() -> None:
+    """The rest goes to the first disk or to the last further disk with a share, never to a disk without one."""
+    assert thousandths([0.3334, 0.3334, 0.3332, 0.0]) == (0.333, 0.333, 0.334)
+    assert thousandths([0.3334, 0.3334, 0.0, 0.3332]) == (0.333, 0.333, 0.0, 0.334)
+    assert thousandths([1.0, 0.0, 0.0, 0.0]) == (1.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("lane", ["disk_read", "disk2_read"])
+def test_embedding_rows_are_priced_on_every_disk(lane: str) -> None:
+    """Each row is a read as long as the shortest that was measured."""
+    hardware = replace(machine(1e8, 1e8), device_bytes=None)
+    table = ((4096.0, 1e8),)
+    hardware = replace(hardware, checkpoint_read=table, links={**hardware.links, "disk2_read": table})
+    split = (0.5, 0, 0.5) if lane == "disk_read" else (0.5, 0, 0, 0.5)
+    layout = lay_out(MODEL, Policy(10, 4, split), WORK, hardware.capacity)
+    homes = layout.homes | {MODEL.embedding.name: lane.removesuffix("_read")}
+    cost = Cost(MODEL, hardware, WORK)
+    more = [cost.predict(replace(layout, homes=h)).busy[lane] for h in (layout.homes | {"embedding": "device"}, homes)]
+    row = max(4096, MODEL.embedding.stored_bytes / MODEL.vocabulary)
+    tokens = sum((prompt + new - 1) * times for (prompt, new), times in WORK.sizes.items())
+    assert more[1] - more[0] == pytest.approx(tokens * row / 1e8, rel=0.05)
+
+
+def test_what_helps_where_the_second_disk_is_full() -> None:
+    hardware = machine(1e8, 1e8, more=(SIZE // 2,))
+    policy = Policy(4, 4, (0, 0, 1), (0, 0, 0, 1), prefill_tokens=128)
+    prediction = Cost(MODEL, hardware, WORK).predict(lay_out(MODEL, policy, WORK, hardware.capacity))
+    full = replace(hardware, more_disks=(int(prediction.layout.total("disk2") * 1.05),))
+    assert "disk2 space" in str([change.label for change in changes(MODEL, full, prediction)])
+    assert helps(MODEL, full, WORK, prediction, budget=0.0) is not None
+
+
+def test_the_smallest_policies_use_every_disk() -> None:
+    """A job whose cache fits no memory runs on the second disk where the first has no room."""
+    hardware = replace(machine(1e8, 1e8), disk_bytes=1, device_bytes=SIZE // 3 + (20 << 20))
+    work = Workload({(2000, 30): 40})
+    assert search(MODEL, hardware, work).best.layout.total("disk2") > 0
+
+
+def test_lanes_of_one_link_count_together() -> None:
+    assert busiest({"device": 8.0, "h2d": 5.0, "h2d_disk2": 4.0, "disk_read": 7.0}) == "h2d"
+    assert busiest({"device": 8.0, "h2d": 5.0, "d2h": 5.0}) == "device"

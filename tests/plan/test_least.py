@@ -115,7 +115,7 @@ def test_search_and_check_say_the_same(kind: str) -> None:
 
 def test_the_reserve_is_used_only_as_far_as_needed() -> None:
     """A process keeps some of its RAM as long as the job fits beside that; then as much of it as is left."""
-    policies = smallest(128, shared=True)
+    policies = smallest(128, Capacity(None, None, 1 << 40, shared=True, staged=False))
     least = refused(MODEL, WORK, Capacity(4096, None, 1 << 40, shared=True, staged=False)).least["device"]
     for given in (least, least + least // 10, 4 * least, 1 << 34):
         capacity = Capacity(given, None, 1 << 40, shared=True, staged=False)
