@@ -43,7 +43,7 @@ class Opened:
         source: directory and files of the model.
         dtype: dtype of activations.
         skeleton: the modules, on the meta device.
-        stored: by name, the location of each parameter in the checkpoint.
+        locations: by name, the location of each parameter in the checkpoint.
         cpu: whether the compute device is a CPU.
         held: by name, the dtype of each parameter on the device.
         facts: sizes of the model, for the planner.
@@ -56,7 +56,7 @@ class Opened:
     source: Source
     dtype: torch.dtype
     skeleton: Skeleton
-    stored: dict[str, Origin]
+    locations: dict[str, Origin]
     cpu: bool
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
@@ -73,7 +73,7 @@ class Opened:
     @property
     def files(self) -> list[Path]:
         """Files that contain the weights; empty if there are no weights."""
-        paths = {run.path for origin in self.stored.values() for run in origin.runs}
+        paths = {run.path for origin in self.locations.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
     @property
@@ -92,9 +92,9 @@ class Opened:
         self.lossy, skeleton = lossy, self.skeleton
         use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
-        held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
+        held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
-        self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
+        self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
         self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
@@ -133,10 +133,10 @@ class Opened:
             The errors of `model.encoding.encoded`.
         """
         if not self.forms:
-            return self.stored
-        checkpoint = self.source.directory, self.given, self.stored
+            return self.locations
+        checkpoint = self.source.directory, self.given, self.locations
         made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
-        return {**self.stored, **made}
+        return {**self.locations, **made}
 
 
 def open_model(
