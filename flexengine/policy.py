@@ -22,8 +22,8 @@ def _split(name: str, value: Sequence[float]) -> Split:
     """Return the fractions without zeros of further disks at the end, so that equal splits compare equal. Raise
     InvalidInput if they are no fractions that sum to 1."""
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    known = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
-    if not (known and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
+    numeric = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
+    if not (numeric and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
         raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
                            f" more for each further offload directory, {MOST_DISKS - 1} at most")  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too

@@ -122,7 +122,7 @@ class Layout:
         """Return (first row, last row + 1) of each head chunk; [] without a head."""
         if not self.head_rows:
             return []
-        return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
+        return [(row, min(row + self.head_rows, vocabulary)) for row in range(0, vocabulary, self.head_rows)]
 
 
 def lay_out(

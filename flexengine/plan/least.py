@@ -139,7 +139,7 @@ def _least(
 ) -> int | None:
     """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does.
     """
-    found: int | None = None
+    fewest: int | None = None
     for policy in policies:
         fits = partial(_fits_in, model, policy, workload, capacity, tier)
         try:
@@ -148,9 +148,9 @@ def _least(
             continue
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
         most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free
-        if found is None or fits(min(found - 1, most)):
-            found = bisect_left(range(min(most, found or most)), True, key=fits)
-    return found
+        if fewest is None or fits(min(fewest - 1, most)):
+            fewest = bisect_left(range(min(most, fewest or most)), True, key=fits)
+    return fewest
 
 
 def _fits_in(

@@ -88,10 +88,10 @@ def solve(problem: Problem) -> Solution | None:
     values = optimum(program(problem))
     if values is None:
         return None
-    found = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
-    seconds = [max((0.0, *(least.value(found) for _, least in bounds))) for bounds in problem.bounds]
+    shares = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
+    seconds = [max((0.0, *(bound.value(shares) for _, bound in bounds))) for bounds in problem.bounds]
     by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(found, *problem.over(seconds), by_label)
+    return Solution(shares, *problem.over(seconds), by_label)
 
 
 @lru_cache
@@ -146,7 +146,7 @@ class _Program:
 
     def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Linear]]) -> tuple[pulp.LpVariable, float]:
         """Add the time of one sweep, with its lower bounds. Return the variable, and the seconds of its unit."""
-        parts = [(label, self._terms(least), least.constant) for label, least in bounds]
+        parts = [(label, self._terms(bound), bound.constant) for label, bound in bounds]
         numbers = (abs(k) for _, terms, constant in parts for k in (constant, *(k for _, k in terms)))
         unit, scale = _unit(_SECONDS, max(numbers, default=0.0))
         time = self.lp.add_variable(_named(f"{phase.label} sweep", unit), 0)

@@ -68,7 +68,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Phase:
-    """Equal sweeps of a job.
+    """Sweeps of one kind.
 
     Attributes:
         label: "prefill", "decode", ...

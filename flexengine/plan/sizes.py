@@ -27,10 +27,10 @@ def aligned(nbytes: int, to: int = ALIGN) -> int:
 
 def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
     """Return the byte offset of each tensor in a slot, by name. tensors: (name, bytes) pairs."""
-    offsets, at = {}, 0
+    offsets, offset = {}, 0
     for name, nbytes in tensors:
-        offsets[name] = at
-        at += aligned(nbytes, TENSOR_ALIGN)
+        offsets[name] = offset
+        offset += aligned(nbytes, TENSOR_ALIGN)
     return offsets
 
 

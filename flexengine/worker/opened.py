@@ -224,9 +224,9 @@ def model_facts(
     """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
     by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
 
-    def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
-        found = []
-        for name, shape in slots.items():
+    def facts(shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
+        tensor_facts = []
+        for name, shape in shapes.items():
             size = stored[name].dtype.itemsize
             elements, experts = stored[name].nbytes // size, shared.get(name, 0)
             fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
@@ -234,15 +234,15 @@ def model_facts(
                 fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
             elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
                 fact = replace(fact, form="bfloat16" + by)
-            found.append(fact)
-        return tuple(found)
+            tensor_facts.append(fact)
+        return tuple(tensor_facts)
 
     embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
     own = not skeleton.leaves and not (skeleton.tied and embedding)
     head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
-    others = {name: slot.shape for name, slot in skeleton.others.items()}
+    others = {name: param.shape for name, param in skeleton.others.items()}
     others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
-    layers = [{name: slot.shape for name, slot in layer.items()} for layer in skeleton.layers]
+    layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
     text = skeleton.config.get_text_config()
     return ModelFacts(
         tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),
