@@ -331,10 +331,10 @@ def test_an_interrupted_first_job_waits_for_one_batch_and_the_next_brings_the_re
     families: Any, tmp_path: Path, monkeypatch: Any, kind: str
 ) -> None:
     """Ctrl-C while a slow disk reads weights that stay in memory: every byte of them is still read only once."""
-    from flexengine.worker import weights
+    from flexengine.worker import arrivals
 
     known, batch, reads = families("llama", torch.float16), 6001, list[int]()  # tensors are cut, and at odd places
-    monkeypatch.setattr(weights, "BATCH", batch)
+    monkeypatch.setattr(arrivals, "BATCH_BYTES", batch)
     with Engine(known.directory, policy=Policy(weights=(1, 0, 0)), device=kind, offload_dir=tmp_path) as engine:
         engine.generate([], GREEDY)
         read = engine.core.machine.disk.load_all
