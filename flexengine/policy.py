@@ -1,4 +1,4 @@
-"""The policy: block shape, splits over the tiers, switches. A frozen record that is also a JSON file."""
+"""The policy: block shape, splits over the tiers, and switches. A policy is also a JSON file."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +11,7 @@ from flexengine.places import DEVICE, HOST, MOST_DISKS, TIERS, place_names
 
 SCHEDULES = ("row", "zigzag", "diagonal", "continuous")
 
-MOST = 1_000_000_000  # largest whole number in a policy
+MAX_NUMBER = 1_000_000_000  # largest whole number in a policy
 MOST_SLOTS = 1000  # more slots than any model has layers
 MOST_SEQUENCES = 1_000_000  # most sequences of a block
 
@@ -19,15 +19,15 @@ Split = tuple[float, ...]  # a fraction for each place, from near to far; at lea
 
 
 def _split(name: str, value: Sequence[float]) -> Split:
-    """Return the checked fractions. Zeros of further disks at the end are left out, so that equal splits compare
-    equal."""
+    """Return the fractions without zeros of further disks at the end, so that equal splits compare equal. Raise
+    InvalidInput if they are no fractions that sum to 1."""
     numbers = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else []
-    known = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
-    if not (known and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
+    numeric = not any(isinstance(x, bool) or not isinstance(x, (int, float)) for x in numbers)
+    if not (numeric and len(TIERS) <= len(numbers) <= len(place_names(MOST_DISKS))):
         raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
                            f" more for each further offload directory, {MOST_DISKS - 1} at most")  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
-        total = f", not {sum(numbers)}" if all(abs(x) <= MOST for x in numbers) else ""
+        total = f", not {sum(numbers)}" if all(abs(x) <= MAX_NUMBER for x in numbers) else ""
         raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
     while len(numbers) > len(TIERS) and not numbers[-1]:
         numbers.pop()
@@ -35,7 +35,7 @@ def _split(name: str, value: Sequence[float]) -> Split:
 
 
 def places_of(split: Split) -> tuple[str, ...]:
-    """Return the place of each fraction of a split."""
+    """Return the places of a split, in the order of its fractions."""
     return place_names(len(split) - 2)
 
 
@@ -62,17 +62,17 @@ class Policy:
     Attributes:
         gpu_batch_size: sequences computed together.
         num_gpu_batches: gpu_batches in a block; block size = gpu_batch_size * num_gpu_batches.
-        weights: fractions of the weights on (device, host, disk), which sum to 1. Further fractions are for further
-            disks: the second offload directory, and so on.
+        weights: fractions of the weights on (device, host, disk), which sum to 1. Further fractions are for the second
+            offload directory, the third, and so on.
         cache: fractions of the KV cache, in the same form.
         activations: fractions of the activations, in the same form.
-        slots: buffers that streamed tensors pass through; 1 = no overlap, 2 = double buffering.
+        slots: number of buffers for streamed tensors; 1 = no overlap, 2 = double buffering.
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
-        prefill_tokens: most tokens of one gpu_batch in a sweep; this number bounds activation memory.
-        delegate: compute decode attention on the CPU for sequences whose KV cache lives on the host. Queries and new
-            tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation"). Activations must stay
-            on the device.
+        prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.
+        delegate: whether the CPU computes decode attention of sequences with KV cache on the host. Queries, keys and
+            values of new tokens then cross the link instead of pages (FlexGen section 4.2, "CPU computation").
+            Activations must stay on the device.
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
@@ -90,7 +90,7 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("gpu_batch_size", "num_gpu_batches", "slots", "prefill_tokens"):
-            value, most = getattr(self, name), MOST_SLOTS if name == "slots" else MOST
+            value, most = getattr(self, name), MOST_SLOTS if name == "slots" else MAX_NUMBER
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
                 raise InvalidInput(f"policy {name} is {shown(value)}; it must be a whole number of at least 1 and"
                                    f" at most {most:,}")  # fmt: skip
@@ -105,11 +105,12 @@ class Policy:
         if not isinstance(self.delegate, bool):
             raise InvalidInput(f"policy delegate is {shown(self.delegate)}; it must be true or false")
         if self.delegate and self.activations[0] < 1:
-            raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states wait"
-                               " on the device while the host attends, so activations must be [1, 0, 0]")  # fmt: skip
+            raise InvalidInput(f"policy delegate is true with activations {list(self.activations)}; hidden states must"
+                               " stay on the device while the CPU attends; set activations to [1, 0, 0]")  # fmt: skip
         if self.delegate and not self.cache[1]:
-            raise InvalidInput(f"policy delegate is true with cache {list(self.cache)}; attention can be delegated only"
-                               " where a share of the cache lives on the host")  # fmt: skip
+            raise InvalidInput(f"policy delegate is true with cache {list(self.cache)}; attention is delegated only"
+                               " for KV cache on the host; give cache a share on the host, or set delegate to"
+                               " false")  # fmt: skip
 
     @property
     def places(self) -> tuple[str, ...]:
@@ -122,17 +123,18 @@ class Policy:
 
     @property
     def block_size(self) -> int:
-        """Return the number of sequences alive at once. Under schedule `row` this is one gpu_batch."""
+        """Return the most sequences alive at once. With schedule `row` these are one gpu_batch."""
         return self.gpu_batch_size * (1 if self.schedule == "row" else self.num_gpu_batches)
 
     def attends(self, cache_home: str) -> str:
-        """Return the place that computes decode attention of sequences whose KV cache is on this tier: the place's
-        attender, or the compute device itself ("device")."""
+        """Return the place that computes decode attention of sequences with KV cache on this tier: the place of an
+        attender, or "device"."""
         return HOST if self.delegate and cache_home == HOST else DEVICE
 
     @property
     def attended(self) -> dict[str, str]:
-        """Return, by place of the KV cache, the place that computes decode attention, where this is not the device."""
+        """Return, by tier of the KV cache, the place that computes decode attention, without tiers of the device's own
+        attention."""
         homes = places_of(self.cache)
         return {home: place for home in homes if (place := self.attends(home)) != DEVICE}
 
@@ -142,7 +144,7 @@ class Policy:
 
     @staticmethod
     def load(path: str | Path) -> "Policy":
-        """Read a policy file. Raise InvalidInput, with the file's name and the fault, if it holds no policy."""
+        """Read a policy file. Raise InvalidInput, with the file's name and the fault, if the file has no policy."""
         policy = from_fields(Policy, read_object(path, "policy file"), f"policy file {path}")
         assert isinstance(policy, Policy)
         return policy

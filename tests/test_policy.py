@@ -124,9 +124,9 @@ def test_delegate_is_true_or_false(value: Any) -> None:
 
 
 def test_delegate_needs_a_cache_on_the_host_and_activations_on_the_device(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .*a share of the cache lives on the host"):
+    with pytest.raises(InvalidInput, match=r"cache \[1.0, 0.0, 0.0\]; .* only for KV cache on the host"):
         Policy(delegate=True)
-    with pytest.raises(InvalidInput, match=r"activations \[0.5, 0.5, 0.0\]; .*must be \[1, 0, 0\]"):
+    with pytest.raises(InvalidInput, match=r"activations \[0.5, 0.5, 0.0\]; .*set activations to \[1, 0, 0\]"):
         Policy(cache=(0, 1, 0), activations=(0.5, 0.5, 0), delegate=True)
     made = Policy(cache=(0, 0.5, 0.5), delegate=True)
     path = tmp_path / "policy.json"

@@ -1,4 +1,4 @@
-"""A model opened on a machine. All jobs of an engine share it, and weights may stay in its memory between jobs."""
+"""A model opened on a machine, for all jobs of an engine. Weights may stay in memory between jobs."""
 
 import contextlib
 
@@ -34,21 +34,21 @@ class Core:
     """A model opened on a machine.
 
     Attributes:
-        machine: the device and the tiers around it.
-        opened: the model's modules on the meta device, and where its bytes lie.
+        options: options of the engine.
+        machine: the device and the tiers.
+        opened: the model's modules on the meta device, and the locations of its weights.
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
-        verifier: counts files compared with their checksums; None if none are compared.
-        trace: collects task spans; None if none are collected.
+        verifier: compares files with their checksums; None for no check.
+        trace: collects task spans; None for no trace.
     """
 
     def __init__(self, options: EngineOptions, layers: tuple[int, int] | None = None) -> None:
-        """Open the model and the machine; read no weights. Raise as `Engine` does.
+        """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:
-            options: of the engine.
-            layers: first layer, and last layer + 1, that this core holds and computes; None for all. The job then needs
-                cores for the other layers: see `stage`.
+            options: options of the engine.
+            layers: first layer, and last layer + 1, of this core; None for all. Other cores must hold the other layers.
         """
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         self.options, self.machine = options, options.machine()
@@ -63,10 +63,10 @@ class Core:
         self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
         self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
-        kernels.load()  # beside a GPU, too, tiers convert with the CPU's kernels: build them before lanes start
+        kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)
         self._weights: Weights | None = None
-        self._resident_read = 0  # bytes read for resident weights that have been dropped since
+        self._resident_read = 0  # bytes read for resident weights that were dropped later
 
     def _check_disk(self, policy: Policy | None) -> None:
         if self.machine.no_offload and policy and policy.spills(DISK):
@@ -75,43 +75,42 @@ class Core:
 
     @property
     def facts(self) -> ModelFacts:
-        """The model in numbers, with the present lossy switches."""
+        """Sizes of the model, with the current lossy switches."""
         return self.opened.facts
 
     @property
     def lossy(self) -> Lossy:
-        """The present lossy switches."""
+        """The current lossy switches."""
         return self.opened.lossy
 
     @property
     def cache_form(self) -> str:
-        """Return how keys and values are encoded; "" if they are not encoded."""
+        """Return the format of keys and values; "" if they are not encoded."""
         return str(self.opened.cache_form(bits)) if (bits := self.lossy.cache_bits) else ""
 
     @property
     def resident(self) -> Policy | None:
-        """Return the policy under which weights are in memory; None if none are."""
+        """Return the policy of the weights in memory; None if no weights are in memory."""
         return self._weights.layout.policy if self._weights is not None else None
 
     def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
-        """Return the resources of a job that this core computes alone. See `stage`."""
+        """Return the resources of a job that this core computes alone. Arguments and errors as in `stage`."""
         return JobResources([self.stage(watch, load_first)])
 
     @torch.no_grad()
     def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> Stage:
-        """Allocate all large memory of a job, and return what its sweeps need.
+        """Allocate all large memory of a job, and return its stage.
 
-        Weights of an earlier job stay if the layout places them alike. Weights that stay in memory are read in the
-        first sweep, or here with `load_first`.
+        Weights of an earlier job stay in memory if the layout has them at the same places.
 
         Args:
-            watch: of a layout for this core's layers.
-            load_first: see above.
-            ports: through which hidden states enter and leave.
+            watch: has a layout for this core's layers.
+            load_first: whether to read resident weights now; else the first sweep reads them.
+            ports: ports for hidden states.
 
         Raises:
             OutOfMemory: a tier has less memory than the layout books.
-            InvalidInput: the core has layers before or after it and no port to them, or the opposite.
+            InvalidInput: a port to layers before or after the core is missing, or is given without such layers.
         """
         ports.check(self.skeleton)
         layout, machine = watch.layout, self.machine
@@ -128,14 +127,14 @@ class Core:
             demand_of(self.facts, layout.homes), ports.names,
         )  # fmt: skip
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
-        # Without overlap a single inline lane runs all tasks. On a GPU an inline lane would wait for every kernel.
+        # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, self.trace)
         machine.synchronize()
         return Stage(worker, program, executor, watch)
 
     def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
-        with contextlib.ExitStack() as undo:  # create the spill files first, as this may fail
+        with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail
             cache = Cache(self.facts, layout, self.machine, self.kernels, self.dtype, self.lossy)
             undo.callback(cache.close)
             hidden = Hidden(self.facts, layout, self.machine, self.dtype, ports)
@@ -159,7 +158,7 @@ class Core:
         return moved | {"disk_read": moved["disk_read"] - resident}
 
     def _drop_misplaced(self, layout: Layout) -> None:
-        """Drop the weights of an earlier job unless this layout places them alike."""
+        """Drop the weights of an earlier job unless this layout has them at the same places."""
         if self._weights is None:
             return
         old, same = self._weights.layout, ("homes", "slot", "stages", "head_rows")

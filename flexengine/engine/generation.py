@@ -1,6 +1,6 @@
-"""The sweeps of a job: requests enter the block when there is room, and results leave when their rows finish.
+"""The sweeps of a job: requests enter the block when there is room, and rows yield results when they finish.
 
-Memory does not grow with the number of rows: requests are taken from an iterator, at most one block ahead.
+Requests are taken from an iterator, at most one block ahead, so memory does not grow with the number of rows.
 """
 
 import time
@@ -29,10 +29,10 @@ class Swept(NamedTuple):
     """A computed sweep.
 
     Attributes:
-        batches: its gpu_batches.
+        batches: gpu_batches of the sweep.
         ended: sequences that ended.
         prefill: whether a prompt was computed.
-        seconds: by stage.
+        seconds: seconds of each stage.
     """
 
     batches: list[Batch]
@@ -46,7 +46,8 @@ class _Open:
     """A row in flight.
 
     Attributes:
-        remaining: samples that are not finished.
+        request: the row's request.
+        remaining: number of samples that are not finished.
         samples: finished samples, by number.
         error: error of the first sample that failed; None if none did.
     """
@@ -61,7 +62,8 @@ class Generation:
     """Generates the results of the rows in `feed`.
 
     Attributes:
-        feed: requests, and rows with an error. Rows not started remain in it.
+        resources: resources of the job.
+        feed: requests, and rows with an error. Rows that are not started remain in the iterator.
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
         progress: updated after every sweep.
@@ -75,18 +77,19 @@ class Generation:
         self._more = True
         self._bad: deque[Result] = deque()
         self._texts: dict[int, Text] = {}
-        self._first: dict[int, Sampled] = {}  # by sequence that waits: its first token, if its prompt was computed
+        self._first: dict[int, Sampled] = {}  # by waiting sequence: first token, if its prompt was computed
         self._open: dict[int, _Open] = {}  # by row index
         self._next = 0  # sequence id
 
     def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
-        """Yield results in the order in which rows finish. A row with an error yields its result when it is read.
+        """Yield results in the order in which rows finish. A row with an error yields a result when the row is read.
 
         Args:
             on_sweep: called with the progress after every sweep.
 
         Raises:
-            Shortage: a sweep ran out of memory. The caller must run `unfinished()` and the rest of `feed` again.
+            Shortage: a sweep ran out of memory. The caller must run the requests of `unfinished()` again, then the rest
+                of `feed`.
         """
         sweeps, progress = self.resources.sweeps, self.progress
         while True:
@@ -113,14 +116,14 @@ class Generation:
             yield from results
 
     def _note(self, swept: Swept, seconds: float) -> None:
-        """Pass a sweep's seconds to the watch of each stage. Seconds of admission and sampling are divided evenly."""
+        """Give each stage's watch the seconds of a sweep. Seconds outside of stages are divided evenly."""
         rest = (seconds - sum(swept.seconds)) / len(swept.seconds)
         for stage, own in zip(self.resources.stages, swept.seconds, strict=True):
             stage.watch.note(swept.batches, own + rest, stage.executor.busy)
 
     def _take(self) -> None:
-        """Take requests from the feed until one sequence more than a block waits. The schedule sees by the additional
-        sequence that others follow."""
+        """Take requests from the feed until one sequence more than a block waits. The additional sequence shows the
+        schedule that another sweep follows."""
         sweeps = self.resources.sweeps
         while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
             item = next(self.feed, None)
@@ -146,24 +149,24 @@ class Generation:
     def _guarded_sweep(self) -> Swept:
         """Return what `_sweep` returns. Raise Shortage if it ran out of memory.
 
-        After an error no further task starts, and no tensor stays referenced, neither by unfinished forward passes nor
-        by variables in the error's traceback. The Shortage is raised after the `except` block, as the error it was made
-        from, with its traceback, would otherwise stay referenced as its context.
+        After an error no further task starts. Unfinished forward passes and variables in the traceback drop their
+        tensors. The Shortage is raised after the `except` block: else the first error, with its traceback, would stay
+        referenced as the context of the Shortage.
         """
         try:
             with torch.no_grad():
                 return self._sweep()
         except BaseException as error:
-            lack = shortage(error, self.resources.cuda)
-            if lack is None:
+            failure = shortage(error, self.resources.cuda)
+            if failure is None:
                 self.resources.abandon()
                 forget_variables(error)
                 raise
         self.resources.abandon()
-        raise lack
+        raise failure
 
     def unfinished(self) -> list[Request]:
-        """Subtract the tokens of the rows in flight from `progress`. Return the requests of these rows, in order."""
+        """Return the requests of the rows in flight, in order. Subtract their tokens from `progress`."""
         done = [len(s.token_ids) for row in self._open.values() for s in row.samples.values()]
         limits = [row.request.sampling.max_tokens * len(row.samples) for row in self._open.values()]
         self.progress.tokens -= sum(done) + sum(len(text.generated) for text in self._texts.values())
@@ -186,7 +189,7 @@ class Generation:
         over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
         seconds = [stage.sweep(batches, sweeps, self._texts) for stage in resources.stages]
         sampled = {s: token for s, token in resources.stages[-1].worker.sampled.items() if s not in over}
-        self._first.update((waits, sampled.pop(waits)) for waits in sampled.keys() - sweeps.live.keys())
+        self._first.update((s, sampled.pop(s)) for s in sampled.keys() - sweeps.live.keys())
         stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
         self.progress.tokens += len(sampled)
         ended = sweeps.advance(batches, stopped)

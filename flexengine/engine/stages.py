@@ -1,4 +1,4 @@
-"""Stages: parts of a model that compute a sweep one after the other. One machine alone is a chain of one stage."""
+"""Stages: parts of a model that compute a sweep one after the other. A single machine is a chain of one stage."""
 
 import contextlib
 import time
@@ -16,7 +16,7 @@ from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
 from flexengine.worker.worker import Text, Worker
 
-# What the stages of a chain must have in common: the driver forms one list of gpu_batches for all of them.
+# Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
 SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate")
 
 
@@ -45,9 +45,9 @@ class Stage:
         """Compute one sweep of this stage. Return its seconds.
 
         Args:
-            batches: the gpu_batches.
-            sweeps: began this sweep.
-            texts: by sequence id.
+            batches: gpu_batches of the sweep.
+            sweeps: after `Sweeps.begin` for this sweep.
+            texts: tokens, by sequence id.
         """
         began = time.perf_counter()
         self.worker.begin(batches, texts, sweeps.first_tokens())
@@ -57,7 +57,7 @@ class Stage:
 
 
 class JobResources:
-    """The resources of a job: admission, and the stages that compute. A context manager that ends the lanes.
+    """The resources of a job: admission, and the stages that compute. As a context manager, it starts and ends lanes.
 
     Attributes:
         stages: in the order of their layers.
@@ -65,8 +65,7 @@ class JobResources:
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        """Chain stages. Raise InvalidInput if they do not hold each layer of one model once, or if their policies form
-        different gpu_batches."""
+        """Chain stages. Raise InvalidInput as `check_chain`."""
         self.stages = tuple(stages)
         check_chain(self.stages)
         layouts = [stage.layout for stage in self.stages]
@@ -90,17 +89,17 @@ class JobResources:
         return any(stage.worker.weights.machine.kind == "cuda" for stage in self.stages)
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
-        """Give the sequence, in every stage, the KV pages that it lacks to hold `tokens` tokens."""
+        """Take KV pages in every stage until the sequence can hold `tokens` tokens."""
         for stage in self.stages:
             stage.worker.cache.claim(sequence, tokens)
 
     def release(self, sequence: sweeps.Sequence) -> None:
-        """Take back the KV pages that the sequence holds in every stage."""
+        """Return the sequence's KV pages of every stage to the pools."""
         for stage in self.stages:
             stage.worker.cache.release(sequence)
 
     def abandon(self) -> None:
-        """Start no further task, and end the forward passes under way."""
+        """Start no further task, and end unfinished forward passes."""
         for stage in self.stages:
             stage.executor.abandon("device", stage.worker.drop)
 

@@ -8,7 +8,7 @@ from flexengine.errors import InvalidInput
 
 
 def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype:
-    """Return the compute dtype: as requested; else float32 on cpu and sim, and the checkpoint's dtype on cuda."""
+    """Return the requested compute dtype, or the default: float32 on cpu and sim, the checkpoint's dtype on cuda."""
     if (dtype := named_dtype(requested)) is not None:
         return dtype
     own = getattr(config, "dtype", None)
@@ -16,10 +16,10 @@ def choose_dtype(requested: str | None, config: Any, device: str) -> torch.dtype
 
 
 def named_dtype(requested: str | None) -> torch.dtype | None:
-    """Return the dtype of that name, None for auto. Raise InvalidInput for an unknown name."""
+    """Return the dtype with a name; None for auto or None. Raise InvalidInput if the name is unknown."""
     names = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if requested in (None, "auto"):
         return None
     if requested not in names:
-        raise InvalidInput(f"dtype is {requested!r}; it must be auto, {', '.join(names)}")
+        raise InvalidInput(f"dtype is {requested!r}; it must be one of auto, {', '.join(names)}")
     return names[requested]

@@ -1,11 +1,14 @@
-"""A forward pass as a coroutine: unmodified `transformers` modules that pause where the engine has work to do.
+"""A forward pass as a coroutine: unmodified `transformers` modules that pause for work of the engine.
 
-The model is built on the meta device and runs inside a greenlet. It pauses
+The model is built on the meta device and runs inside a greenlet. Each pause has an event, and `Forward.resume` passes
+the answer:
 
-    Rows      where rows of weights are read that may be off the device; the ids of the rows are known only here
-    Layer     before decoder layer j, with the hidden states: bind its weights, then go on
-    Attend    inside layer j, with q, k, v: give me the attention output
-    Head      before rows of the output projection: give me these rows (and their bias)
+    event     pause                                                     answer
+    Rows      before rows of weights that may be off the device         see `Rows`
+    Layer     before decoder layer j; its weights must be bound now     hidden states
+    Attend    in layer j, at attention                                  [1, tokens, heads, value_dim]
+    Head      before a chunk of rows of the output projection           (weight rows, bias or None, format or None)
+    Logits    end of the pass                                           none
 
 The schedule decides which pass is resumed (docs/architecture.md 4).
 """
@@ -22,25 +25,24 @@ from transformers import AttentionInterface
 from flexengine.errors import UnsupportedModel
 
 ATTENTION = "flexengine"
-_HONOURED = {"scaling", "sliding_window", "softcap", "s_aux"}
-# Passed by some modules, and without effect on one packed, causal, inference-only forward.
+# Passed by some modules, without effect on a packed, causal forward pass without gradients.
 _HARMLESS = {"dropout", "is_causal", "position_ids", "output_attentions", "use_cache", "cache_position",
              "logits_to_keep"}  # fmt: skip
 
 
-EMBEDDING = -1  # the `layer` of rows that are read before the first layer
+EMBEDDING = -1  # `Rows.layer` of rows that are read before the first layer
 
 
 class Rows(NamedTuple):
     """Rows of weights that the pass reads next. A row is one index of a tensor's first dimension.
 
-    The answer for an embedding is a pair: a tensor with the rows, and for each id its row in that tensor. For experts
-    the answer is None: the pass reads them where the module's parameters are bound.
+    For an embedding, the answer is a tensor with the rows, and the index in this tensor for each id. For experts, the
+    answer is None: the pass reads rows of the bound parameters.
 
     Attributes:
-        layer: decoder layer, or EMBEDDING.
-        tensors: names of the parameters. The ids hold for each of them.
-        ids: int64, of any shape, in any order, with repeats.
+        layer: number of the decoder layer, or EMBEDDING.
+        tensors: names of the parameters. The same rows of each are read.
+        ids: int64, of any shape, unsorted, with repeats: numbers of the rows.
     """
 
     layer: int
@@ -50,11 +52,20 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layer:
+    """Pause before a decoder layer, or after the last layer of a range.
+
+    Attributes:
+        index: number of the layer.
+        hidden: [1, tokens, hidden], input of the layer.
+    """
+
     index: int
-    hidden: Tensor  # [1, tokens, hidden]
+    hidden: Tensor
 
 
 class Attend(NamedTuple):
+    """Pause at the attention of a layer. scale, window, softcap, sinks: as in `kernels.base.Kernels`."""
+
     layer: int
     q: Tensor  # [1, heads, tokens, head_dim]
     k: Tensor  # [1, kv_heads, tokens, head_dim]
@@ -63,10 +74,12 @@ class Attend(NamedTuple):
     window: int | None
     softcap: float | None
     sinks: Tensor | None
-    mask: Tensor | None = None  # only ever a marker, in a trial pass (masks.py)
+    mask: Tensor | None = None  # only in a trial pass (masks.py)
 
 
 class Head(NamedTuple):
+    """Pause before a chunk of rows of the output projection. chunk: number of the chunk."""
+
     chunk: int
 
 
@@ -80,7 +93,7 @@ Pause = Rows | Layer | Attend | Head | Logits
 
 
 def pause(event: Any) -> Any:
-    """Leave the forward pass with an event. Return the answer with which the pass is resumed."""
+    """Pause the forward pass with an event. Return the answer that the pass is resumed with."""
     parent = greenlet.getcurrent().parent
     if parent is None:
         raise RuntimeError("a flexengine model runs only inside Forward")
@@ -99,9 +112,13 @@ def attend(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
+    """Pause for attention, and return its output: the attention function of all modules (`AttentionInterface`).
+
+    Raise UnsupportedModel if the module passes an option that the engine does not support.
+    """
     unknown = sorted(k for k, v in others.items() if v is not None and v is not False and k not in _HARMLESS)
     if unknown:
-        raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not honour")
+        raise UnsupportedModel(f"its attention passes {', '.join(unknown)}, which the engine does not support")
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     return pause(Attend(layer, query, key, value, scale, sliding_window, softcap, s_aux, attention_mask)), None
@@ -111,11 +128,11 @@ AttentionInterface.register(ATTENTION, attend)
 
 
 class PausingLayer(nn.Module):
-    """A decoder layer that waits for its weights.
+    """A decoder layer that pauses before it computes.
 
     Attributes:
         index: number of the layer. A layer with a negative number returns its input (layer_range.py).
-        outputs: number of values that a layer with a negative number returns; None if it returns a tensor, not a tuple.
+        outputs: length of the tuple that a layer with a negative number returns; None for a tensor.
     """
 
     def __init__(self, layer: nn.Module, index: int) -> None:
@@ -127,7 +144,7 @@ class PausingLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(super().__getattr__("layer"), name)  # models ask their layers for e.g. attention_type
+            return getattr(super().__getattr__("layer"), name)  # models read e.g. attention_type of layers
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.index < 0:
@@ -141,30 +158,30 @@ class PausingLayer(nn.Module):
 
 
 class PausingEmbedding(nn.Module):
-    """An embedding that gets only the rows it needs; scaling and the like stay the module's own."""
+    """An embedding whose table has only the rows of the current tokens. The module still applies scaling."""
 
     def __init__(self, embedding: nn.Embedding, name: str) -> None:
-        """name: of the table among the model's parameters."""
+        """Wrap an embedding. name: the table's name among the model's parameters."""
         super().__init__()
         self.embedding, self.name = embedding, name
-        embedding.padding_idx = None  # matters to gradients only, and is checked against the rows at hand
+        embedding.padding_idx = None  # only for gradients; torch would compare it with the number of rows
 
     def forward(self, ids: Tensor) -> Any:
         rows, ids = pause(Rows(EMBEDDING, (self.name,), ids))
         self.embedding._parameters["weight"] = nn.Parameter(rows, requires_grad=False)
         try:
             return self.embedding(ids)
-        finally:  # hold no rows between passes, not even their storage; but models ask the table where it is
+        finally:  # free the rows, but keep a table: models read its device
             self.embedding._parameters["weight"] = nn.Parameter(rows.new_empty(0, rows.shape[1]), requires_grad=False)
 
     @property
     def weight(self) -> Tensor:
-        """A table without rows, for those who ask for its dtype or device."""
+        """A table without rows, for modules that read its dtype or device."""
         return self.embedding.weight
 
 
 class PausingHead(nn.Module):
-    """The output projection, `chunks` runs of vocabulary rows one after another."""
+    """The output projection, computed in `chunks` chunks of vocabulary rows."""
 
     def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -172,22 +189,28 @@ class PausingHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         logits: Tensor | None = None
-        done = 0
+        first = 0  # vocabulary row
         for chunk in range(self.chunks):
             part = self.linear(hidden, *pause(Head(chunk)))  # weight, bias, form
             if part.shape[-1] == self.vocabulary:
                 return part
             if logits is None:
                 logits = part.new_empty((*part.shape[:-1], self.vocabulary))
-            logits[..., done : done + part.shape[-1]] = part
-            done += part.shape[-1]
+            logits[..., first : first + part.shape[-1]] = part
+            first += part.shape[-1]
         assert logits is not None
         return logits
 
 
 @dataclass
 class Inputs:
-    """Packed tokens of one gpu_batch: ids and positions `[1, tokens]`, keep `[n]` = tokens whose logits are wanted."""
+    """Packed tokens of one gpu_batch.
+
+    Attributes:
+        ids: int64 [1, tokens].
+        positions: int64 [1, tokens].
+        keep: int64 [n], indices of the tokens to compute logits for.
+    """
 
     ids: Tensor
     positions: Tensor
@@ -195,16 +218,16 @@ class Inputs:
 
 
 class _Pass(greenlet.greenlet):  # type: ignore[misc]
-    """positions: of the pass's tokens, for attention that needs them beyond what modules are told (adapters.py)."""
+    """Greenlet of a pass. positions: of the pass's tokens, for modules that do not get them (adapters.py)."""
 
     positions: Tensor
 
 
 class Forward:
-    """One pass of one gpu_batch. It belongs to the thread that first resumes it."""
+    """A forward pass of one gpu_batch. Only the thread that first resumes the pass can resume or end it."""
 
     def __init__(self, model: nn.Module, inputs: Inputs, mode: AbstractContextManager[Any] | None = None) -> None:
-        """mode: active while the model runs, and only then."""
+        """Make a pass without starting it. mode: entered while the model runs."""
         self._model, self.inputs, self._mode = model, inputs, mode
         self._greenlet: Any = None
 
@@ -216,7 +239,7 @@ class Forward:
         return Logits(out.logits)
 
     def resume(self, value: Any = None) -> Pause:
-        """Goes on to the next pause, answering the last one with `value`."""
+        """Run to the next pause, and return its event. value: the answer to the last event."""
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = _Pass(self._run)
@@ -227,6 +250,6 @@ class Forward:
         return event
 
     def end(self) -> None:
-        """Unwinds a pass that has paused and is not to go on; else its frames and tensors would never be freed."""
+        """Unwind a paused pass, to free its frames and tensors."""
         if self._greenlet is not None and not self._greenlet.dead:
             self._greenlet.throw()

@@ -1,8 +1,7 @@
 """A range of a model's layers: hidden states enter before its first layer and leave after its last one.
 
-Modules stay as they are, so positions and masks are computed as for the whole model. Layers before the range return
-their input; the pass ends at the pause of the first layer behind the range. Layers are then numbered from the range's
-first layer on.
+Modules are not changed, so positions and masks are computed as for the whole model. Layers before the range return
+their input. The pass ends at the pause of the first layer after the range. The first layer of the range gets number 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +18,14 @@ from flexengine.model.skeleton import Skeleton
 
 
 def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
-    """Let a skeleton of a whole model hold and compute only some layers.
+    """Restrict a skeleton of a whole model to a range of its layers.
 
     Args:
         skeleton: changed in place.
         layers: first layer, and last layer + 1.
 
     Raises:
-        InvalidInput: there is no such range.
+        InvalidInput: the model does not have these layers.
         UnsupportedModel: the layers read values that earlier layers or the embedding computed, beside hidden states.
     """
     first, end = _checked(layers, skeleton)
@@ -34,7 +33,7 @@ def use_range(skeleton: Skeleton, layers: tuple[int, int]) -> None:
     try:
         with marked(ATTENTION), torch.enable_grad():
             if first:
-                _note_outputs(skeleton, modules)
+                _set_outputs(skeleton, modules)
             for module in modules:
                 module.index -= first
             skeleton.first, skeleton.layers = first, skeleton.layers[first:end]
@@ -57,8 +56,8 @@ def _checked(layers: Any, skeleton: Skeleton) -> tuple[int, int]:
     return numbers[0], numbers[1]
 
 
-def _note_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
-    """Note on every layer how many values it returns, as a skipped layer must return as many."""
+def _set_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
+    """Set `outputs` of every layer: a skipped layer must return as many values."""
 
     def noted(module: PausingLayer) -> Callable[..., None]:
         def hook(_: nn.Module, __: Any, output: Any) -> None:
@@ -76,16 +75,16 @@ def _note_outputs(skeleton: Skeleton, modules: list[PausingLayer]) -> None:
 
 
 def _refuse_leaks(skeleton: Skeleton) -> None:
-    """Raise UnsupportedModel if a layer of the range reads values of the embedding, except by hidden states.
+    """Raise UnsupportedModel if a layer of the range reads values of the embedding, except through hidden states.
 
-    The embedding's output requires gradients in this trial, and the hidden states that enter do not. A tensor that
-    requires gradients therefore depends on the embedding in another way.
+    In this trial, the embedding's output requires gradients, and hidden states that enter do not. So a tensor that
+    requires gradients depends on the embedding in another way.
     """
 
-    def tainted(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-        return output.detach().requires_grad_().clone()  # a leaf must not be changed in place
+    def requiring_gradients(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+        return output.detach().requires_grad_().clone()  # clone, as a leaf must not be changed in place
 
-    hook = skeleton.model.get_input_embeddings().register_forward_hook(tainted)
+    hook = skeleton.model.get_input_embeddings().register_forward_hook(requiring_gradients)
     try:
         for tensors in _trial(skeleton):
             if any(tensor.requires_grad for tensor in tensors):
@@ -96,7 +95,7 @@ def _refuse_leaks(skeleton: Skeleton) -> None:
 
 
 def _trial(skeleton: Skeleton) -> Iterator[tuple[Tensor, ...]]:
-    """Run two packed tokens on the meta device. Yield the tensors of each pause inside the range, and the result."""
+    """Run two packed tokens on the meta device. Yield the tensors of each pause in the range, then the logits."""
     ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
     dtype = skeleton.model.dtype
     answer: Any = None

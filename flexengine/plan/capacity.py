@@ -1,4 +1,4 @@
-"""The bytes that each place of a machine may hold."""
+"""Memory limits of a machine, by place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,13 +9,15 @@ from flexengine.places import DISK, TIERS, place_names
 
 @dataclass(frozen=True)
 class Capacity:
-    """Bytes of each place, None for no limit.
+    """Most bytes of each place; None for no limit.
 
     Attributes:
-        device, host, disk: of the places of every machine. disk: the first offload directory.
+        device: bytes of the device.
+        host: bytes of host RAM.
+        disk: bytes of the first offload directory.
         shared: whether host and device are one memory (a machine without a GPU).
-        staged: whether data between a disk and the device stops in host staging, as they are not directly connected.
-        more_disks: of the further offload directories, in order.
+        staged: whether data between a disk and the device passes through host staging.
+        more_disks: bytes of each further offload directory, in order.
     """
 
     device: int | None
@@ -37,7 +39,7 @@ class Capacity:
         return dict(zip(self.places, sizes, strict=True))
 
     def limited(self, limits: Mapping[str, int | None]) -> "Capacity":
-        """Return the capacity with other limits of some places."""
-        known = {**self.limits, **limits}
-        more = tuple(known[place] for place in self.places if place not in TIERS)
-        return replace(self, device=known["device"], host=known["host"], disk=known[DISK], more_disks=more)
+        """Return the capacity with new limits for some places."""
+        merged = {**self.limits, **limits}
+        more = tuple(merged[place] for place in self.places if place not in TIERS)
+        return replace(self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more)

@@ -1,13 +1,13 @@
 """Seconds and bytes of a job before it runs: per lane, per sweep, as functions of model, machine, workload and policy.
 
-FlexGen's cost model (paper section 4.3, appendix A.2) with every literal a function of the model's config, and these
-decisions on its defects: all link traffic overlaps compute where there are two slots (its release adds the upload of
-weights); decode activations have one token; the disk's rate is measured, at the size of the transfers; sweeps are those
-of the real workload (`profile`), not n equal ones; lanes that share cores slow each other (`Hardware.crosstalk`).
+This is FlexGen's cost model (paper section 4.3, appendix A.2) with these changes. Sizes come from the model's config.
+With two slots, all transfers overlap compute; FlexGen's release adds the upload of weights. Activations of decode steps
+have one token. The disk's rate is measured at the size of the transfers. Sweeps are those of the real workload
+(`profile`), not n equal ones. Lanes that share cores slow each other (`Hardware.crosstalk`).
 
 The seconds of a lane in a sweep are a sum of terms (`terms`, `compute`), linear in the fractions of weights, KV cache
-and hidden states on each tier. The linear program leaves the fractions open; a policy that was laid out has realised
-ones. Both are priced by the same terms.
+and hidden states on each tier. In the linear program the fractions are variables. A layout has rounded fractions. Both
+use the same terms.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -53,7 +53,10 @@ class Cost:
     """Seconds of policies for one model, machine and workload. Results that several policies share are cached.
 
     Args:
-        overlap: whether lanes work at the same time where a policy has slots for it; else one task runs at a time.
+        model: sizes of the model.
+        hardware: rates of the machine.
+        workload: sizes of the rows.
+        overlap: whether lanes work at the same time if a policy has two slots; else one task runs at a time.
     """
 
     def __init__(self, model: ModelFacts, hardware: Hardware, workload: Workload, overlap: bool = True) -> None:
@@ -64,21 +67,21 @@ class Cost:
         self.pages = layer_pages(model, workload.longest)
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
         ends = sum(self._held(p + n - 1) * times for (p, n), times in workload.sizes.items())
-        self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of a mean sequence at its end
+        self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of an average sequence at its end
         streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
         head = model.output.stored_bytes if model.output else 0
         self.unit_bytes = max(streamed)
-        self.head_chunks = -(-head // self.unit_bytes)  # as slots are as large as a layer
+        self.head_chunks = -(-head // self.unit_bytes)  # a chunk fits into a slot, which has the size of a layer
         self.streamed_bytes = sum(streamed) + head
         self._units = _cached(self._unit)
         self._prompts = _cached(self._prompt)
         self._profiles = _cached(self._profile)
         self._walks = _cached(self._walk)
 
-    # The job's sweeps.
+    # Sweeps of the job.
 
     def _held(self, tokens: int) -> float:
-        """Return how many of a sequence's tokens stay cached, in the mean of the layers."""
+        """Return the number of a sequence's tokens that stay cached, averaged over layers."""
         pools = ((group.layers, group.device) for group in self.pages)
         return sum(layers * min(tokens, pool.held(tokens) * pool.page_tokens) for layers, pool in pools)
 
@@ -86,14 +89,15 @@ class Cost:
         """Return the job's sweeps.
 
         Args:
-            room: page tokens that fit.
-            share: of the sequences, with their cache off the device.
+            policy: only its block shape, schedule and prefill_tokens matter.
+            room: tokens of all pages.
+            share: fraction of the sequences with KV cache off the device.
         """
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
         return self._profiles(policy.prefill_tokens, share, policy.schedule, shape, room)
 
     def peak(self, policy: Policy, share: float = 0.0) -> float:
-        """Return the most page tokens that the job holds in memory without limits. share: as in `sweeps`."""
+        """Return the most page tokens that the job holds if memory has no limit. share: as in `sweeps`."""
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
         return self._walks(policy.schedule, shape).peak(self._units(policy.prefill_tokens, share))
 
@@ -106,7 +110,7 @@ class Cost:
         return profile(each, rows, schedule, shape, room)
 
     def _walk(self, schedule: str, shape: tuple[int, int]) -> Walk:
-        each = self._units(PAGE_TOKENS, 0.0)  # any page and micro-batch: without limits only lives matter
+        each = self._units(PAGE_TOKENS, 0.0)  # without limits, the result does not depend on page size and share
         return walk(each, max(1, self.workload.count), schedule, shape)
 
     def _unit(self, prefill_tokens: int, share: float) -> Unit:
@@ -126,8 +130,10 @@ class Cost:
         """Yield the terms of a policy's sweeps.
 
         Args:
-            split: share of the sequences whose cache is on each tier. A gpu_batch holds sequences of one tier.
-            layout: gives the bytes of a layer that are read together; None: the whole layer is read together.
+            policy: the policy.
+            sweeps: sweeps of the job under the policy.
+            split: by tier, fraction of the sequences with KV cache there. A gpu_batch has sequences of one tier.
+            layout: has the bytes of a layer that are read together; None for the whole layer.
         """
         rates, prompts = self.rates, self._prompts(policy.gpu_batch_size, policy.prefill_tokens)
         for seconds in parts(rates, policy, sweeps, prompts, split, self.head_chunks).values():
@@ -141,8 +147,7 @@ class Cost:
         yield from data.chosen_values(self.overlaps(policy))
 
     def slowing(self, policy: Policy) -> Mapping[str, Mapping[str, float]]:
-        """Return `crosstalk` under a policy. The device waits for delegated attention if there is no other
-        gpu_batch."""
+        """Return `crosstalk` under a policy. With a single gpu_batch, the device waits for delegated attention."""
         places = policy.attended.values() if policy.block_size <= policy.gpu_batch_size else ()
         if not places:
             return self.crosstalk
@@ -154,7 +159,7 @@ class Cost:
         return self.overlap and policy.slots > 1
 
     def sweep_seconds(self, lanes: Lanes, fractions: Fractions, policy: Policy) -> tuple[Array, dict[str, Array]]:
-        """Return the seconds of every sweep, and of each lane's work in it."""
+        """Return the seconds of every sweep, and by lane the seconds of work in every sweep."""
         shares = {"": 1.0, **fractions}
         work = {
             lane: np.asarray(sum(shares.get(name, 0.0) * seconds for name, seconds in by.items()))
@@ -162,31 +167,32 @@ class Cost:
         }  # fmt: skip
         used = {lane: seconds for lane, seconds in work.items() if np.any(seconds > 0)}
         seconds = np.asarray(self._ends(used, policy))
-        if not self.overlaps(policy):  # the device has waited for the weights of every streamed layer
-            away = self.hardware.places[1:]
-            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, place), 0.0) for place in away))
+        if not self.overlaps(policy):  # a streamed layer is slower after the idle device has waited for it
+            off_device = self.hardware.places[1:]
+            streamed = min(1.0, sum(fractions.get(fraction(WEIGHTS, place), 0.0) for place in off_device))
             seconds = seconds + self.rates.streaming.get("wake", 0.0) * len(self.model.layers) * streamed
         return seconds, used
 
     def _ends(self, used: Mapping[str, Any], policy: Policy) -> Any:
-        """Return the end of the last lane, given seconds of work by lane (floats or arrays)."""
+        """Return the end of the last lane. used: seconds of work by lane (floats or arrays)."""
         return np.max(list(self.slowed(used, policy).values()), axis=0) if self.overlaps(policy) else sum(used.values())
 
     def slowed(self, used: Mapping[str, Any], policy: Policy) -> dict[str, Any]:
-        """Return, by lane, the work and the seconds that other lanes add to it (floats or arrays)."""
+        """Return, by lane, the seconds of work and of waits caused by other lanes (floats or arrays)."""
         talk = self.slowing(policy)
         return {
             lane: seconds + sum(talk.get(lane, {}).get(other, 0.0) * used[other] for other in used if other != lane)
             for lane, seconds in used.items()
         }
 
-    # A policy that was laid out.
+    # Prediction for a layout.
 
     def predict(self, layout: Layout, missing: float = 1.0) -> Prediction:
         """Return the prediction for a layout.
 
         Args:
-            missing: share of the resident weights that is not yet in memory; an earlier job may have read some.
+            layout: layout of the job.
+            missing: fraction of the resident weights that is not in memory yet; an earlier job may have read some.
         """
         policy = layout.policy
         split, room = self._split(layout)
@@ -216,20 +222,21 @@ class Cost:
         )  # fmt: skip
 
     def _loading(self, policy: Policy, read: float, faults: float, first: Mapping[str, float]) -> float:
-        """Return the seconds by which the first sweep is longer because resident weights are read in it.
+        """Return the seconds that reading resident weights adds to the first sweep.
 
         Args:
+            policy: the policy.
             read: seconds of the reads.
-            faults: seconds of the page faults of their RAM.
-            first: seconds of work by lane of the first sweep.
+            faults: seconds of page faults of the weights' RAM.
+            first: seconds of work of the first sweep, by lane.
         """
         device = first.get("device", 0.0)
-        if self.hardware.kind != "cuda":  # page faults take the processor that computes
+        if self.hardware.kind != "cuda":  # page faults take time of the CPU that computes
             device += faults
-        if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, but resident weights need no slot
+        if self.overlap and not self.overlaps(policy):  # one slot: lanes take turns, except reads of resident weights
             slowed, alone = self.slowed({"device": device, "disk_read": read}, policy), sum(first.values())
             end = max(alone - first.get("device", 0.0) + slowed["device"], slowed["disk_read"])
-            if first.get("disk_read"):  # a layer's read waits in this lane for its slot, and delays the reads behind it
+            if first.get("disk_read"):  # a layer's read waits for its slot, and delays later reads
                 end = max(end, alone + read)
         else:
             disk = first.get("disk_read", 0.0) + read
@@ -237,12 +244,12 @@ class Cost:
         return float(max(end, faults) - self._ends(first, policy))
 
     def reading(self, layout: Layout) -> float:
-        """Return the seconds of reading all resident weights, with nothing beside."""
+        """Return the seconds of reading all resident weights while no other lane works."""
         return reading(self.hardware, layout)
 
     def _split(self, layout: Layout) -> tuple[dict[str, float], float]:
-        """Return the share of the sequences whose cache is on each tier (the device fills first), and the page tokens
-        that fit."""
+        """Return by tier the fraction of the sequences with KV cache there, and the tokens of all pages. The device is
+        filled first."""
         homes = count_by_tier(layout.policy.block_size, layout.policy.cache)
         live = float(min(layout.policy.block_size, max(1, self.workload.count)))
         room, counts = 0.0, dict.fromkeys(layout.places, 0.0)
@@ -255,8 +262,8 @@ class Cost:
 
     def realised(self, layout: Layout, split: Mapping[str, float]) -> dict[str, float]:
         """Return the fractions after rounding to tensors, sequences and gpu_batches. split: as in `terms`, by tier."""
-        weights = dict(layout.stored)
-        for t in (*self.model.others, *(t for t in self.model.edges if t is not self.model.output)):  # never streamed
+        weights = dict(layout.stored_bytes)
+        for t in (*self.model.others, *(t for t in self.model.edges if t is not self.model.output)):  # not streamed
             weights[layout.homes[t.name]] -= t.stored_bytes
         batches = max(1, -(-min(layout.policy.block_size, self.workload.count) // layout.policy.gpu_batch_size))
         hidden = count_by_tier(batches, layout.policy.activations)
@@ -267,7 +274,7 @@ class Cost:
         }
         return {fraction(kind, tier): share for kind, by_tier in shares.items() for tier, share in by_tier.items()}
 
-    # The linear program's parts.
+    # Input of the linear program.
 
     def phases(self, policy: Policy, sweeps: Profile) -> tuple[Phase, ...]:
         """Return the phases of a block shape. Resident weights are read in the first sweep."""
@@ -276,7 +283,7 @@ class Cost:
 
 
 def _cached(method: Callable[..., T]) -> Callable[..., T]:
-    """Return `method` with a cache that holds no reference to its object: the cycle would keep both alive."""
+    """Return `method` with a cache, without a reference to the method's object: a cycle would delay its deletion."""
     weak = WeakMethod(method)
 
     def call(*args: Any) -> T:

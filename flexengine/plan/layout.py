@@ -1,6 +1,6 @@
-"""Compute the place of every tensor and the bytes of every buffer under a policy. The engine allocates these bytes.
+"""Place of every tensor and bytes of every buffer under a policy. The engine allocates these bytes.
 
-All sizes are bytes unless a name says otherwise. Regions are rounded up to ALIGN, as the tiers do.
+All sizes are in bytes unless a name has another unit. Regions are rounded up to ALIGN, as in the tiers.
 """
 
 from collections import Counter
@@ -53,14 +53,15 @@ class Layout:
     """Place of every weight and bytes of every buffer under one policy.
 
     Attributes:
-        places: of the machine.
-        homes: place of every tensor by name.
-        stored: sum of the tensors' `stored_bytes`, by place.
+        policy: the policy.
+        places: places of the machine.
+        homes: place of every tensor, by name.
+        stored_bytes: sum of the tensors' `stored_bytes`, by place.
         head_rows: vocabulary rows per head chunk.
         slot: bytes of one weight slot.
         stages: bytes of a slot's host staging, by disk.
         layer_reads: bytes of a layer's weights that are read together, by place; mean over layers with weights there.
-        groups: layers by the tokens that a query sees.
+        groups: groups of layers whose queries see equally many tokens.
         pools: KV pages, by place and group.
         page_bytes: bytes of one layer's page, by place and group.
         cache_buffer: device bytes of one buffer for KV pages.
@@ -78,7 +79,7 @@ class Layout:
     policy: Policy
     places: tuple[str, ...] = TIERS
     homes: dict[str, str] = field(default_factory=dict)
-    stored: dict[str, int] = field(default_factory=dict)
+    stored_bytes: dict[str, int] = field(default_factory=dict)
     head_rows: int = 0
     slot: int = 0
     stages: dict[str, int] = field(default_factory=dict)
@@ -99,7 +100,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         for place in self.places:
-            self.stored.setdefault(place, 0)
+            self.stored_bytes.setdefault(place, 0)
             self.account.setdefault(place, {})
 
     def book(self, tier: str, what: str, nbytes: int) -> None:
@@ -125,7 +126,7 @@ class Layout:
         """Return (first row, last row + 1) of each head chunk; [] without a head."""
         if not self.head_rows:
             return []
-        return [(at, min(at + self.head_rows, vocabulary)) for at in range(0, vocabulary, self.head_rows)]
+        return [(row, min(row + self.head_rows, vocabulary)) for row in range(0, vocabulary, self.head_rows)]
 
 
 def lay_out(
@@ -134,10 +135,14 @@ def lay_out(
     """Return the layout of a job. KV pools take the bytes that the workload needs, or all memory that is left.
 
     Args:
-        weights: result of `lay_out_weights` for this policy's weights and slots, if it is known.
+        model: sizes of the model.
+        policy: the policy.
+        workload: sizes of the rows.
+        capacity: limits of the machine.
+        weights: result of `lay_out_weights` for equal weights and slots; None computes it.
 
     Raises:
-        OutOfMemory: the buffers do not fit, or not one sequence can be cached; the error carries the numbers.
+        OutOfMemory: the buffers, or the KV cache of one sequence, do not fit.
         InvalidInput: the policy delegates attention, but no cache is off the device.
     """
     placed = weights or lay_out_weights(model, policy, capacity)
@@ -157,7 +162,7 @@ def lay_out(
 
 
 def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> Layout:
-    """Return the part of a layout that depends on the policy's weights and slots alone.
+    """Return the part of a layout that depends only on the policy's weights and slots.
 
     Args:
         capacity: only its places and `staged` matter.
@@ -172,8 +177,8 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     homes = place_groups(model.group_sizes, policy.weights)
     layout.homes.update(zip(model.group_names, chain.from_iterable(homes), strict=True))
     layout.homes.update((t.name, "device") for t in model.others)
-    layers = Counter(zip(model.alike, homes, strict=False))  # at the end of the homes are those of the edges
-    reads = {tier: [0, 0] for tier in layout.places}  # bytes, and layers that have any there
+    layers = Counter(zip(model.alike, homes, strict=False))  # `homes` has more items at the end, for the edges
+    reads = {tier: [0, 0] for tier in layout.places}  # bytes, and number of layers with weights there
     for (j, at), times in layers.items():
         placed = list(zip(model.layers[j], at, strict=True))
         layout.slot = max(layout.slot, slot_bytes(t.held_bytes for t, home in placed if home != "device"))
@@ -189,7 +194,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
-    if any(nbytes for place, nbytes in layout.stored.items() if is_disk(place) and place != DISK):
+    if any(nbytes for place, nbytes in layout.stored_bytes.items() if is_disk(place) and place != DISK):
         layout.copying = COPIED
         layout.book("host", COPYING, layout.copying)
     if model.gpu:
@@ -203,10 +208,10 @@ def _grow_stage(layout: Layout, disk: str, nbytes: int) -> None:
 
 
 def _book_weights(layout: Layout, placed: Iterable[tuple[TensorFact, str]], times: int = 1) -> None:
-    """Book (tensor, place) pairs, `times` times each."""
+    """Book tensors, `times` times each. placed: (tensor, place) pairs."""
     for t, home in placed:
-        layout.stored[home] += times * t.stored_bytes
-        if home != DISK:  # on the first disk, a weight lies in the user's own checkpoint
+        layout.stored_bytes[home] += times * t.stored_bytes
+        if home != DISK:  # weights on the first disk stay in the checkpoint
             layout.book(home, "weights", times * aligned(t.held_bytes if home == "device" else t.stored_bytes))
 
 
@@ -218,34 +223,34 @@ def _head(layout: Layout, model: ModelFacts) -> None:
     if home == "device":
         layout.head_rows = model.vocabulary
         return
-    together = ENCODED_ROWS if head.encoded else 1  # rows that cannot be parted
-    runs = -(-model.vocabulary // together)
+    together = ENCODED_ROWS if head.encoded else 1  # rows of one encoded block
+    blocks = -(-model.vocabulary // together)
     room = layout.slot or HEAD_CHUNK
-    taken = min(runs, max(1, room // (head.held_bytes // runs)))
+    taken = min(blocks, max(1, room // (head.held_bytes // blocks)))
     layout.head_rows = min(model.vocabulary, taken * together)
-    layout.slot = max(layout.slot, aligned(taken * (head.held_bytes // runs), TENSOR_ALIGN))
+    layout.slot = max(layout.slot, aligned(taken * (head.held_bytes // blocks), TENSOR_ALIGN))
     if is_disk(home):
-        _grow_stage(layout, home, aligned(taken * (head.stored_bytes // runs), TENSOR_ALIGN))
+        _grow_stage(layout, home, aligned(taken * (head.stored_bytes // blocks), TENSOR_ALIGN))
 
 
 def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
     policy = layout.policy
-    away = [place for place, share in shares(policy.activations).items() if share and place != "device"]
-    if not away:
+    off_device = [place for place, share in shares(policy.activations).items() if share and place != "device"]
+    if not off_device:
         return
     row = model.hidden * model.itemsize
     layout.hidden_buffer = aligned(policy.prefill_tokens * row)
     layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
-    if any(map(is_disk, away)) and capacity.staged:
+    if any(map(is_disk, off_device)) and capacity.staged:
         layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
-    for tier in away:
+    for tier in off_device:
         states = aligned(hidden_tokens(policy, workload, tier) * row)
         layout.hidden_home[tier] = states + open_passes(policy, workload) * ALIGN
         layout.book(tier, "hidden states", layout.hidden_home[tier])
 
 
 def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
-    """Book host memory for the embedding rows of a sweep, if the embedding is off the GPU. A CPU needs none."""
+    """Book host memory for the embedding rows of a sweep, if the machine has a GPU and the embedding is off it."""
     if not model.gpu or model.embedding is None or layout.homes[model.embedding.name] == "device":
         return
     width = max(model.hidden, model.embedding.elements // model.vocabulary)
@@ -254,7 +259,7 @@ def _embedded(layout: Layout, model: ModelFacts, workload: Workload) -> None:
 
 
 def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
-    """Book device buffers for hidden states that enter or leave, and RAM for those of a sweep that wait to enter."""
+    """Book device buffers for hidden states that enter or leave, and RAM for hidden states that wait to enter."""
     policy, row, enters = layout.policy, model.hidden * model.itemsize, model.embedding is None
     if not enters and not model.leaves:
         return
@@ -266,19 +271,20 @@ def _ports(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 
 
 def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
-    """Book buffers of delegated attention: one per sequence, so that no gpu_batch waits for another.
+    """Book buffers of delegated attention for all sequences, so that no gpu_batch waits for another.
 
-    The host also needs a workspace for the kernels' output of one gpu_batch.
+    The host also has a workspace for the kernels' output of one gpu_batch.
     """
     policy, rows = layout.policy, delegated(layout.policy)
     if not policy.delegate:
         return
     if capacity.shared:
-        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device: attention runs where its"
-                           " cache lives anyway; set it to false")  # fmt: skip
+        raise InvalidInput("policy delegate is true, but on device 'cpu' RAM is the device, and attention"
+                           " always runs there; set delegate to false")  # fmt: skip
     if not rows:
-        raise InvalidInput(f"policy delegate is true, but none of a block of {policy.block_size} sequences has its"
-                           f" cache on the host, whose share is {policy.cache[1]:g}")  # fmt: skip
+        raise InvalidInput(f"policy delegate is true, but no sequence of a block of {policy.block_size} has"
+                           f" cache on the host, whose share is {policy.cache[1]:g}; raise the share, or set delegate"
+                           " to false")  # fmt: skip
     layout.delegation = aligned(rows * model.sent)
     for tier in ("device", "host"):
         layout.book(tier, DELEGATION, layout.delegation)
@@ -286,16 +292,17 @@ def _delegation(layout: Layout, model: ModelFacts, capacity: Capacity) -> None:
 
 
 def read_buffers(model: ModelFacts, layout: Layout) -> int:
-    """Return the bytes of RAM into which data from disk is read before it is converted, for each disk in use.
+    """Return the bytes of RAM buffers of all disks in use. Data is read into these buffers, then converted.
 
-    There are buffers for short reads and, if a read is long, for long reads. Weights that lie next to each other are
-    one read. Only the part of a buffer that the longest read fills takes RAM.
+    A disk has buffers for short reads and, if any read is long, for long reads. Consecutive weights are one read. Only
+    the part of a buffer that the longest read fills takes RAM.
     """
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
     further = (place for place in layout.places if is_disk(place) and place != DISK)
-    return each * (1 + sum(bool(layout.stored[p] or p in layout.pools or p in layout.hidden_home) for p in further))
+    used = (p for p in further if layout.stored_bytes[p] or p in layout.pools or p in layout.hidden_home)
+    return each * (1 + sum(1 for _ in used))
 
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:
@@ -327,10 +334,14 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
 
 
 def _fill(layout: Layout, tier: str, workload: Workload, capacity: Capacity, count: int) -> int:
-    """Give the pools of a tier their pages, and return the bytes that the longest sequence takes of them.
+    """Set the number of pages of a tier's pools. Return the bytes of the longest sequence's pages there.
 
     Args:
-        count: most sequences whose cache is there.
+        layout: changed in place.
+        tier: tier of the pools.
+        workload: sizes of the rows.
+        capacity: limits of the machine.
+        count: most sequences with KV cache there.
     """
     pools, longest, room = layout.pools[tier], workload.longest, _left(layout, tier, capacity)
     sizes = [page * len(g.layers) for page, g in zip(layout.page_bytes[tier], layout.groups, strict=True)]
@@ -350,7 +361,7 @@ def _used(layout: Layout, tier: str, capacity: Capacity) -> int:
 
 
 def _in_ram(tier: str, capacity: Capacity) -> bool:
-    """Return whether a place is part of the one memory that host and device share."""
+    """Return whether a place is in the memory that host and device share."""
     return capacity.shared and not is_disk(tier)
 
 
@@ -372,7 +383,7 @@ def _check(layout: Layout, tier: str, capacity: Capacity, what: str) -> None:
 
 
 def booked_parts(layout: Layout, tier: str, capacity: Capacity, nbytes: int) -> str:
-    """Return the parts of `nbytes` of a tier, as `name bytes, name bytes`. A CPU's RAM is device and host tier."""
+    """Return the parts of `nbytes` of a tier, as "name bytes, name bytes". Shared memory has parts of both tiers."""
     tiers = ("device", "host") if _in_ram(tier, capacity) else (tier,)
     parts = sum((Counter(layout.account[t]) for t in tiers), Counter[str]())
     parts += Counter({"left free": nbytes - parts.total()})

@@ -1,4 +1,4 @@
-"""The least memory in which a job runs: the smallest policies, and the error that says how much memory is enough."""
+"""The least memory for a job: the smallest policies, and the error that names the missing memory."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
@@ -15,22 +15,22 @@ from flexengine.plan.sizes import ALIGN
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, Split
 
-OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads: 45 to 60 MB were measured
+OVERHEAD = 64 << 20  # bytes for gaps in the heap, modules, tokenizer and threads; measured: 45 to 60 MB
 SHORTEST = Workload({(1, 1): 1})
 
 LayOut = Callable[[Policy, Workload, Capacity], Layout]
 
 
 def planned(capacity: Capacity) -> Capacity:
-    """Return the capacity to plan for if memory suffices. If a CPU computes, a part of its RAM is left free."""
+    """Return the capacity that a plan should use. Without a GPU, a part of RAM is left free."""
     if not capacity.shared or capacity.device is None:
         return capacity
-    kept = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
-    return replace(capacity, device=capacity.device - kept)
+    free = min(max(capacity.device // 25, OVERHEAD), capacity.device // 4)
+    return replace(capacity, device=capacity.device - free)
 
 
 def has_room(layout: Layout, capacity: Capacity) -> bool:
-    """Return whether a layout leaves OVERHEAD bytes free in the memory of the device."""
+    """Return whether a layout leaves OVERHEAD bytes of the device's memory free."""
     booked = layout.total("device") + (layout.total("host") if capacity.shared else 0)
     return capacity.device is None or capacity.device - booked >= OVERHEAD
 
@@ -38,7 +38,7 @@ def has_room(layout: Layout, capacity: Capacity) -> bool:
 def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
     """Return the policies that need least of some memory, the fastest first.
 
-    They have one sequence at a time, one slot, and all weights, KV cache and hidden states each on one tier.
+    They have a block of one sequence, one slot, and each kind of data on one tier.
 
     Args:
         prefill_tokens: as in `Policy`.
@@ -54,9 +54,9 @@ def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
 
 
 def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Capacity:
-    """Return the capacity to plan for: `planned`, or more if the smallest of the policies needs more.
+    """Return the capacity for a plan: `planned`, or as much more as the smallest of the policies needs.
 
-    Raise TooLittle if none of the policies fits into all of `capacity`.
+    Raise TooLittle if no policy fits into `capacity`.
     """
     roomy = planned(capacity)
     if any(_fits(model, policy, workload, roomy) for policy in policies):
@@ -68,13 +68,13 @@ def capacity_for(model: ModelFacts, policies: Sequence[Policy], workload: Worklo
 
 
 def smallest_layout(model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of the first of the policies that fits. Raise TooLittle as `capacity_for`."""
+    """Return the layout of the first policy that fits. Raise TooLittle as `capacity_for`."""
     room = capacity_for(model, policies, workload, capacity)
     return next(lay_out(model, p, workload, room) for p in policies if _fits(model, p, workload, room))
 
 
 def lay_out_given(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
-    """Return the layout of a policy that a user gives. Raise TooLittle if the policy does not fit.
+    """Return the layout of a user's policy. Raise TooLittle if the policy does not fit.
 
     The layout uses the `planned` capacity if the policy fits into it, else all of the capacity.
     """
@@ -89,19 +89,19 @@ def _too_little(
 ) -> TooLittle:
     """Return the error for policies that do not fit.
 
-    If growing a single tier is enough, the error names the tier that lacks the fewest bytes. Else it names all tiers
-    that must grow, with the device as small as possible.
+    If more memory of a single tier is enough, the error names the tier that lacks the fewest bytes. Else it names all
+    tiers that must grow, with the device as small as possible.
     """
-    find = partial(_least, model, policies, workload)
+    least_of = partial(_least, model, policies, workload)
     given = {place: limit for place, limit in capacity.limits.items() if limit is not None}
-    single = {tier: least for tier in given if (least := find(capacity, tier)) is not None}
+    single = {tier: least for tier in given if (least := least_of(capacity, tier)) is not None}
     if single:
         tier = min(single, key=lambda t: single[t] - given[t])
         needs = {tier: single[tier]}
     else:
         needs, room = {}, capacity.limited(dict.fromkeys(given))
         for tier in given:  # smallest size of each tier while later tiers have no limit
-            least = find(room, tier)
+            least = least_of(room, tier)
             if least is not None and least > given[tier]:
                 needs[tier] = least
             room = room.limited({tier: needs.get(tier, given[tier])})
@@ -114,7 +114,7 @@ def _too_little(
 def _reason(
     model: ModelFacts, policies: Sequence[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> str:
-    """Return the name of what does not fit. The name begins with ONE_SEQUENCE if shorter sequences would fit."""
+    """Return the purpose of the bytes that do not fit. It begins with ONE_SEQUENCE if short sequences fit."""
     if len(policies) > 1 and any(_fits(model, policy, SHORTEST, capacity) for policy in policies):
         return f"{ONE_SEQUENCE} of {workload.longest:,} tokens, with weights and buffers beside it"
     errors = []
@@ -137,11 +137,9 @@ def _fits(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capac
 def _least(
     model: ModelFacts, policies: Iterable[Policy], workload: Workload, capacity: Capacity, tier: str
 ) -> int | None:
-    """Return the fewest bytes of a tier with which one of the policies fits, or None if no number is enough.
-
-    The capacities of the other tiers do not change.
+    """Return the fewest bytes of a tier for which a policy fits, other capacities unchanged; None if none does.
     """
-    found: int | None = None
+    fewest: int | None = None
     for policy in policies:
         fits = partial(_fits_in, model, policy, workload, capacity, tier)
         try:
@@ -150,9 +148,9 @@ def _least(
             continue
         most = layout.total(tier) + (layout.total("host") if capacity.shared and tier == "device" else 0)
         most += ALIGN  # KV pages leave ALIGN bytes of a limited tier free
-        if found is None or fits(min(found - 1, most)):
-            found = bisect_left(range(min(most, found or most)), True, key=fits)
-    return found
+        if fewest is None or fits(min(fewest - 1, most)):
+            fewest = bisect_left(range(min(most, fewest or most)), True, key=fits)
+    return fewest
 
 
 def _fits_in(

@@ -15,14 +15,14 @@ def reading(hardware: Hardware, layout: Layout) -> float:
 
     The same lane copies weights to further disks, so these writes are included.
     """
-    read = sum(nbytes for place, nbytes in layout.stored.items() if place != DISK)
+    read = sum(nbytes for place, nbytes in layout.stored_bytes.items() if place != DISK)
     return read / at(hardware.checkpoint_read, LOAD_BYTES) + copying(hardware, layout)
 
 
 def copying(hardware: Hardware, layout: Layout) -> float:
     """Return the seconds of writing weights to further disks."""
-    return sum(nbytes / at(hardware.links[f"{place}_write"], LOAD_BYTES)
-               for place, nbytes in layout.stored.items() if nbytes and is_disk(place) and place != DISK)  # fmt: skip
+    further = {place: nbytes for place, nbytes in layout.stored_bytes.items() if is_disk(place) and place != DISK}
+    return sum(n / at(hardware.links[f"{place}_write"], LOAD_BYTES) for place, n in further.items() if n)
 
 
 def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:

@@ -1,6 +1,6 @@
-"""The best placement for one block shape: a linear program over the fraction of each kind of data on each tier.
+"""The fastest placement for one block shape: a linear program over the fraction of each kind of data on each tier.
 
-FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), filled in by the caller's cost model:
+FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), with coefficients of the caller's cost model:
 
     minimise    sum over phases p of times[p] * T[p]                                            seconds of the job
     subject to  T[p] >= busy[p][lane] + sum over others o of crosstalk[lane][o] * busy[p][o]    one row per p, lane
@@ -9,8 +9,8 @@ FlexGen's program (Sheng et al. 2023, section 4.3 and appendix A.3), filled in b
                 weights@device + weights@host + weights@disk + ... = 1, cache and hidden likewise, all >= 0
                 sum over phases p of life[p] * T[p] <= latency limit                             if there is one
 
-busy and used are linear in the fractions. PuLP holds the program, HiGHS solves it. Every name ends in its unit,
-which is chosen so that the program's numbers are near 1: HiGHS compares with absolute tolerances.
+busy and used are linear in the fractions. PuLP represents the program, HiGHS solves it. The name of every variable and
+row ends in its unit. Units are chosen so that numbers are near 1, as HiGHS compares with absolute tolerances.
 """
 
 import math
@@ -38,12 +38,12 @@ from flexengine.plan.problem import (
 )
 
 Terms = list[tuple[pulp.LpVariable, float]]
-# Cost, among equals, of a kind one place further away. The costs differ, so that the choice among equals is determined.
+# Extra cost of a kind of data per place away from the device. It decides between placements of equal seconds.
 _TIES = {WEIGHTS: 1.0, CACHE: 1.1, HIDDEN: 1.23}
-_TIE = 1e-9  # cost of one such unit, relative to the job's cost
-_COST = 1e4  # least number that the job's cost is in its unit: ties then stand clear of the solver's tolerance of 1e-7
-_SPREAD = 1e-4  # least capacity a memory's unit is chosen by, relative to its largest coefficient
-_NOISE = 1e-9  # fractions below this are rounding
+_TIE = 1e-9  # unit of _TIES, relative to the job's seconds
+_COST = 1e4  # smallest job cost, in its unit; ties are then larger than the solver's tolerance of 1e-7
+_SPREAD = 1e-4  # smallest capacity to choose a memory's unit by, relative to the largest coefficient
+_NOISE = 1e-9  # smaller fractions count as 0
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_.]")
 _SECONDS = {"ks": 1e3, "s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 _BYTES = {"PB": 1e15, "TB": 1e12, "GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
@@ -54,7 +54,7 @@ class NoSolver(FlexError):
 
 
 class SolverFailed(FlexError):
-    """The solver gave no optimum of a program, and not because its rows contradict each other."""
+    """The solver found no optimum, although the program may be feasible."""
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class Solution:
     """The optimum.
 
     Attributes:
-        fractions: of every kind and place, each kind summing to 1.
-        seconds: of the job.
-        latency: seconds of a mean row.
-        phase_seconds: of one sweep of each phase.
+        fractions: fraction of every kind on every place; each kind sums to 1.
+        seconds: seconds of the job.
+        latency: seconds of an average row.
+        phase_seconds: by phase, seconds of one sweep.
     """
 
     fractions: dict[str, float]
@@ -75,22 +75,23 @@ class Solution:
 
 
 def solve(problem: Problem) -> Solution | None:
-    """Return the placement with the fewest seconds; of equal ones, most on the device, then on the host.
+    """Return the fastest placement; of equal ones, the one with most on the device, then on the host.
 
-    Return None if no placement fits, or none keeps the latency limit.
+    Return None if no placement fits into the memories and keeps the latency limit.
 
     Raises:
         InvalidInput: a number is not finite.
-        NoSolver, SolverFailed: as `optimum`.
+        NoSolver: as `optimum`.
+        SolverFailed: as `optimum`.
     """
     problem = checked(problem)
     values = optimum(program(problem))
     if values is None:
         return None
-    found = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
-    seconds = [max((0.0, *(least.value(found) for _, least in bounds))) for bounds in problem.bounds]
+    shares = _normalised({name: values.get(share_name(name), 0.0) for name in fractions(problem.places)})
+    seconds = [max((0.0, *(bound.value(shares) for _, bound in bounds))) for bounds in problem.bounds]
     by_label = {phase.label: s for phase, s in zip(problem.phases, seconds, strict=True)}
-    return Solution(found, *problem.over(seconds), by_label)
+    return Solution(shares, *problem.over(seconds), by_label)
 
 
 @lru_cache
@@ -107,8 +108,7 @@ def save(problem: Problem, path: str) -> None:
 
 
 def program(problem: Problem) -> pulp.LpProblem:
-    """Return the program of a problem with unique labels, as `checked` gives it. Raise SolverFailed if a number is not
-    finite in its unit."""
+    """Return the program of a `checked` problem. Raise SolverFailed if a number is not finite in its unit."""
     made = _Program(problem)
     for kind, what in KINDS.items():
         placed = [(share, 1.0) for name, share in made.shares.items() if kind_of(name) == kind]
@@ -126,16 +126,16 @@ def program(problem: Problem) -> pulp.LpProblem:
 
 
 class _Program:
-    """A program under construction. shares: variables of the allowed fractions."""
+    """A program under construction. shares: by name, the variables of the allowed fractions."""
 
     def __init__(self, problem: Problem) -> None:
         self.lp, names = pulp.LpProblem("placement"), fractions(problem.places)
         self.shares = {name: self.lp.add_variable(share_name(name), 0) for name in names if name in problem.allowed}
-        self._ranks = {name: problem.places.index(name.partition("@")[2]) for name in self.shares}  # 0: the device
+        self._ranks = {name: problem.places.index(name.partition("@")[2]) for name in self.shares}  # 0 for the device
         self._labels: list[str] = []
 
     def add(self, label: str, unit: str, terms: Terms, limit: float, equal: bool = False) -> None:
-        """Add the row sum of terms <= limit, or == if equal, in a unit. Labels may repeat."""
+        """Add the row: sum of terms <= limit, or == limit if `equal`. unit: of the limit, for the name."""
         self._labels.append(label := unique(label, self._labels))
         name = _named(label, unit)
         for variable, k in terms:
@@ -145,8 +145,8 @@ class _Program:
         self.lp.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(terms), sense, name, limit))
 
     def add_phase(self, phase: Phase, bounds: Iterable[tuple[str, Linear]]) -> tuple[pulp.LpVariable, float]:
-        """Add the time of one sweep, and its lower bounds. Return the variable, and the seconds of its unit."""
-        parts = [(label, self._terms(least), least.constant) for label, least in bounds]
+        """Add the time of one sweep, with its lower bounds. Return the variable, and the seconds of its unit."""
+        parts = [(label, self._terms(bound), bound.constant) for label, bound in bounds]
         numbers = (abs(k) for _, terms, constant in parts for k in (constant, *(k for _, k in terms)))
         unit, scale = _unit(_SECONDS, max(numbers, default=0.0))
         time = self.lp.add_variable(_named(f"{phase.label} sweep", unit), 0)
@@ -183,14 +183,14 @@ class _Program:
 
 
 def optimum(lp: pulp.LpProblem) -> dict[str, float] | None:
-    """Return values by the variables' names, or None if no values satisfy the rows (the program is infeasible).
+    """Return the optimal values by name of the variable, or None if the program is infeasible.
 
     Raises:
         NoSolver: highspy is not installed.
-        SolverFailed: the program is unbounded, or HiGHS stopped for another reason, such as a time limit or a numerical
-            error (the message has its status).
+        SolverFailed: the program is unbounded, or HiGHS stopped for another reason, such as a numerical error. The
+            message has the status.
     """
-    solver = pulp.HiGHS(msg=False, presolve="off")  # presolve takes longer than such a small program
+    solver = pulp.HiGHS(msg=False, presolve="off")  # presolve takes longer than solving a small program
     if not solver.available():
         raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
     lp.solve(solver)
@@ -199,17 +199,17 @@ def optimum(lp: pulp.LpProblem) -> dict[str, float] | None:
     if status == "Infeasible":
         return None
     if status != "Optimal":
-        raise SolverFailed(f"HiGHS found no least time of the job: it stopped with status {status}")
+        raise SolverFailed(f"HiGHS found no least time of the job, and stopped with status {status}")
     return {variable.name: variable.varValue for variable in lp.variables()}
 
 
 def _named(label: str, unit: str) -> str:
-    """Return a name that is valid in files in LP format."""
+    """Return a name that is valid in LP files."""
     return _NOT_IN_NAMES.sub("_", f"{label} {unit}")
 
 
 def _unit(units: Mapping[str, float], size: float) -> tuple[str, float]:
-    """Return the largest unit that is no larger than `size`, or the smallest one; and its seconds or bytes."""
+    """Return the largest unit up to `size`, or the smallest unit, and its seconds or bytes. units: descending."""
     return next(((unit, scale) for unit, scale in units.items() if scale <= size), list(units.items())[-1])
 
 
@@ -219,7 +219,7 @@ def _check_finite(value: float, what: str) -> None:
 
 
 def _normalised(values: Mapping[str, float]) -> dict[str, float]:
-    """Return all fractions without the solver's rounding: none below 0, each kind summing to 1."""
+    """Return the fractions without rounding errors: none below 0, and each kind sums to 1."""
     clean = {name: value if value > _NOISE else 0.0 for name, value in values.items()}
     totals = {kind: sum(value for name, value in clean.items() if kind_of(name) == kind) for kind in KINDS}
     return {name: value / totals[kind_of(name)] for name, value in clean.items()}

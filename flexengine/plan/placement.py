@@ -1,4 +1,4 @@
-"""The placement of one block shape: the linear program is solved, and its fractions are rounded until they fit."""
+"""Placement of one block shape: solve the linear program, and round its fractions so that they fit."""
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,9 +12,11 @@ from flexengine.plan.shapes import sensible
 from flexengine.plan.tried import Tried
 from flexengine.policy import Policy, Split, thousandths
 
-MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # shares of a memory that a retry leaves free after rounding was too large
-SLACK = 1.02  # rounding seldom gains more on the program's seconds: 1.2 % was the most in 4,000 placements
-WIDE_SLACK = 1.3  # the same while the search still collects policies to refine
+MARGINS = (0.002, 0.008, 0.03, 0.12, 0.3)  # fraction of a memory to leave free in each retry
+# Placements whose seconds in the program are over SLACK times the best ones are skipped. Rounded policies were at most
+# 1.2 % faster than the program in 4,000 placements.
+SLACK = 1.02
+WIDE_SLACK = 1.3  # the same, while the search collects policies to refine
 ON_DEVICE: Split = (1.0, 0.0, 0.0)
 _ON_HOST: Split = (0.0, 1.0, 0.0)
 _ON_DISK: Split = (0.0, 0.0, 1.0)
@@ -25,8 +27,9 @@ class Choice:
     """Data that may leave the device.
 
     Attributes:
-        cache, hidden: whether KV cache and hidden states may.
-        delegate: whether attention is delegated where the cache is on the host.
+        cache: whether KV cache may.
+        hidden: whether hidden states may.
+        delegate: whether attention is delegated for KV cache on the host.
     """
 
     cache: bool
@@ -36,10 +39,11 @@ class Choice:
 
 @dataclass
 class Placement:
-    """Placements of one job on one machine. `tried` holds the policies that fit.
+    """Placements of one job on one machine.
 
     Attributes:
-        failed: the solver's last failure.
+        tried: receives the policies that fit.
+        failed: the solver's last failure; None if there is none.
     """
 
     tried: Tried
@@ -54,7 +58,7 @@ class Placement:
 
     @property
     def delegates(self) -> bool:
-        """Whether attention may be delegated: the host is apart from the device, and its speed is known."""
+        """Whether attention may be delegated: the host is not the device, and its rate of attention is measured."""
         hardware = self.tried.cost.hardware
         return hardware.host_attention > 0 and not hardware.shared
 
@@ -63,7 +67,8 @@ class Placement:
 
         Args:
             shape: block shape, schedule, slots and prefill_tokens; its splits are ignored.
-            wide: keep slower placements, too: within WIDE_SLACK, or unless a policy is better in seconds and latency.
+            choice: data that may leave the device.
+            wide: also keep placements within WIDE_SLACK, and those that no policy beats in both seconds and latency.
 
         Returns:
             False if no placement fits. True otherwise, even if it was skipped.
@@ -80,7 +85,7 @@ class Placement:
 
     def _place(self, shape: Policy, choice: Choice, wide: bool) -> bool:
         rows, allowed = self._memories(shape, choice), self._allowed(choice)
-        if not all(row.used.least(allowed) <= row.capacity for row in rows):  # most that have no solution fail here
+        if not all(row.used.least(allowed) <= row.capacity for row in rows):  # finds most infeasible programs
             return False
         problem = self._problem(shape, choice, rows)
         if self._too_slow(*problem.least(), wide):
@@ -118,12 +123,12 @@ class Placement:
         )  # fmt: skip
 
     def _allowed(self, choice: Choice) -> frozenset[str]:
-        """Return the fractions that may be above 0. On a CPU RAM is the device, and host RAM is for weights whose
-        stored form is smaller."""
+        """Return the fractions that may be above 0. Without a GPU, only weights that are smaller in stored form may be
+        on the host."""
         shared = self.tried.cost.hardware.shared
         places = tuple(place for place in self.places if place != "host" or not shared)
         by_kind = {
-            WEIGHTS: self.places if self._narrow else places,
+            WEIGHTS: self.places if self._weights_on_host else places,
             CACHE: places if choice.cache else ("device",),
             HIDDEN: places if choice.hidden else ("device",),
         }
@@ -135,14 +140,14 @@ class Placement:
         return memories(corners, self._cache_bytes(shape, choice.cache), self.tried.capacity)
 
     @cached_property
-    def _narrow(self) -> bool:
-        """Whether host RAM holds weights in fewer bytes than the device, or is another memory."""
+    def _weights_on_host(self) -> bool:
+        """Whether weights may be on the host: it is another memory, or holds weights in fewer bytes than the device."""
         tensors = self.tried.cost.model.tensors
         stored, held = (sum(t.elements * getattr(t, what) for t in tensors) for what in ("stored", "held"))
         return bool(stored < 0.9 * held) or not self.tried.cost.hardware.shared
 
     def _cache_bytes(self, shape: Policy, cache: bool) -> dict[str, float]:
-        """Return, by tier, the bytes of the whole KV cache at its peak on that tier."""
+        """Return, by tier, the peak bytes of the KV cache if all of it is on the tier. cache: whether it may move."""
         cost = self.tried.cost
         token = cost.model.kv_token * len(cost.model.layers)
         device = cost.peak(shape) * token
@@ -150,7 +155,7 @@ class Placement:
         return {tier: device if tier == "device" else offloaded for tier in self.places}
 
     def _corner(self, shape: Policy, tier: str, choice: Choice) -> Layout:
-        """Return the layout with all data that may move on one tier, in memory without limits."""
+        """Return the layout, without memory limits, with all data that may move on one tier."""
         split: Split = tuple(float(t == tier) for t in self.places)
         policy = replace(
             shape, weights=split, cache=split if choice.cache else ON_DEVICE,
@@ -163,12 +168,12 @@ class Placement:
 
 
 def _bare(shape: Policy) -> Policy:
-    """Return the shape with fixed splits, as a key for shapes that differ in splits alone."""
+    """Return the shape with fixed splits, as a key for shapes that differ only in splits."""
     return replace(shape, weights=_ON_DISK, cache=ON_DEVICE, activations=ON_DEVICE, delegate=False)
 
 
 def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Policy:
-    """Return the policy of these fractions, in thousandths."""
+    """Return the policy with these fractions, rounded to thousandths."""
 
     def split(kind: str) -> Split:
         return thousandths([x for name, x in fractions.items() if kind_of(name) == kind])
@@ -179,7 +184,7 @@ def _rounded(shape: Policy, fractions: dict[str, float], delegate: bool) -> Poli
 
 
 def _solved(problem: Problem) -> Solution | None:
-    """Return the optimum; without the latency limit if no placement keeps the limit, so that a message can name the
+    """Return the optimum, or None. If no placement keeps the latency limit, ignore it, so that a message can name the
     least latency."""
     solution = solve(problem)
     if solution is None and problem.latency_limit is not None:
@@ -188,7 +193,7 @@ def _solved(problem: Problem) -> Solution | None:
 
 
 def _with_less(problem: Problem, error: OutOfMemory, margin: float) -> Problem:
-    """Return the problem with less of the memory that was too small, by the missing bytes and a share of the whole."""
+    """Return the problem with less capacity of the memory that was too small: the missing bytes and a margin."""
     missing = error.needed + error.used - error.capacity
 
     def cut(memory: Memory) -> Memory:

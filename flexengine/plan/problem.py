@@ -1,5 +1,5 @@
-"""The planner's question to the linear program: seconds of the lanes and bytes of the memories, as linear functions of
-the fraction of each kind of data on each tier."""
+"""Input of the linear program: seconds of lanes and bytes of memories, as linear functions of the fraction of each kind
+of data on each tier."""
 
 import math
 from collections.abc import Container, Mapping, Sequence
@@ -48,7 +48,7 @@ class Linear:
         return self.constant + sum(k * fractions.get(name, 0.0) for name, k in self.coefficients.items())
 
     def least(self, allowed: frozenset[str]) -> float:
-        """Return the least value where only the allowed fractions may be above 0."""
+        """Return the smallest value if only the allowed fractions may be above 0."""
         total, coefficients = self.constant, self.coefficients
         for names in _by_kind(allowed):
             total += min((coefficients.get(name, 0.0) for name in names), default=0.0)
@@ -68,13 +68,13 @@ class Linear:
 
 @dataclass(frozen=True)
 class Phase:
-    """Sweeps that are alike.
+    """Sweeps of one kind.
 
     Attributes:
         label: "prefill", "decode", ...
-        times: number of such sweeps in the job.
+        times: number of these sweeps in the job.
         lanes: seconds of work per lane in one sweep.
-        life: number of such sweeps in the life of a mean row (for the latency limit).
+        life: number of these sweeps while an average row is alive (for the latency limit).
     """
 
     label: str
@@ -85,11 +85,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Memory:
-    """One memory row.
+    """A memory constraint.
 
     Attributes:
         label: "device", "host", "disk", "RAM".
-        used, capacity: bytes. An infinite capacity is no limit.
+        used: bytes.
+        capacity: bytes; infinite for no limit.
     """
 
     label: str
@@ -99,15 +100,16 @@ class Memory:
 
 @dataclass(frozen=True)
 class Problem:
-    """One block shape. Labels may repeat: the second phase "decode" is then called "decode 2".
+    """The linear program of one block shape. If labels repeat, the second phase "decode" is called "decode 2".
 
     Attributes:
-        phases, memories: as in the module's text.
-        crosstalk: lane to lane: seconds that each busy second of the second adds to the first.
-        overlap: False where the lanes wait for one another, so that their seconds add up.
-        allowed: fractions that may be above 0.
-        latency_limit: seconds; the sum of life * T over the phases stays below.
-        places: where data may be, from near to far.
+        phases: kinds of sweeps.
+        memories: memory constraints.
+        crosstalk: `crosstalk[a][b]`: seconds that a busy second of lane b adds to lane a.
+        overlap: whether lanes work at the same time; else their seconds add up.
+        allowed: names of the fractions that may be above 0.
+        latency_limit: most seconds of an average row, the sum of life * T over phases; None for no limit.
+        places: places of the machine, from near to far.
     """
 
     phases: tuple[Phase, ...]
@@ -120,7 +122,7 @@ class Problem:
 
     @cached_property
     def bounds(self) -> tuple[tuple[tuple[str, Linear], ...], ...]:
-        """Labels, and lower bounds in seconds, of a sweep of each phase."""
+        """By phase, labels and lower bounds in seconds of a sweep."""
         return tuple(tuple(_bounds(phase, self)) for phase in self.phases)
 
     def least(self) -> tuple[float, float]:
@@ -129,13 +131,13 @@ class Problem:
         return self.over(sweeps)
 
     def over(self, sweeps: Sequence[float]) -> tuple[float, float]:
-        """Return the job's seconds and a mean row's seconds, given seconds of a sweep of each phase."""
+        """Return the job's seconds and an average row's seconds. sweeps: seconds of a sweep, by phase."""
         pairs = list(zip(self.phases, sweeps, strict=True))
         return sum(p.times * s for p, s in pairs), sum(p.life * s for p, s in pairs)
 
 
 def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
-    """Return lower bounds of a sweep of the phase: labels and seconds."""
+    """Return labels and lower bounds in seconds of a sweep of the phase."""
     if not problem.overlap:
         return [("all lanes", sum(phase.lanes.values(), Linear(0.0)))] if phase.lanes else []
     return [
@@ -146,8 +148,8 @@ def _bounds(phase: Phase, problem: Problem) -> list[tuple[str, Linear]]:
 
 
 def checked(problem: Problem) -> Problem:
-    """Return the problem with phases of unique labels. Raise InvalidInput, with its name, for a value that is no number
-    or no fraction."""
+    """Return the problem with unique labels of phases. Raise InvalidInput if a number or the name of a fraction is not
+    allowed."""
     labels: list[str] = []
     names = fractions(problem.places)
     for phase in problem.phases:

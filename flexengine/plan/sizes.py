@@ -1,6 +1,6 @@
-"""Tokens that a policy computes at once, and the bytes that they take.
+"""Numbers of tokens that a policy computes at once, and bytes of buffers.
 
-All sizes are bytes unless a name says otherwise.
+All sizes are in bytes unless a name has another unit.
 """
 
 import math
@@ -14,8 +14,8 @@ from flexengine.schedule.admission import entrants
 from flexengine.schedule.place import count_by_tier
 
 ALIGN = 4096  # bytes
-TENSOR_ALIGN = 64  # bytes, of tensors within a slot
-PASS = 192 << 10  # bytes of an open forward pass besides tensors: its stack, frames and page tables
+TENSOR_ALIGN = 64  # bytes, for tensors within a slot
+PASS = 192 << 10  # bytes of a paused forward pass without tensors: stack, frames and page tables
 
 
 def aligned(nbytes: int, to: int = ALIGN) -> int:
@@ -24,11 +24,11 @@ def aligned(nbytes: int, to: int = ALIGN) -> int:
 
 
 def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
-    """Return the offset of each tensor in a slot of `slot_bytes` bytes. tensors: (name, bytes)."""
-    offsets, at = {}, 0
+    """Return the byte offset of each tensor in a slot, by name. tensors: (name, bytes) pairs."""
+    offsets, offset = {}, 0
     for name, nbytes in tensors:
-        offsets[name] = at
-        at += aligned(nbytes, TENSOR_ALIGN)
+        offsets[name] = offset
+        offset += aligned(nbytes, TENSOR_ALIGN)
     return offsets
 
 
@@ -43,34 +43,33 @@ def batch_tokens(policy: Policy, workload: Workload) -> int:
 
 
 def sweep_tokens(policy: Policy, workload: Workload) -> int:
-    """Return the most tokens that one sweep computes: the longest prompts of all sequences that may enter in one sweep
-    under the policy's schedule, and one token of each other sequence of the block."""
+    """Return the most tokens of one sweep: the longest prompts of as many sequences as may enter together, and one
+    token of each other sequence of the block."""
     entering = entrants(policy.schedule, 0, policy.gpu_batch_size, policy.num_gpu_batches)
     decoding = min(policy.block_size, workload.count) - min(entering, workload.count)
     return workload.prompt_tokens(entering) + decoding
 
 
 def open_passes(policy: Policy, workload: Workload) -> int:
-    """Return the most gpu_batches of one sweep: those of the block and, of prompts, one per `prefill_tokens`."""
+    """Return the most gpu_batches of one sweep: one per sequence, and one more per `prefill_tokens` tokens."""
     decoding = min(policy.block_size, max(1, workload.count))
     return decoding + sweep_tokens(policy, workload) // policy.prefill_tokens + 1
 
 
 def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
-    """Return the most tokens of one sweep whose hidden states have their home on `tier`.
+    """Return the most tokens of one sweep with hidden states on `tier`.
 
-    `assign_tiers` assigns whole gpu_batches by their tokens, so a tier gets at most its share and one gpu_batch more.
+    `assign_tiers` assigns whole gpu_batches by their tokens, so a tier gets at most its share plus one gpu_batch.
     """
     share, total = shares(policy.activations).get(tier, 0.0), sweep_tokens(policy, workload)
     return min(total, math.ceil(share * total) + policy.prefill_tokens) if share else 0
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Return the most bytes that computing one gpu_batch takes at once.
+    """Return the peak bytes of computing one gpu_batch: activations, two sets of logits, and scratch of kernels.
 
-    These are activations, two sets of logits, and the scratch memory of attention kernels. A gated FFN holds gate, up
-    and their product, of `width` elements each, and the residual, its norm and casts. Attention holds q, k, v with and
-    without rotation.
+    Activations per token: a gated FFN has gate, up and their product of `width` elements each, the residual, its norm
+    and casts. Attention has q, k, v with and without rotation.
     """
     tokens = batch_tokens(policy, workload)
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
@@ -80,22 +79,22 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 
 def kernel_buffers(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Return the bytes that a GPU's kernels hold besides activations; 0 without a GPU."""
+    """Return the bytes of buffers of a GPU's kernels besides activations; 0 without a GPU."""
     if not model.gpu:
         return 0
     return aligned(gpu.buffers(model, batch_tokens(policy, workload), workload.longest))
 
 
 def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Return the bytes that the paused forward passes of a whole sweep hold on the device.
+    """Return the device bytes of the paused forward passes of a whole sweep.
 
-    Layer-major order keeps the pass of every gpu_batch open. A pass holds PASS bytes and, per token, the embedding
-    output (with learned positions, if any), hidden states if they stay on the device, cosines and sines of rotary
-    positions in fp32, id and position.
+    Cells are computed layer by layer, so the passes of all gpu_batches are open at once. A pass has PASS bytes and, per
+    token: the output of the embedding, hidden states if they stay on the device, cosines and sines of rotary positions
+    in fp32, id and position.
     """
     prompts = workload.prompt_tokens(policy.block_size)
     if policy.block_size == policy.gpu_batch_size and prompts <= policy.prefill_tokens:
-        return 0  # a single batch, which the workspace covers
+        return 0  # a single gpu_batch: in the workspace
     tokens, resident = sweep_tokens(policy, workload), hidden_tokens(policy, workload, "device")
     logits = model.logits * min(policy.block_size, workload.count or 1)
     row = model.hidden * model.itemsize
@@ -104,14 +103,14 @@ def paused(model: ModelFacts, policy: Policy, workload: Workload) -> int:
 
 
 def delegated(policy: Policy) -> int:
-    """Return the most sequences at once whose decode attention is delegated."""
+    """Return the most sequences with delegated decode attention."""
     homes = count_by_tier(policy.block_size, policy.cache)
     return sum(sequences for home, sequences in homes.items() if policy.attends(home) != "device")
 
 
 def suspended(model: ModelFacts, policy: Policy) -> int:
-    """Return the device bytes that forward passes hold while their attention is delegated.
+    """Return the device bytes of forward passes that wait for delegated attention.
 
-    Each token holds q, k, v with and without rotation, and the residual with its norm and casts.
+    A token has q, k, v with and without rotation, and the residual with its norm and casts.
     """
     return aligned(delegated(policy) * (3 * model.sent + 4 * model.hidden * model.itemsize))

@@ -1,15 +1,15 @@
-"""Terms of the cost model: bytes or seconds that one lane has in every sweep, as small records.
+"""Terms of the cost model: bytes or seconds of one lane in every sweep.
 
-A term whose data may be on several tiers is proportional to one fraction, such as "cache@disk". Rules of the bytes:
+If a term's data may be on several tiers, the term is proportional to one fraction, such as "cache@disk". Rules:
 
 weights        Each layer, and the head, crosses the lanes from its tier once per sweep. Small sweeps leave out the
                experts that no token chose (`plan.experts`).
-KV cache       Whole pages come before a layer computes, and changed pages go back after. A decode step stores its one
-               token alone where the pages are in host RAM.
-delegated      Queries, keys and values of decoding sequences go to the place that computes their attention, attention
-               comes back. Only pages of continued prompts come to the device.
-hidden states  They cross the lanes once in each direction between two layers.
-chosen values  See `plan.chosen`; the device waits for these loads.
+KV cache       Whole pages are loaded before a layer computes, and changed pages are stored after. If pages are in host
+               RAM, a decode step stores only its token.
+delegated      Queries, keys and values of decoding sequences are copied to the place that computes attention, and the
+               output is copied back. Only pages of continued prompts are loaded to the device.
+hidden states  Between two layers, hidden states cross the lanes once in each direction.
+chosen values  The device waits for these loads: see `plan.chosen`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,10 +41,11 @@ class Move(NamedTuple):
     """Bytes that cross a lane.
 
     Attributes:
-        lane: such as "h2d".
-        kind, place: the data, and the tier where the data lives between uses.
-        nbytes: float, or array by sweep, if all data of the kind is on that tier.
-        transfer: bytes that move together.
+        lane: name of the lane, such as "h2d".
+        kind: kind of data.
+        place: tier of the data between uses.
+        nbytes: bytes if all data of the kind is on this tier; float, or array by sweep.
+        transfer: bytes of one transfer.
     """
 
     lane: str
@@ -54,16 +55,23 @@ class Move(NamedTuple):
     transfer: float
 
     def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane. Weights on the first disk are the checkpoint's files."""
+        """Return the seconds of the lane. Weights on the first disk are read from the checkpoint's files."""
         if self.lane == "disk_read" and self.kind == WEIGHTS:
             return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
         lane = link_of(self.lane)
-        lane = lane if lane in hardware.links else "h2d"  # a CPU copies with the same memory both ways
+        lane = lane if lane in hardware.links else "h2d"  # without a GPU, one rate holds for both directions
         return hardware.link_seconds(lane, self.nbytes, self.transfer)
 
 
 class Work(NamedTuple):
-    """Seconds of a lane: a float, or an array by sweep. kind, place: as in `Move`; "" if no placement matters."""
+    """Seconds of a lane.
+
+    Attributes:
+        lane: name of the lane.
+        kind: kind of data; "" if the seconds do not depend on a placement.
+        place: tier of the data; "" as above.
+        work: seconds if all data of the kind is on this tier; float, or array by sweep.
+    """
 
     lane: str
     kind: str
@@ -71,7 +79,7 @@ class Work(NamedTuple):
     work: Any
 
     def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane, on any machine."""
+        """Return the seconds of the lane."""
         return self.work
 
 
@@ -99,8 +107,10 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
     A disk and a GPU copy page by page. A simulated link makes a gpu_batch wait once for all its pages.
 
     Args:
-        page: bytes.
-        pages: of one gpu_batch in one layer.
+        hardware: rates of the machine.
+        lane: lane of the transfer.
+        page: bytes of a page.
+        pages: pages of one gpu_batch in one layer.
     """
     alone = hardware.kind == "cuda" or is_disk(lane)
     return page if alone else page * max(1.0, pages)
@@ -108,11 +118,15 @@ def page_transfer(hardware: Hardware, lane: str, page: float, pages: float) -> f
 
 @dataclass(frozen=True)
 class Sweeping:
-    """The sweeps of one policy, for the terms of its data.
+    """Terms of the data that a policy moves.
 
     Attributes:
+        model: sizes of the model.
+        hardware: rates of the machine.
+        policy: the policy.
+        sweeps: sweeps of the job under the policy.
         pages: KV pages of each group of layers.
-        rates: of the model on the machine.
+        rates: rates of the model on the machine.
     """
 
     model: ModelFacts
@@ -126,9 +140,9 @@ class Sweeping:
         """Yield the terms of the weights.
 
         Args:
-            streamed_bytes: of all layers and the head.
-            reads: by tier, bytes of a layer's weights that come together.
-            read: the same for other tiers.
+            streamed_bytes: bytes of all layers and the head.
+            reads: by tier, bytes of a layer's weights that are read together.
+            read: the same for tiers that `reads` does not have.
         """
         nbytes = streamed_bytes - unused(self.model, self.sweeps.prompt + self.sweeps.decoding)
         for place, lanes in routes(self.hardware).load.items():
@@ -176,15 +190,15 @@ class Sweeping:
             yield Work("device", CACHE, home, tokens / gpu_batch * self.rates.delegated - on_device)
 
     def chosen_values(self, overlaps: bool) -> Iterator[Term]:
-        """Yield the terms of chosen values. overlaps: whether lanes work at the same time; else the device waits for
-        every load anyway."""
+        """Yield the terms of chosen values. overlaps: whether lanes work at the same time; if not, the device waits for
+        every load, and these waits need no term."""
         if self.model.topk is None:
             return
         sweeps, full = self.sweeps, self._chosen.full
         total = float((sweeps.times * sweeps.decoding).sum()) * len(self.model.layers)
         at_once = float((sweeps.times * full).sum()) / max(1e-9, total) * self.policy.gpu_batch_size
         for place in routes(self.hardware).load:
-            if self.policy.attends(place) != "device":  # attention reads the values where they are
+            if self.policy.attends(place) != "device":  # values are not loaded to the device
                 continue
             lanes, handling = waiting(self.model, self.hardware, place, full, at_once)
             for lane, seconds in lanes.items():
@@ -193,7 +207,7 @@ class Sweeping:
 
     @property
     def page_tokens(self) -> float:
-        """Tokens of a KV page off the device, in the mean of the layers."""
+        """Tokens of a KV page off the device, averaged over layers."""
         return sum(group.layers * group.away.page_tokens for group in self.pages)
 
     @cached_property
@@ -202,11 +216,11 @@ class Sweeping:
 
 
 def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: Layout | None) -> Iterator[Term]:
-    """Yield the seconds of reading embedding rows, if each row is a read from disk."""
+    """Yield the seconds of reading embedding rows, if the table is on disk."""
     t = model.embedding
     if t is None or layout is None or not is_disk(disk := layout.homes[t.name]):
         return
-    row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # rows that lie together
+    row = t.stored_bytes / model.vocabulary * (ENCODED_ROWS if t.encoded else 1)  # bytes that are read for one row
     tokens = np.minimum(sweeps.prompt + sweeps.decoding, model.vocabulary)
     lane = f"{disk}_read"
     read = max(row, shortest_read(hardware, lane))

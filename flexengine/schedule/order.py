@@ -68,7 +68,7 @@ class Batch(NamedTuple):
     """A gpu_batch.
 
     Attributes:
-        pieces: tokens to compute, of sequences whose KV cache lies in one tier.
+        pieces: tokens to compute, of sequences with KV cache on one tier.
         cache_home: tier of the KV cache.
         hidden_home: tier of the hidden states between layers.
         attention: place that computes attention, see `Policy.attends`. Off the device, every piece is a decode step.
@@ -97,8 +97,8 @@ def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
 
 def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:
     """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order."""
-    cuts = range(start, start + count, budget)
-    return [Piece(sequence, at, min(budget, start + count - at), at + budget >= start + count) for at in cuts]
+    end = start + count
+    return [Piece(sequence, s, min(budget, end - s), s + budget >= end) for s in range(start, end, budget)]
 
 
 def form_batches(

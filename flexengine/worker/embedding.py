@@ -38,18 +38,18 @@ class Lookup:
     """Rows of the embedding that a gpu_batch needs.
 
     Attributes:
-        place: int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns.
+        row_of: int64 [1, tokens], on the device: index of each token's row in the tensor that `bring` returns.
         ids: int64 [rows], on the device: rows of a table on the device; None if `bring` returns the whole table.
         reads: reads from a table off the device.
         target: [rows, width], in pinned memory: target of the reads; None for new memory.
-        found: [rows, width], in RAM: rows that `read` has read.
+        in_ram: [rows, width], in RAM: rows that `read` has read.
     """
 
-    place: Tensor
+    row_of: Tensor
     ids: Tensor | None = None
     reads: tuple[Read, ...] = ()
     target: Tensor | None = None
-    found: Tensor | None = None
+    in_ram: Tensor | None = None
 
 
 class Embedding:
@@ -98,7 +98,7 @@ class Embedding:
             reads = [Read(unique.tolist(), unique)]
         else:
             most = READ_BYTES // (form.packed.blocks[1] * form.packed.block_bytes)
-            reads = [_blocks(some) for some in torch.split(unique, max(1, min(TOGETHER, most)))]
+            reads = [_blocks(part) for part in torch.split(unique, max(1, min(TOGETHER, most)))]
         return Lookup(inverse.to(device), None, tuple(reads), self._target(len(unique)) if staged else None)
 
     def _target(self, count: int) -> Tensor | None:
@@ -115,32 +115,32 @@ class Embedding:
         weights, form = self.weights, self.weights.embedding_form
         if form is None:
             (read,) = rows.reads
-            found = weights.gather(read.numbers)
+            values = weights.gather(read.numbers)
         else:
-            found = torch.cat([
+            values = torch.cat([
                 replace(form.packed, rows=len(read.numbers) * ENCODED_ROWS).dequantize_rows(
                     weights.gather(read.numbers).view(-1), read.inside)
                 for read in rows.reads
             ])  # fmt: skip
-        rows.found = found.to(weights.dtype) if rows.target is None else rows.target.copy_(found)
+        rows.in_ram = values.to(weights.dtype) if rows.target is None else rows.target.copy_(values)
 
     def bring(self, rows: Lookup) -> tuple[Tensor, Tensor]:
         """Return embedding rows on the device, and the index of each token's row among them."""
         weights, form, dtype = self.weights, self.weights.embedding_form, self.weights.dtype
         if self._blank is not None:
-            return self._blank, rows.place
+            return self._blank, rows.row_of
         if rows.reads:
-            if rows.found is None:
+            if rows.in_ram is None:
                 self.read(rows)
-            assert rows.found is not None
-            found, rows.found = rows.found, None
-            return found if rows.target is None else found.to(self.machine.compute, non_blocking=True), rows.place
+            assert rows.in_ram is not None
+            values, rows.in_ram = rows.in_ram, None
+            return values if rows.target is None else values.to(self.machine.compute, non_blocking=True), rows.row_of
         table = weights.table
         assert table is not None
         if rows.ids is None:
-            return table, rows.place
-        found = table[rows.ids] if form is None else form.packed.dequantize_rows(table, rows.ids)
-        return found.to(dtype), rows.place
+            return table, rows.row_of
+        values = table[rows.ids] if form is None else form.packed.dequantize_rows(table, rows.ids)
+        return values.to(dtype), rows.row_of
 
     def close(self) -> None:
         """Drop the reference to the pinned memory. `regions` frees the memory."""

@@ -43,7 +43,7 @@ class Opened:
         source: directory and files of the model.
         dtype: dtype of activations.
         skeleton: the modules, on the meta device.
-        stored: by name, the location of each parameter in the checkpoint.
+        locations: by name, the location of each parameter in the checkpoint.
         cpu: whether the compute device is a CPU.
         held: by name, the dtype of each parameter on the device.
         facts: sizes of the model, for the planner.
@@ -56,7 +56,7 @@ class Opened:
     source: Source
     dtype: torch.dtype
     skeleton: Skeleton
-    stored: dict[str, Origin]
+    locations: dict[str, Origin]
     cpu: bool
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
@@ -73,7 +73,7 @@ class Opened:
     @property
     def files(self) -> list[Path]:
         """Files that contain the weights; empty if there are no weights."""
-        paths = {run.path for origin in self.stored.values() for run in origin.runs}
+        paths = {run.path for origin in self.locations.values() for run in origin.runs}
         return sorted(path for path in paths if path != Path())
 
     @property
@@ -92,9 +92,9 @@ class Opened:
         self.lossy, skeleton = lossy, self.skeleton
         use_forms(skeleton, forms(skeleton, lossy.coded))
         skeleton.product.compute = cast(Compute | None, lossy.compute)
-        held = held_dtypes(skeleton, self.stored, self.dtype, self.cpu)
+        held = held_dtypes(skeleton, self.locations, self.dtype, self.cpu)
         self.held = held | dict.fromkeys(self.forms, torch.uint8)
-        self.facts = model_facts(skeleton, self.stored, self.held, self.dtype)
+        self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
         self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
@@ -133,10 +133,10 @@ class Opened:
             The errors of `model.encoding.encoded`.
         """
         if not self.forms:
-            return self.stored
-        checkpoint = self.source.directory, self.given, self.stored
+            return self.locations
+        checkpoint = self.source.directory, self.given, self.locations
         made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
-        return {**self.stored, **made}
+        return {**self.locations, **made}
 
 
 def open_model(
@@ -224,9 +224,9 @@ def model_facts(
     """Return the sizes of a model for the planner, from a skeleton and the headers of the checkpoint."""
     by = f" by {skeleton.product.compute}" if skeleton.product.compute else ""
 
-    def facts(slots: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
-        found = []
-        for name, shape in slots.items():
+    def facts(shapes: Mapping[str, tuple[int, ...]], shared: Mapping[str, int]) -> tuple[TensorFact, ...]:
+        tensor_facts = []
+        for name, shape in shapes.items():
             size = stored[name].dtype.itemsize
             elements, experts = stored[name].nbytes // size, shared.get(name, 0)
             fact = TensorFact(name, elements, size, held[name].itemsize, experts, matrix=len(shape) > 1)
@@ -234,15 +234,15 @@ def model_facts(
                 fact = replace(fact, encoded=form.nbytes, form=form.packed.codec.name + by)
             elif skeleton.product.compute == "bf16" and fact.matrix and held[name] == torch.bfloat16:
                 fact = replace(fact, form="bfloat16" + by)
-            found.append(fact)
-        return tuple(found)
+            tensor_facts.append(fact)
+        return tuple(tensor_facts)
 
     embedding = None if skeleton.enters else facts(dict([skeleton.embedding]), {})[0]
     own = not skeleton.leaves and not (skeleton.tied and embedding)
     head = facts({skeleton.output: skeleton.head[1]}, {})[0] if own else None
-    others = {name: slot.shape for name, slot in skeleton.others.items()}
+    others = {name: param.shape for name, param in skeleton.others.items()}
     others |= {n: skeleton.head[1][:1] for n in [skeleton.head_bias] if n is not None and n in skeleton.wanted}
-    layers = [{name: slot.shape for name, slot in layer.items()} for layer in skeleton.layers]
+    layers = [{name: param.shape for name, param in layer.items()} for layer in skeleton.layers]
     text = skeleton.config.get_text_config()
     return ModelFacts(
         tuple(facts(layer, skeleton.experts) for layer in layers), facts(others, {}),

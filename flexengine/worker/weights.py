@@ -75,8 +75,7 @@ class Weights:
     def arriving(self) -> list[int]:
         """Units with pending reads from the checkpoint into memory or to a further disk; see `Arrivals.units`.
 
-        Weights that belong to no layer (embedding, norms) are read with the first unit, a resident head with its first
-        chunk.
+        Weights that belong to no layer (embedding, norms) are read with the first unit, the head with its first chunk.
         """
         return self._arrivals.units
 

@@ -123,7 +123,7 @@ def test_each_weight_is_booked_once(families: Any, tied: bool) -> None:
     with chained(known.directory, THREE, Policy(8, 1), device="sim") as chain:
         layouts = chain.layouts(workload())
         for layout, layers, edges in zip(layouts, (1, 2, 1), (1, 0, 1), strict=True):
-            assert layout.stored["device"] == FP32 * (layers * LAYER + edges * HEAD + HIDDEN)
+            assert layout.stored_bytes["device"] == FP32 * (layers * LAYER + edges * HEAD + HIDDEN)
         assert [layout.head_rows > 0 for layout in layouts] == [False, False, True]
         entering, buffer = (-(-FP32 * HIDDEN * n // 4096) * 4096 for n in (sum(LENGTHS), 2048))  # prefill_tokens
         booked = [layout.account["host"].get("entering hidden states", 0) for layout in layouts]

@@ -197,7 +197,7 @@ def test_with_one_slot_too_what_stays_is_read_while_the_first_sweep_computes(awa
     model, work = opt(12, 2048, 32, 8000), Workload({(256, 200): 96})
     policy = Policy(16, 2, (1 - sum(away), *away), slots=1)
     layout = lay_out(model, policy, work, FLAT.capacity)
-    stays = layout.stored["device"] + layout.stored["host"]
+    stays = layout.stored_bytes["device"] + layout.stored_bytes["host"]
     sweep = first_sweep(Cost(model, FLAT, work), layout)
     # Short reads that stand behind streamed layers are hidden in part; they are priced as if they were not.
     for factor in (2.0, 5.0) if away[1] else (0.5, 2.0, 5.0):
@@ -234,7 +234,7 @@ def first_sweep(cost: Cost, layout: Layout, reads_resident: bool = False) -> flo
             walk.add(Sequence(1000 * i + j, prompt, outputs))
     batches = walk.begin(lambda sequence, pages: None)
     read = [sum(t.stored_bytes for t in layer if layout.homes[t.name] != "disk") for layer in cost.model.layers]
-    read[0] += layout.stored["device"] + layout.stored["host"] - sum(read)
+    read[0] += layout.stored_bytes["device"] + layout.stored_bytes["host"] - sum(read)
     routes = Program([tuple(unit) for unit in clock.units], layers, layout.policy.slots, STAGED,
                      range(layers) if reads_resident else (), clock.demand)  # fmt: skip
     price = clock.seconds(batches)

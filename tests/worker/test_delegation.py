@@ -171,7 +171,7 @@ def test_refused_where_ram_is_the_device(families: Any) -> None:
 def test_refused_where_the_share_is_less_than_a_sequence(families: Any) -> None:
     known = families("llama")
     with Engine(known.directory, policy=Policy(2, 1, cache=(0.9, 0.1, 0), delegate=True), device="sim") as engine:
-        with pytest.raises(InvalidInput, match="none of a block of 2 sequences has its cache on the host"):
+        with pytest.raises(InvalidInput, match="no sequence of a block of 2 has cache on the host"):
             engine.generate(known.rows, GREEDY)
         assert engine.core.machine.host.ledger.peak == engine.core.machine.device.ledger.peak == 0
 
