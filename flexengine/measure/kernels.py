@@ -250,12 +250,12 @@ def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, fl
     return middle["first"] / middle["first beside"], middle["second"] / middle["second beside"]
 
 
-def _rate(call: Callable[[int], object], settle: Callable[[], None], seconds: float) -> float:
-    """Return the calls per second, over about `seconds` and at least one call; `settle` waits for each call's work."""
+def _rate(call: Callable[[int], object], synchronize: Callable[[], None], seconds: float) -> float:
+    """Return the calls per second, over about `seconds` and at least one call; `synchronize` waits for each call's work."""
     began, number = time.perf_counter(), 0
     while not number or time.perf_counter() - began < seconds:
         call(number)
-        settle()
+        synchronize()
         number += 1
     return number / (time.perf_counter() - began)
 

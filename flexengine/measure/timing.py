@@ -39,7 +39,7 @@ def seconds_per_call(
         machine: whose GPU work, queued by the calls, is waited for; None for none.
     """
     queued = machine is not None and machine.kind == "cuda"
-    settle = machine.synchronize if machine is not None else _nothing
+    synchronize = machine.synchronize if machine is not None else _nothing
     number, times = 0, list[float]()
     began = time.perf_counter()
     while len(times) < MAX_CALLS:
@@ -48,7 +48,7 @@ def seconds_per_call(
         for _ in range(count):
             call(number)
             number += 1
-        settle()
+        synchronize()
         now = time.perf_counter()
         if number > count or now - began >= budget:
             times.append((now - start) / count)
