@@ -251,7 +251,7 @@ def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, fl
 
 
 def _rate(call: Callable[[int], object], synchronize: Callable[[], None], seconds: float) -> float:
-    """Return the calls per second, over about `seconds` and at least one call; `synchronize` waits for each call's work."""
+    """Return the calls per second, over about `seconds` and at least one call. synchronize: waits for a call's work."""
     began, number = time.perf_counter(), 0
     while not number or time.perf_counter() - began < seconds:
         call(number)
