@@ -12,7 +12,7 @@ from flexengine.schedule.program import AFTER, BEFORE, Op, Program
 from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
-    MACHINES,
+    ROUTES,
     Homes,
     Job,
     Rows,
@@ -76,14 +76,14 @@ def outcome(job: Job, cut: int, seed: int, routes: Routes, edges: Any) -> bool:
     return {s: t[rows[s][0] :] for s, t in toys[1].tokens.items()} == oracle(parts, counts, rows)
 
 
-@pytest.mark.parametrize("routes", MACHINES)
+@pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS, cut=st.integers(1, 3))
 @settings(max_examples=25)
 def test_every_interleaving_gives_the_sequential_result(
     slots: int, routes: str, data: Any, seed: int, cut: int
 ) -> None:
-    assert outcome(data.draw(jobs(slots, MACHINES[routes])), cut, seed, MACHINES[routes], Edges)
+    assert outcome(data.draw(jobs(slots)), cut, seed, ROUTES[routes], Edges)
 
 
 def test_no_kind_of_edge_is_spare() -> None:
