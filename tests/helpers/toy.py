@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
-from flexengine.places import TIERS
-from flexengine.policy import Policy
+from flexengine.places import DISK, place_names
+from flexengine.policy import Policy, Split, shares
 from flexengine.schedule.order import (
     Batch,
     Piece,
@@ -24,12 +24,15 @@ from flexengine.schedule.sweeps import Sequence, Sweeps
 
 Rows = list[tuple[int, int]]  # (prompt tokens, tokens to generate)
 Homes = list[tuple[str, ...]]  # per unit, where its off-device weights come from
-CELLS = 4  # values a toy weight slot holds
-ROUTES = {"staged": STAGED, "direct": DIRECT}
+CELLS = 6  # values a toy weight slot holds
+PLACES = place_names(2)
+ROUTES = {"staged": STAGED, "direct": DIRECT}  # of machines with one disk
+TWO_DISKS = {f"{name}, two disks": Routes.between(PLACES, staged=name == "staged") for name in ROUTES}
+MACHINES = ROUTES | TWO_DISKS
 
 
 def weight(unit: int, home: str) -> int:
-    return hash((unit, len(home), 77))
+    return hash((unit, PLACES.index(home), 77))
 
 
 def feed(sequence: int, place: int) -> int:
@@ -71,7 +74,7 @@ class Toy:
         self.streamed, self.layers, self.routes = streamed, layers, routes
         self.missing = Counter(arriving)  # batches of weights that are not yet where they stay, by unit
         self.slots = [[0] * CELLS for _ in range(slots)]
-        self.staging: dict[tuple[str, int], Any] = {}  # ("w" | "c" | "h", number)
+        self.staging: dict[tuple[Hashable, ...], Any] = {}  # ("w", slot, disk), ("c", number) or ("h", number)
         self.cbuf: list[dict[int, int]] = [{} for _ in range(slots)]
         self.hbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
         self.inbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
@@ -87,7 +90,7 @@ class Toy:
         self.batches, self.sampled, self.near, self.away = batches, {}, {}, {}
 
     def _room(self, unit: int, home: str) -> slice:
-        """A unit's part from one home; another unit may have the other home's part on the same cells."""
+        """A unit's part from one home. The parts of other units, from any home, may be on the same cells."""
         homes = self.streamed[unit]
         width = CELLS // len(homes)
         return slice(homes.index(home) * width, (homes.index(home) + 1) * width)
@@ -105,20 +108,20 @@ class Toy:
             Op.LEAVE: self._put,
         }[task.op](task)
 
-    def _leg(self, task: Task, routes: dict[str, tuple[str, ...]], kind: str, number: int, source: Any) -> Any:
+    def _leg(self, task: Task, routes: dict[str, tuple[str, ...]], stage: tuple[Hashable, ...], source: Any) -> Any:
         """The value if this is the last leg of its route, else None after leaving it in staging."""
         legs = len(routes[task.home])
         if task.hop > 0:
-            source = self.staging.get((kind, number), -9)
+            source = self.staging.get(stage, -9 if stage[0] == "w" else {})
         if task.hop == legs - 1:
             return source
-        self.staging[kind, number] = source
+        self.staging[stage] = source
         return None
 
     def _load_weight(self, task: Task) -> None:
         unit = task.cell.layer
-        there = task.home == "disk" or self._at_home(unit)
-        value = self._leg(task, self.routes.load, "w", task.slot, weight(unit, task.home) if there else -7)
+        source = weight(unit, task.home) if self._is_there(unit, task.home) else -7
+        value = self._leg(task, self.routes.load, ("w", task.slot, task.home), source)
         if value is not None:
             room = self._room(unit, task.home)
             self.slots[task.slot][room] = [value] * (room.stop - room.start)
@@ -127,26 +130,37 @@ class Toy:
         """Of a head: its first chunk brings all of it, or it is the embedding, which the first layer brings."""
         return not any(self.missing[j] for j in ({unit} if unit < self.layers else {0, self.layers}))
 
+    def _is_there(self, unit: int, home: str) -> bool:
+        """Whether a unit's weights can be read from a home. The first disk has the checkpoint, the others copies."""
+        return home == DISK or self._at_home(unit)
+
+    def _weights(self, task: Task) -> list[int]:
+        """A unit's weights, from the homes that it is streamed from; wrong if its resident weights are not there."""
+        unit = task.cell.layer
+        read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
+        weights = [part[0] if len(set(part)) == 1 else -3 for part in read]
+        return weights if self._at_home(unit) else [-8]
+
     def _load_cache(self, task: Task) -> None:
         known = {p.sequence: self.kv.get((task.home, task.cell.layer, p.sequence), -1)
                  for p in self.batches[task.cell.batch].pieces if p.start}  # fmt: skip
-        value = self._leg(task, self.routes.load, "c", task.cache, known)
+        value = self._leg(task, self.routes.load, ("c", task.cache), known)
         if value is not None:
             self.cbuf[task.cache] = dict(value)
 
     def _store_cache(self, task: Task) -> None:
-        value = self._leg(task, self.routes.store, "c", task.cache, dict(self.cbuf[task.cache]))
+        value = self._leg(task, self.routes.store, ("c", task.cache), dict(self.cbuf[task.cache]))
         if value is not None:
             for s in (p.sequence for p in self.batches[task.cell.batch].pieces):
                 self.kv[task.home, task.cell.layer, s] = value.get(s, -2)
 
     def _load_hidden(self, task: Task) -> None:
-        value = self._leg(task, self.routes.load, "h", task.hidden, self.away.get(task.cell.batch, {}))
+        value = self._leg(task, self.routes.load, ("h", task.hidden), self.away.get(task.cell.batch, {}))
         if value is not None:
             self.hbuf[task.hidden] = dict(value)
 
     def _store_hidden(self, task: Task) -> None:
-        value = self._leg(task, self.routes.store, "h", task.hidden, dict(self.hbuf[task.hidden]))
+        value = self._leg(task, self.routes.store, ("h", task.hidden), dict(self.hbuf[task.hidden]))
         if value is not None:
             self.away[task.cell.batch] = value
 
@@ -160,10 +174,7 @@ class Toy:
 
     def _compute(self, task: Task) -> None:
         unit, k = task.cell.layer, task.cell.batch
-        batch = self.batches[k]
-        read = [self.slots[task.slot][self._room(unit, home)] for home in self.streamed[unit]]
-        weights = [part[0] if len(set(part)) == 1 and self._at_home(unit) else -3 for part in read]
-        weights += [] if self._at_home(unit) else [-8]
+        batch, weights = self.batches[k], self._weights(task)
         before = self.hbuf[task.hidden] if task.hidden >= 0 and unit else self.near.pop(k, {})
         if unit == 0 and self.before is not None:
             before = self.inbuf[k % len(self.slots)]
@@ -250,7 +261,7 @@ class Shuffled:
 
 
 def sweeps_of(policy: Policy, rows: Rows, pages: int = 10**6) -> Sweeps:
-    sweeps = Sweeps(policy, {t: (Pool(pages, 4),) for t, share in zip(TIERS, policy.cache, strict=True) if share})
+    sweeps = Sweeps(policy, {t: (Pool(pages, 4),) for t, share in shares(policy.cache).items() if share})
     for s, (prompt, new) in enumerate(rows):
         sweeps.add(Sequence(s, prompt, new))
     return sweeps
@@ -281,18 +292,35 @@ class Job(NamedTuple):
     rows: Rows
 
 
-SPLITS = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
+SPLITS: list[Split] = [(1, 0, 0), (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3), (0, 0.5, 0.5), (0.5, 0, 0.5)]
+MORE_SPLITS: list[Split] = [(0, 0, 0, 1), (0, 0, 0.5, 0.5), (0.3, 0.2, 0.2, 0.3)]  # on two disks
 KINDS: Homes = [(), ("host",), ("disk",), ("host", "disk")]
+MORE_KINDS: Homes = [("disk2",), ("disk", "disk2"), ("host", "disk", "disk2")]
+
+
+def kinds(routes: Routes) -> st.SearchStrategy[tuple[str, ...]]:
+    """Draw the homes of a unit's weights on a machine."""
+    return st.sampled_from(KINDS + MORE_KINDS if "disk2" in routes.load else KINDS)
+
+
+def splits(routes: Routes) -> st.SearchStrategy[Split]:
+    """Draw the split of the cache or of the activations on a machine."""
+    return st.sampled_from(SPLITS + MORE_SPLITS if "disk2" in routes.load else SPLITS)
+
+
+def arriving_of(rng: random.Random, layers: int) -> list[int]:
+    """Units of up to three batches of resident weights each, once per batch."""
+    return [j for j in range(layers + 1) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
 
 
 @st.composite
-def jobs(draw: st.DrawFn, slots: int) -> Job:
+def jobs(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
     """Draw a job of at most 4 layers, 2 heads and 7 sequences."""
     layers, heads = draw(st.integers(2, 4)), draw(st.integers(1, 2))
-    streamed = draw(st.lists(st.sampled_from(KINDS), min_size=layers + heads, max_size=layers + heads))
+    streamed = draw(st.lists(kinds(routes), min_size=layers + heads, max_size=layers + heads))
     policy = Policy(
-        draw(st.integers(1, 3)), draw(st.integers(1, 4)), cache=draw(st.sampled_from(SPLITS)),
-        activations=draw(st.sampled_from(SPLITS)), slots=slots,
+        draw(st.integers(1, 3)), draw(st.integers(1, 4)), cache=draw(splits(routes)),
+        activations=draw(splits(routes)), slots=slots,
         schedule=draw(st.sampled_from(["row", "zigzag", "diagonal", "continuous"])),
         prefill_tokens=draw(st.sampled_from([2, 3, 50])),
     )  # fmt: skip

@@ -19,19 +19,21 @@ from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.routes import DIRECT, STAGED
 from tests.helpers.patience import PATIENCE, in_time
 from tests.helpers.strategies import SEEDS
-from tests.helpers.toy import ROUTES, Toy, generate, jobs, oracle, uniform
+from tests.helpers.toy import MACHINES, Toy, arriving_of, generate, jobs, oracle, uniform
 
 # The loop.
 
 
 @pytest.mark.parametrize("kind", ["inline", "thread"])
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=6)
 def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, data: Any, seed: int) -> None:
-    streamed, layers, policy, rows = data.draw(jobs(slots))
-    toy, lazy = Toy(streamed, layers, slots, ROUTES[routes], rows), random.Random(seed)
+    machine, lazy = MACHINES[routes], random.Random(seed)
+    streamed, layers, policy, rows = data.draw(jobs(slots, machine))
+    arriving = arriving_of(lazy, layers)
+    toy = Toy(streamed, layers, slots, machine, rows, arriving)
     slow = {op: lazy.choice([0, 0, 0.0003]) for op in Op}
 
     def perform(task: Task) -> None:
@@ -39,7 +41,7 @@ def test_programs_are_right_on_real_lanes(slots: int, routes: str, kind: str, da
         toy.perform(task)
 
     with Executor(perform, kind) as executor:
-        program = Program(streamed, layers, slots, ROUTES[routes])
+        program = Program(streamed, layers, slots, machine, arriving)
         in_time(lambda: generate(toy, executor.run, program, policy, rows))
     assert {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
     assert not [t for t in threading.enumerate() if t.name.startswith("flexengine-")]

@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -10,25 +11,45 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flexengine.policy import Split
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.order import Batch, Piece
 from flexengine.schedule.program import Op, Program, Task
 from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.simulate import simulate
 from tests.helpers.strategies import SEEDS, refuted
-from tests.helpers.toy import Homes, Job, Rows, Shuffled, SomeEdges, Toy, generate, jobs, oracle, sweeps_of
+from tests.helpers.toy import (
+    TWO_DISKS,
+    Homes,
+    Job,
+    Rows,
+    Shuffled,
+    SomeEdges,
+    Toy,
+    arriving_of,
+    generate,
+    jobs,
+    oracle,
+    sweeps_of,
+)
 
-CACHES = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
+CACHES: list[Split] = [(0, 1, 0), (0.4, 0.6, 0), (0.4, 0.3, 0.3), (0, 0.5, 0.5)]
+MORE_CACHES: list[Split] = [(0, 0.4, 0.3, 0.3), (0.2, 0.5, 0, 0.3)]  # on two disks
 # "own lanes": a disk that needs no staging, and lanes that carry nothing but questions and answers.
-ROUTES = {"staged": STAGED, "own lanes": replace(DIRECT, attend={"host": ("out", "far", "back")})}
+ROUTES = {
+    "staged": STAGED, "own lanes": replace(DIRECT, attend={"host": ("out", "far", "back")}),
+    "staged, two disks": TWO_DISKS["staged, two disks"],
+}  # fmt: skip
 PARTS = (Op.PROJECT, Op.SEND, Op.ATTEND, Op.FETCH, Op.FINISH)
 
 
 class DelegatingToy(Toy):
     """Also attends on the host. A layer whose weights change between its start and its end is wrong."""
 
-    def __init__(self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows) -> None:
-        super().__init__(streamed, layers, slots, routes, rows)
+    def __init__(
+        self, streamed: Homes, layers: int, slots: int, routes: Routes, rows: Rows, arriving: Iterable[int] = ()
+    ) -> None:
+        super().__init__(streamed, layers, slots, routes, rows, arriving)
         self.side: dict[tuple[str, int], dict[int, int]] = {}  # ("near" | "far", batch): by sequence
         self.begun: dict[int, tuple[list[int], dict[int, int]]] = {}  # batch: weights and inputs of its open layer
 
@@ -64,25 +85,23 @@ class DelegatingToy(Toy):
             self.side[target, k] = dict(self.side.get((source, k), {}))
         return None
 
-    def _weights(self, task: Task) -> list[int]:
-        parts = [self.slots[task.slot][self._room(task.cell.layer, home)] for home in self.streamed[task.cell.layer]]
-        return [part[0] if len(set(part)) == 1 else -3 for part in parts]
-
 
 @st.composite
-def delegating(draw: st.DrawFn, slots: int) -> Job:
+def delegating(draw: st.DrawFn, slots: int, routes: Routes = STAGED) -> Job:
     """Draw a job that delegates attention."""
-    job = draw(jobs(slots))
-    policy = replace(job.policy, cache=draw(st.sampled_from(CACHES)), activations=(1, 0, 0), delegate=True)
+    job = draw(jobs(slots, routes))
+    caches = CACHES + MORE_CACHES if "disk2" in routes.load else CACHES
+    policy = replace(job.policy, cache=draw(st.sampled_from(caches)), activations=(1, 0, 0), delegate=True)
     return job._replace(policy=policy, rows=[(prompt, new + 1) for prompt, new in job.rows])
 
 
 def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
     """Return whether a job in a random interleaving ends, and gives what the oracle says."""
     rng, (streamed, layers, policy, rows), slots = random.Random(seed), job, job.policy.slots
-    toy = DelegatingToy(streamed, layers, slots, routes, rows)
+    arriving = arriving_of(rng, layers)
+    toy = DelegatingToy(streamed, layers, slots, routes, rows, arriving)
     try:
-        generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes), policy, rows)
+        generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes, arriving), policy, rows)
     except KeyError:  # staging that nothing was brought to yet
         return False
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
@@ -93,14 +112,14 @@ def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=25)
 def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int) -> None:
-    assert outcome(data.draw(delegating(slots)), seed, ROUTES[routes], Edges())
+    assert outcome(data.draw(delegating(slots, ROUTES[routes])), seed, ROUTES[routes], Edges())
 
 
 @pytest.mark.parametrize("routes", ROUTES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
-    cases = st.tuples(delegating(slots), SEEDS)
+    cases = st.tuples(delegating(slots, ROUTES[routes]), SEEDS)
     assert not refuted(cases, lambda case: outcome(*case, ROUTES[routes], SomeEdges(*every)), 20)
     for kind in every:
         others = [k for k in every if k != kind]

@@ -11,36 +11,36 @@ from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import Routes
 from tests.helpers.strategies import SEEDS, refuted
-from tests.helpers.toy import ROUTES, Job, Shuffled, SomeEdges, Toy, generate, jobs, oracle
+from tests.helpers.toy import MACHINES, Job, Shuffled, SomeEdges, Toy, arriving_of, generate, jobs, oracle
 
 
 def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
     """Return whether a job in a random interleaving gives what the oracle says."""
     rng, (streamed, layers, policy, rows), slots = random.Random(seed), job, job.policy.slots
-    arriving = [j for j in range(layers + 1) for _ in range(rng.choice((0, 0, 1, 2, 3)))]
+    arriving = arriving_of(rng, layers)
     toy = Toy(streamed, layers, slots, routes, rows, arriving)
     generate(toy, Shuffled(toy, edges, rng).run, Program(streamed, layers, slots, routes, arriving), policy, rows)
     assert not any(toy.missing.values())
     return {s: t[rows[s][0] :] for s, t in toy.tokens.items()} == oracle(streamed, layers, rows)
 
 
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @given(data=st.data(), seed=SEEDS)
 @settings(max_examples=25)
 def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str, data: Any, seed: int) -> None:
-    assert outcome(data.draw(jobs(slots)), seed, ROUTES[routes], Edges())
+    assert outcome(data.draw(jobs(slots, MACHINES[routes])), seed, MACHINES[routes], Edges())
 
 
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
-    cases = st.tuples(jobs(slots), SEEDS)
-    assert not refuted(cases, lambda case: outcome(*case, ROUTES[routes], SomeEdges(*every)), 20)
+    cases = st.tuples(jobs(slots, MACHINES[routes]), SEEDS)
+    assert not refuted(cases, lambda case: outcome(*case, MACHINES[routes], SomeEdges(*every)), 20)
     for kind in every:
         others = [k for k in every if k != kind]
-        assert refuted(cases, lambda case, others=others: outcome(*case, ROUTES[routes], SomeEdges(*others))), kind
+        assert refuted(cases, lambda case, others=others: outcome(*case, MACHINES[routes], SomeEdges(*others))), kind
 
 
 TASK = st.tuples(st.sets(st.integers(0, 5), max_size=3), st.sets(st.integers(0, 5), max_size=2))  # reads, writes
