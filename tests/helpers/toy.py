@@ -29,6 +29,9 @@ PLACES = place_names(2)
 ROUTES = {"staged": STAGED, "direct": DIRECT}  # of machines with one disk
 TWO_DISKS = {f"{name}, two disks": Routes.between(PLACES, staged=name == "staged") for name in ROUTES}
 MACHINES = ROUTES | TWO_DISKS
+# Searches for a counterexample take long, so those with two disks have one number of slots.
+MACHINES_AND_SLOTS = [(routes, slots) for routes in ROUTES for slots in (1, 2, 3)]
+MACHINES_AND_SLOTS += [(routes, 2) for routes in TWO_DISKS]
 
 
 def weight(unit: int, home: str) -> int:

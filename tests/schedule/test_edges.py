@@ -11,7 +11,18 @@ from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import Program
 from flexengine.schedule.routes import Routes
 from tests.helpers.strategies import SEEDS, refuted
-from tests.helpers.toy import MACHINES, Job, Shuffled, SomeEdges, Toy, arriving_of, generate, jobs, oracle
+from tests.helpers.toy import (
+    MACHINES,
+    MACHINES_AND_SLOTS,
+    Job,
+    Shuffled,
+    SomeEdges,
+    Toy,
+    arriving_of,
+    generate,
+    jobs,
+    oracle,
+)
 
 
 def outcome(job: Job, seed: int, routes: Routes, edges: Any) -> bool:
@@ -32,8 +43,7 @@ def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str,
     assert outcome(data.draw(jobs(slots, MACHINES[routes])), seed, MACHINES[routes], Edges())
 
 
-@pytest.mark.parametrize("routes", MACHINES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("routes", "slots"), MACHINES_AND_SLOTS)
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
     cases = st.tuples(jobs(slots, MACHINES[routes]), SEEDS)

@@ -11,17 +11,19 @@ from flexengine.schedule.order import (
 )
 from flexengine.schedule.program import Op, Program
 from flexengine.schedule.routes import DIRECT, STAGED
-from tests.helpers.toy import ROUTES, Homes, tasks_of, uniform
+from tests.helpers.toy import MACHINES, TWO_DISKS, Homes, tasks_of, uniform
 
 
-@pytest.mark.parametrize("routes", ROUTES)
+@pytest.mark.parametrize("routes", MACHINES)
 @pytest.mark.parametrize("slots", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_each_streamed_unit_is_loaded_once_per_sweep(count: int, slots: int, routes: str) -> None:
     streamed: Homes = [("host",), (), ("disk",), ("host", "disk"), (), ("disk",)]
-    done = tasks_of(Program(streamed, 5, slots, ROUTES[routes]), uniform(count), 4)
+    if routes in TWO_DISKS:
+        streamed = [("disk2",), (), ("disk", "disk2"), ("host", "disk", "disk2"), (), ("disk",)]
+    done = tasks_of(Program(streamed, 5, slots, MACHINES[routes]), uniform(count), 4)
     loads = Counter((t.cell.layer, t.home, t.hop) for tasks in done for t in tasks if t.op is Op.LOAD_WEIGHT)
-    legs = {home: range(len(lanes)) for home, lanes in ROUTES[routes].load.items()}
+    legs = {home: range(len(lanes)) for home, lanes in MACHINES[routes].load.items()}
     parts = [(unit, home) for unit, homes in enumerate(streamed) for home in homes]
     assert loads == {(unit, home, hop): 4 for unit, home in parts for hop in legs[home]}
     for n, tasks in enumerate(done):
@@ -93,6 +95,21 @@ def test_lanes_and_staging_of_a_disk_cell() -> None:
         (Op.LOAD_HIDDEN, "h2d", 1), (Op.LOAD_WEIGHT, "disk_read", 0), (Op.LOAD_WEIGHT, "h2d", 1),
         (Op.COMPUTE, "device", 0), (Op.STORE_CACHE, "d2h", 0), (Op.STORE_CACHE, "disk_write", 1),
     }  # fmt: skip
+
+
+def test_lanes_of_a_cell_on_the_second_disk() -> None:
+    """All data of the second disk moves in lanes of its own, also if its units alternate with those of the first."""
+    batch = Batch((Piece(0, 4, 1, True),), "disk2", "disk2")
+    routes = TWO_DISKS["staged, two disks"]
+    tasks = list(Program([("disk",), ("disk2",), ()], 3, 1, routes).sweep(0, [batch], False))
+    assert {(t.op, t.lane, t.hop) for t in tasks if t.cell.layer == 1} == {
+        (Op.LOAD_CACHE, "disk2_read", 0), (Op.LOAD_CACHE, "h2d_disk2", 1), (Op.LOAD_HIDDEN, "disk2_read", 0),
+        (Op.LOAD_HIDDEN, "h2d_disk2", 1), (Op.LOAD_WEIGHT, "disk2_read", 0), (Op.LOAD_WEIGHT, "h2d_disk2", 1),
+        (Op.COMPUTE, "device", 0), (Op.STORE_CACHE, "d2h_disk2", 0), (Op.STORE_CACHE, "disk2_write", 1),
+        (Op.STORE_HIDDEN, "d2h_disk2", 0), (Op.STORE_HIDDEN, "disk2_write", 1),
+    }  # fmt: skip
+    first = {t.lane for t in tasks if t.cell.layer == 0 and t.op is Op.LOAD_WEIGHT}
+    assert first == {"disk_read", "h2d"}
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])

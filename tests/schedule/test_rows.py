@@ -18,6 +18,7 @@ from flexengine.schedule.simulate import simulate
 from tests.helpers.strategies import SEEDS, refuted
 from tests.helpers.toy import (
     MACHINES,
+    MACHINES_AND_SLOTS,
     PLACES,
     Homes,
     Job,
@@ -229,8 +230,7 @@ def test_every_interleaving_gives_the_sequential_result(slots: int, routes: str,
     assert outcome(data.draw(demanding(slots, MACHINES[routes])), seed, MACHINES[routes], Edges())
 
 
-@pytest.mark.parametrize("routes", MACHINES)
-@pytest.mark.parametrize("slots", [1, 2, 3])
+@pytest.mark.parametrize(("routes", "slots"), MACHINES_AND_SLOTS)
 def test_no_kind_of_edge_is_spare(slots: int, routes: str) -> None:
     every = ("raw", "war", "waw")
     cases = st.tuples(demanding(slots, MACHINES[routes]), SEEDS)
@@ -248,7 +248,7 @@ def by_rows(slots: int, batches: int, embedding: str = "", hidden: str = "device
     """Three layers and a head from disk, whose layers have experts there; two sweeps, one after the other."""
     disk: Homes = [("disk",)] * 4
     demand = Demand(embedding, [*disk[:3], ()], disk, batches)
-    program = Program(disk, 3, slots, DIRECT, demand=demand)
+    program = Program(disk, 3, slots, MACHINES["direct, two disks"], demand=demand)
     return [t for n in range(2) for t in program.sweep(n, batches_of(batches, hidden), n == 0)]
 
 
@@ -289,7 +289,7 @@ def test_loads_run_while_other_batches_compute() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
 def test_embedding_rows_are_read_in_the_lane_of_their_tier(slots: int) -> None:
-    for home, lane in (("host", "h2d"), ("disk", "disk_read")):
+    for home, lane in (("host", "h2d"), ("disk", "disk_read"), ("disk2", "disk2_read")):
         ahead = 1 if home == "disk" else slots  # weights are read from disk
         tasks = by_rows(slots, 3, home)
         rows = [t for t in tasks if t.op is Op.LOAD_ROWS and t.cell.layer < 0]
