@@ -27,7 +27,7 @@ def _split(name: str, value: Sequence[float]) -> Split:
         raise InvalidInput(f"policy {name} is {shown(value)}; it must be three fractions [device, host, disk], and one"
                            f" more for each further offload directory, {MOST_DISKS - 1} at most")  # fmt: skip
     if not (all(0 <= x <= 1 for x in numbers) and abs(sum(numbers) - 1) <= 1e-6):  # false for NaN too
-        total = f", not {sum(numbers)}" if all(abs(x) <= MAX_NUMBER for x in numbers) else ""
+        total = f", not {sum(numbers)}" if all(0 <= x <= MAX_NUMBER for x in numbers) else ""
         raise InvalidInput(f"policy {name} is {shown(numbers)}; fractions must be at least 0 and sum to 1{total}")
     while len(numbers) > len(TIERS) and not numbers[-1]:
         numbers.pop()

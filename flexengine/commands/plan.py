@@ -19,6 +19,7 @@ from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.plan import explain, lp
+from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.fitting import fitting, left_out
@@ -137,7 +138,7 @@ def plan(args: argparse.Namespace) -> None:
     if among:
         lossy = _choose(args, opened, rows, other, among)
         say(f"chosen: {lossy}; python -m flexengine.quality shows what that costs")
-    hardware = other or _measured(args, opened, rows)
+    hardware = other or _measured(args, opened, rows, given)
     options = Options(latency_limit=args.latency)
 
     def planned(work: Workload) -> Search | Prediction:
@@ -323,12 +324,17 @@ def _choose(
     return best
 
 
-def _measured(args: argparse.Namespace, opened: "Opened", workload: Workload) -> Hardware:
-    """Return this machine's rates. Raise OutOfMemory, before measuring, if the machine can hold none of the rows."""
+def _measured(
+    args: argparse.Namespace, opened: "Opened", workload: Workload, policy: Policy | None
+) -> Hardware:  # fmt: skip
+    """Return this machine's rates. Raise, before measuring, OutOfMemory if the machine can hold none of the rows, and
+    InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine import planner as planners
 
     options = _machine_options(args)
     with closing(options.machine()) as machine:
+        if policy is not None:
+            check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         planner = planners.Planner(machine, opened)
         planner.say = say

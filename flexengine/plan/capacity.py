@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from flexengine.errors import InvalidInput
 from flexengine.places import DISK, TIERS, place_names
+from flexengine.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -43,3 +45,11 @@ class Capacity:
         merged = {**self.limits, **limits}
         more = tuple(merged[place] for place in self.places if place not in TIERS)
         return replace(self, device=merged["device"], host=merged["host"], disk=merged[DISK], more_disks=more)
+
+
+def check_places(policy: Policy, capacity: Capacity) -> None:
+    """Raise InvalidInput if the policy names a place that the machine does not have."""
+    if unknown := [place for place in policy.places if place not in capacity.places]:
+        raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
+                           " give --offload-dir once for each disk, or, in a hardware file, add the disk to more_disks"
+                           " and its rates to links")  # fmt: skip

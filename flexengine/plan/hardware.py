@@ -157,8 +157,9 @@ class Hardware:
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {f"{disk}_{way}" for disk in self.places if is_disk(disk) for way in ("read", "write")}
         if unknown := set(self.links) - needed - {"d2h"}:
-            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among"
-                               f" {', '.join(sorted(needed | {'d2h'}))}")  # fmt: skip
+            known = ", ".join(sorted(needed | {"d2h"}))
+            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {known}; further"
+                               " disks are listed in more_disks")  # fmt: skip
         if missing := needed - set(self.links):
             raise InvalidInput(f"hardware {self.name} has no links {sorted(missing)}; it must have {sorted(needed)}")
         if self.shared and self.host_bytes is not None:
@@ -282,7 +283,7 @@ def _size(name: str, size: object) -> int | None:
 def _sizes(name: str, value: object) -> tuple[int | None, ...]:
     if not isinstance(value, Sequence) or isinstance(value, str) or len(value) >= MOST_DISKS:
         raise InvalidInput(f"{name} is {shown(value)}; it must be a list of bytes, at most {MOST_DISKS - 1} of them")
-    return tuple(_size(f"{name} {number}", size) for number, size in enumerate(value))
+    return tuple(_size(f"{name}[{number}]", size) for number, size in enumerate(value))
 
 
 def _attention(value: object) -> dict[str, dict[str, Table]]:

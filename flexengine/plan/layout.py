@@ -11,7 +11,7 @@ from itertools import chain
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.places import DISK, TIERS, is_disk
 from flexengine.plan import experts, gpu
-from flexengine.plan.capacity import Capacity
+from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
 from flexengine.plan.pools import empty_pools, shared_out
 from flexengine.plan.sizes import (
@@ -170,9 +170,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     Raises:
         InvalidInput: the policy names a place that the machine does not have.
     """
-    if unknown := [place for place in policy.places if place not in capacity.places]:
-        raise InvalidInput(f"the policy has a share on {unknown[-1]}, but the machine has {', '.join(capacity.places)};"
-                           " give --offload-dir once more for each further disk")  # fmt: skip
+    check_places(policy, capacity)
     layout = Layout(policy, capacity.places)
     homes = place_groups(model.group_sizes, policy.weights)
     layout.homes.update(zip(model.group_names, chain.from_iterable(homes), strict=True))

@@ -76,7 +76,9 @@ class DiskTier(Tier):
         try:
             os.posix_fallocate(self._spill.cached, self._end, max(size, ALIGN))
         except OSError as error:
-            raise InvalidInput(f"{self.directory}: no room for {size:,} bytes of {what}: {error}") from error
+            raise InvalidInput(f"{self.name}: {self.directory}: no room for {size:,} bytes of {what}: {error}; another"
+                               " process may use the space: run the same command again when there is room, or give"
+                               " another --offload-dir") from error  # fmt: skip
         self._end += size
         return self._spill, self._end - size
 
@@ -281,10 +283,9 @@ class DiskTier(Tier):
             with contextlib.suppress(OSError):
                 file.close()
         self._files, self._spill = {}, None
-        for folder in self._made:  # rmdir fails, as it should, if another process put a file there
+        for folder in self._made:  # rmdir fails, as it should, if another process or disk has files there
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        self._made = []
 
 
 @dataclass

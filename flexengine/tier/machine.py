@@ -137,7 +137,7 @@ class Machine:
 
     def close(self) -> None:
         """Close all tiers and return freed memory to the system."""
-        for tier in self.tiers.values():
+        for tier in (*self.tiers.values(), *reversed(self.disks)):  # again: a disk's parents may hold other disks
             tier.close()
         give_back_freed()
 
@@ -214,6 +214,8 @@ def _further(directories: Sequence[Path]) -> tuple[int, ...]:
         return ()
     if len(directories) > MOST_DISKS:
         raise InvalidInput(f"--offload-dir is given {len(directories)} times; give it at most {MOST_DISKS} times")
+    if null := next((each for each in directories if "\0" in str(each)), None):
+        raise InvalidInput(f"offload directory {str(null)!r} has a null character; give another directory")
     real = list(map(os.path.realpath, directories))
     if twice := next((path for path in real if real.count(path) > 1), None):
         raise InvalidInput(f"offload directory {twice} is given twice; give each directory once")

@@ -108,7 +108,7 @@ def test_bad_directories(families: Any, tmp_path: Path) -> None:
             Engine(model, policy=Policy(), device="cpu", offload_dir=given)
     with (
         Engine(model, policy=Policy(cache=SECOND), device="cpu", offload_dir=a) as engine,
-        pytest.raises(InvalidInput, match="share on disk2, but the machine has device, host, disk; give --offload-dir"),
+        pytest.raises(InvalidInput, match="share on disk2, but the machine has device, host, disk; give --offload"),
     ):
         engine.generate([{"prompt_token_ids": [1, 2]}], GREEDY)
 
@@ -148,3 +148,12 @@ def test_directories_on_one_file_system_share_its_bytes(tmp_path: Path) -> None:
     assert machine.same_device == [("disk", "disk2"), ("disk", "disk3"), ("disk2", "disk3")]
     assert assumed("cpu", machine.capacity, machine.same_device).crosstalk["disk_read"]["disk3_read"] == 1
     machine.close()
+
+
+def test_directories_that_a_job_made_are_removed(families: Any, tmp_path: Path) -> None:
+    """Also a directory in which the directories of two disks lie."""
+    known, folders = families("llama"), [tmp_path / "new" / "a", tmp_path / "new" / "b", tmp_path / "new" / "b" / "c"]
+    with Engine(known.directory, policy=Policy(8, 1, cache=(0, 0, 0.3, 0.3, 0.4)), offload_dir=folders) as engine:
+        assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
+        assert all(folder.exists() for folder in folders)
+    assert not list(tmp_path.iterdir())
