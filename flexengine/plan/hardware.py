@@ -157,8 +157,8 @@ class Hardware:
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
         needed |= {f"{disk}_{way}" for disk in self.places if is_disk(disk) for way in ("read", "write")}
         if unknown := set(self.links) - needed - {"d2h"}:
-            known = ", ".join(sorted(needed | {"d2h"}))
-            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {known}; further"
+            links = ", ".join(sorted(needed | {"d2h"}))
+            raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {links}; further"
                                " disks are listed in more_disks")  # fmt: skip
         if missing := needed - set(self.links):
             raise InvalidInput(f"hardware {self.name} has no links {sorted(missing)}; it must have {sorted(needed)}")
