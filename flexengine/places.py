@@ -19,6 +19,16 @@ def place_names(disks: int = 1) -> tuple[str, ...]:
     return (*TIERS, *(f"{DISK}{number}" for number in range(2, disks + 1)))
 
 
+def further_disks(places: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the disks after the first one. places: all places of a machine."""
+    return places[len(TIERS) :]
+
+
+def disk_lanes(disk: str) -> tuple[str, str]:
+    """Return the lanes that read and write a disk."""
+    return f"{disk}_read", f"{disk}_write"
+
+
 def off_device(places: Container[str]) -> tuple[str, ...]:
     """Return the places in `places` except the device, from near to far."""
     return tuple(place for place in place_names(MOST_DISKS)[1:] if place in places)

@@ -239,7 +239,7 @@ class Planner:
         smaller = replace(capacity, device=budget) if tier == "device" else replace(capacity, host=budget)
         self.machine.capacity = smaller
         if self._hardware is not None:
-            self._hardware = store.with_capacity(self._hardware, self.machine)
+            self._hardware = self._hardware.with_capacity(self.machine.capacity)
         policy = layout.policy
         half = max(1, min(policy.block_size, workload.count) // 2)
         return self.choose(workload, resident, half, policy.prefill_tokens).layout
@@ -265,7 +265,7 @@ class Planner:
             corrected = store.corrected(latest, factors, opened.facts, watch.cost.hardware)
             store.save_rates(key, corrected)
             if self._hardware is not None:  # else the rates are read from the store when needed
-                self._hardware = store.with_capacity(corrected, self.machine)
+                self._hardware = corrected.with_capacity(self.machine.capacity)
 
     def known(self) -> Hardware:
         """Return this machine's stored rates. If none are stored, return assumed rates for its kind."""
@@ -319,7 +319,7 @@ def fitted(hardware: Hardware, machine: Machine) -> Hardware:
     if disks != len(machine.disks):
         raise InvalidInput(f"hardware {hardware.name} has {disks} disks, but this job has {len(machine.disks)} offload"
                            " directories; give --offload-dir as often as the hardware has disks")  # fmt: skip
-    return store.with_capacity(hardware, machine)
+    return hardware.with_capacity(machine.capacity)
 
 
 def this_machine(

@@ -14,7 +14,7 @@ import torch
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
-from flexengine.places import DISK, is_disk
+from flexengine.places import DISK, disk_lanes, is_disk
 from flexengine.plan.assumed import assumed
 from flexengine.plan.hardware import Table
 from flexengine.tier.base import ALIGN, Region
@@ -75,10 +75,10 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     load_kernels()  # else building them would count as a slow transfer
     with unnoticed(machine):
         touch, busy = _touch(room(machine, "device", "host"))
-        links = _copies(machine) | _assumed_spills(machine)
+        links = _copies(machine)
         for place in filter(is_disk, machine.tiers):
-            if not (place == DISK and machine.no_offload):
-                links |= _spills(machine, place)
+            usable = not (place == DISK and machine.no_offload)
+            links |= _spills(machine, place) if usable else _assumed_spills(machine)
         return LinkRates(links, _checkpoint_read(machine, checkpoint), touch, busy)
 
 
@@ -214,7 +214,7 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
 
         writes = _table(sizes, SPILL_SECONDS, write, machine)
         reads = _table([int(x) for x, _ in writes], SPILL_SECONDS, read, machine)
-        return {f"{place}_write": writes, f"{place}_read": reads}
+        return dict(zip(disk_lanes(place), (reads, writes), strict=True))
     finally:
         regions.free()
 
@@ -222,7 +222,7 @@ def _spills(machine: Machine, place: str) -> dict[str, Table]:
 def _assumed_spills(machine: Machine) -> dict[str, Table]:
     """Return assumed rates of the first offload directory, for one that cannot be used, and that no plan uses."""
     links = assumed(machine.kind, machine.capacity).links
-    return {lane: links[lane] for lane in ("disk_write", "disk_read")}
+    return {lane: links[lane] for lane in disk_lanes(DISK)}
 
 
 def _checkpoint_read(machine: Machine, checkpoint: Sequence[Path]) -> Table:

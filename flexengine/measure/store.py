@@ -30,7 +30,7 @@ from flexengine.model.linear import numerics
 from flexengine.places import link_of
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table
-from flexengine.tier.limits import nearest
+from flexengine.tier.limits import device_of
 from flexengine.tier.machine import Machine
 from flexengine.tier.wrap import Throttled
 from flexengine.worker.opened import Opened
@@ -73,7 +73,7 @@ def obtain(
                 " to a directory that can be written")  # fmt: skip
     if measure and opened is not None:
         hardware = _with_model(key, hardware, machine, opened, say)
-    return with_capacity(hardware, machine)
+    return hardware.with_capacity(machine.capacity)
 
 
 def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, say: Say) -> Hardware:
@@ -142,11 +142,6 @@ def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[P
     )  # fmt: skip
 
 
-def with_capacity(hardware: Hardware, machine: Machine) -> Hardware:
-    """Return `hardware` with the capacities of `machine`, which depend on the memory that is free now."""
-    return hardware.with_capacity(machine.capacity)
-
-
 def corrected(
     hardware: Hardware, factors: Mapping[str, float], facts: ModelFacts, planned: Hardware | None = None
 ) -> Hardware:
@@ -195,7 +190,7 @@ def key_of(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> 
     They also depend on the dtype of activations and the disk of the checkpoint. Without a checkpoint, the disk of the
     offload directory is used.
     """
-    disks = sorted({_device_of(path) for path in checkpoint or machine.directories[:1]})
+    disks = sorted({device_of(path) for path in checkpoint or machine.directories[:1]})
     return _digest([fingerprint(machine), str(dtype), *map(str, disks)])
 
 
@@ -205,7 +200,7 @@ def fingerprint(machine: Machine) -> str:
     parts = [
         __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
-        numerics(machine.compute), available.load().name, rates, *map(_device_of, machine.directories),
+        numerics(machine.compute), available.load().name, rates, *map(device_of, machine.directories),
         *(["no offload directory"] if machine.no_offload else []),
     ]  # fmt: skip
     return _digest([str(part) for part in parts])
@@ -231,11 +226,6 @@ def _cpu() -> str:
         return platform.processor()
     fields = ("model name", "flags", "Features", "CPU part")
     return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
-
-
-def _device_of(path: Path) -> int:
-    """Return the number of the device on which a file or directory lies or would be made."""
-    return nearest(path).lstat().st_dev
 
 
 def _file(key: str) -> Path:

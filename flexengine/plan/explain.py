@@ -244,7 +244,7 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
     All weights off the device cross the links once per sweep.
     """
     hardware, f = cost.hardware, prediction.fractions
-    table = hardware.checkpoint_read if lane == "disk_read" else hardware.links.get(lane, hardware.links["h2d"])
+    table = hardware.weight_rates(lane)
     passing = [place for place, lanes in routes(hardware).load.items() if lane in lanes]
     share = sum(f.get(fraction(WEIGHTS, place), 0.0) for place in passing)
     seconds = share * cost.streamed_bytes / at(table, max(1.0, cost.unit_bytes))

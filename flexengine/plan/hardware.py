@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from flexengine.config import from_fields, read_object, shown
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, TIERS, is_disk, link_lanes, place_names
+from flexengine.places import MOST_DISKS, disk_lanes, further_disks, is_disk, link_lanes, link_of, place_names
 from flexengine.plan.capacity import Capacity
 
 KINDS = ("cpu", "cuda", "sim")
@@ -155,7 +155,7 @@ class Hardware:
     def _check_lanes(self) -> None:
         lanes = self.lanes
         needed = {"h2d"} | (set() if self.shared else {"d2h"})
-        needed |= {f"{disk}_{way}" for disk in self.places if is_disk(disk) for way in ("read", "write")}
+        needed |= {lane for disk in filter(is_disk, self.places) for lane in disk_lanes(disk)}
         if unknown := set(self.links) - needed - {"d2h"}:
             links = ", ".join(sorted(needed | {"d2h"}))
             raise InvalidInput(f"hardware {self.name} has links {sorted(unknown)}; they must be among {links}; further"
@@ -203,14 +203,28 @@ class Hardware:
     @property
     def lanes(self) -> tuple[str, ...]:
         """Return all lanes."""
-        further = self.places[len(TIERS) :]
-        disks = tuple(f"{disk}_{way}" for disk in further for way in ("read", "write"))
+        further = further_disks(self.places)
+        disks = tuple(lane for disk in further for lane in disk_lanes(disk))
         links = () if self.shared else tuple(lane for disk in further for lane in link_lanes(disk))
         return LANES[:2] + disks + LANES[2:4] + links + LANES[4:]
 
-    def link_seconds(self, lane: str, nbytes: Any, transfer: float) -> Any:
-        """Return the seconds of nbytes (a float or an array) on a lane in transfers of `transfer` bytes."""
-        return nbytes / at(self.links[lane], max(transfer, 1.0))
+    def link_seconds(self, lane: str, nbytes: Any, transfer: float, weights: bool = False) -> Any:
+        """Return the seconds of nbytes (a float or an array) on a lane.
+
+        Args:
+            transfer: bytes of one transfer.
+            weights: whether the bytes are weights.
+        """
+        rates = self.weight_rates(lane) if weights else self.lane_rates(lane)
+        return nbytes / at(rates, max(transfer, 1.0))
+
+    def lane_rates(self, lane: str) -> Table:
+        """Return the rates of a lane's link. Without a GPU, the rates of h2d hold for both directions."""
+        return self.links.get(link_of(lane), self.links["h2d"])
+
+    def weight_rates(self, lane: str) -> Table:
+        """Return the rates at which a lane moves weights. The first disk's lane reads the checkpoint's files."""
+        return self.checkpoint_read if lane == "disk_read" else self.lane_rates(lane)
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as in a hardware file."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
-from flexengine.places import DISK, TIERS, is_disk
+from flexengine.places import DISK, TIERS, further_disks, is_disk
 from flexengine.plan import experts, gpu
 from flexengine.plan.capacity import Capacity, check_places
 from flexengine.plan.facts import ENCODED_ROWS, CacheGroup, ModelFacts, TensorFact
@@ -192,7 +192,7 @@ def lay_out_weights(model: ModelFacts, policy: Policy, capacity: Capacity) -> La
     layout.book("device", "weight slots", policy.slots * aligned(layout.slot))
     if capacity.staged:
         layout.book("host", "weight staging", policy.slots * sum(map(aligned, layout.stages.values())))
-    if any(nbytes for place, nbytes in layout.stored_bytes.items() if is_disk(place) and place != DISK):
+    if any(layout.stored_bytes[disk] for disk in further_disks(layout.places)):
         layout.copying = COPIED
         layout.book("host", COPYING, layout.copying)
     if model.gpu:
@@ -298,9 +298,9 @@ def read_buffers(model: ModelFacts, layout: Layout) -> int:
     longest = max(model.stored_bytes, layout.cache_buffer, layout.hidden_buffer)
     long = min(READ_BUFFERS * READ, longest) if longest >= SHORT_READ else 0
     each = aligned(long) + SHORT_READERS * aligned(min(SHORT_READ, longest) + 2 * ALIGN)
-    further = (place for place in layout.places if is_disk(place) and place != DISK)
-    used = (p for p in further if layout.stored_bytes[p] or p in layout.pools or p in layout.hidden_home)
-    return each * (1 + sum(1 for _ in used))
+    used = {place for place, nbytes in layout.stored_bytes.items() if nbytes}
+    used |= layout.pools.keys() | layout.hidden_home.keys()
+    return each * (1 + len(used.intersection(further_disks(layout.places))))
 
 
 def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capacity) -> None:

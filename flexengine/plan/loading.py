@@ -1,7 +1,7 @@
 """Seconds of additional work in the first sweep: reading resident weights, copying weights to further disks, and page
 faults of new RAM."""
 
-from flexengine.places import DEVICE, DISK, HOST, is_disk
+from flexengine.places import DEVICE, DISK, HOST, disk_lanes, further_disks
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import WEIGHTS, Linear, fraction
@@ -21,8 +21,12 @@ def reading(hardware: Hardware, layout: Layout) -> float:
 
 def copying(hardware: Hardware, layout: Layout) -> float:
     """Return the seconds of writing weights to further disks."""
-    further = {place: nbytes for place, nbytes in layout.stored_bytes.items() if is_disk(place) and place != DISK}
-    return sum(n / at(hardware.links[f"{place}_write"], LOAD_BYTES) for place, n in further.items() if n)
+    return sum(_written(hardware, disk, layout.stored_bytes[disk]) for disk in further_disks(layout.places))
+
+
+def _written(hardware: Hardware, disk: str, nbytes: float) -> float:
+    """Return the seconds of writing copies of weights to a disk."""
+    return nbytes / at(hardware.lane_rates(disk_lanes(disk)[1]), LOAD_BYTES)
 
 
 def touched(hardware: Hardware, layout: Layout, missing: float) -> tuple[float, float]:
@@ -55,7 +59,7 @@ def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
     lane = "touch" if hardware.kind == "cuda" else "device"
     seconds = {place: 0.0 if hardware.kind == "cuda" and place == "device" else faults for place in RESIDENT}
     reads = dict.fromkeys(RESIDENT, read)
-    for disk in (place for place in hardware.places if is_disk(place) and place != DISK):
-        reads[disk] = read + nbytes / at(hardware.links[f"{disk}_write"], LOAD_BYTES)
+    for disk in further_disks(hardware.places):
+        reads[disk] = read + _written(hardware, disk, nbytes)
     work = {"disk_read": reads, lane: seconds}
     return {lane: Linear(0.0, {fraction(WEIGHTS, place): s for place, s in by.items()}) for lane, by in work.items()}

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flexengine.places import is_disk, link_of
+from flexengine.places import is_disk
 from flexengine.plan.chosen import Chosen, waiting
 from flexengine.plan.compute import decode_attention
 from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
-from flexengine.plan.hardware import Hardware, at
+from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
 from flexengine.plan.profile import Array, LayerPages, Profile
@@ -55,12 +55,8 @@ class Move(NamedTuple):
     transfer: float
 
     def seconds(self, hardware: Hardware) -> Any:
-        """Return the seconds of the lane. Weights on the first disk are read from the checkpoint's files."""
-        if self.lane == "disk_read" and self.kind == WEIGHTS:
-            return self.nbytes / at(hardware.checkpoint_read, max(self.transfer, 1.0))
-        lane = link_of(self.lane)
-        lane = lane if lane in hardware.links else "h2d"  # without a GPU, one rate holds for both directions
-        return hardware.link_seconds(lane, self.nbytes, self.transfer)
+        """Return the seconds of the lane."""
+        return hardware.link_seconds(self.lane, self.nbytes, self.transfer, weights=self.kind == WEIGHTS)
 
 
 class Work(NamedTuple):
@@ -229,5 +225,4 @@ def embedding(model: ModelFacts, hardware: Hardware, sweeps: Profile, layout: La
 
 def shortest_read(hardware: Hardware, lane: str) -> float:
     """Return the bytes of the shortest read of weights that was measured. A shorter read takes as long."""
-    table = hardware.checkpoint_read if lane == "disk_read" else hardware.links[lane]
-    return table[0][0]
+    return hardware.weight_rates(lane)[0][0]

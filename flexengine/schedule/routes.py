@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cache
 
-from flexengine.places import HOST, TIERS, is_disk, link_lanes
+from flexengine.places import HOST, TIERS, disk_lanes, is_disk, link_lanes
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Routes:
         load: dict[str, tuple[str, ...]] = {HOST: ("h2d",)}
         store: dict[str, tuple[str, ...]] = {HOST: ("d2h",)}
         for disk in filter(is_disk, places):
-            up, down = link_lanes(disk)
-            load[disk] = (f"{disk}_read", up) if staged else (f"{disk}_read",)
-            store[disk] = (down, f"{disk}_write") if staged else (f"{disk}_write",)
+            (read, write), (up, down) = disk_lanes(disk), link_lanes(disk)
+            load[disk] = (read, up) if staged else (read,)
+            store[disk] = (down, write) if staged else (write,)
         return Routes(load, store, {HOST: ("d2h", "cpu", "h2d")} if staged else {})
 
 

@@ -96,6 +96,11 @@ def in_ram(directory: Path) -> bool:
     return False
 
 
+def device_of(path: Path) -> int:
+    """Return the number of the device on which a file or directory lies or would be made."""
+    return nearest(path).lstat().st_dev
+
+
 def nearest(directory: Path) -> Path:
     """Return the directory itself, or its nearest parent that exists."""
     here = directory.absolute()

@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 
 from flexengine.errors import InvalidInput
-from flexengine.places import MOST_DISKS, place_names
+from flexengine.places import MOST_DISKS, disk_lanes, is_disk, place_names
 from flexengine.plan.capacity import Capacity
 from flexengine.schedule.routes import Routes
 from flexengine.tier import cuda
 from flexengine.tier.base import ALIGN, Tier
 from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
-from flexengine.tier.limits import in_ram, nearest, total_memory, usable_disk, usable_memory
+from flexengine.tier.limits import device_of, in_ram, total_memory, usable_disk, usable_memory
 from flexengine.tier.memory import MemoryTier, give_back_freed, keep_freed
 from flexengine.tier.wrap import Throttled
 
@@ -105,7 +105,7 @@ class Machine:
     @property
     def same_device(self) -> list[tuple[str, str]]:
         """Return the pairs of disks whose directories lie on one device, and so share its rate."""
-        disks = zip(self.capacity.places[2:], map(_device, self.directories), strict=True)
+        disks = zip(self.capacity.places[2:], map(device_of, self.directories), strict=True)
         return [(a, b) for (a, one), (b, other) in combinations(disks, 2) if one == other]
 
     def tier(self, place: str) -> Tier:
@@ -114,10 +114,10 @@ class Machine:
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes moved so far per link."""
-        disks = dict(zip(self.capacity.places[2:], self.disks, strict=True))
-        reads = {f"{place}_read": disk.bytes_read for place, disk in disks.items()}
-        writes = {f"{place}_write": disk.bytes_written for place, disk in disks.items()}
-        return reads | writes | {"h2d": self.host.bytes_read, "d2h": self.host.bytes_written}
+        moved = dict[str, int]()
+        for disk in filter(is_disk, self.tiers):
+            moved |= zip(disk_lanes(disk), (self.tiers[disk].bytes_read, self.tiers[disk].bytes_written), strict=True)
+        return moved | {"h2d": self.host.bytes_read, "d2h": self.host.bytes_written}
 
     def synchronize(self) -> None:
         """Wait for the work that this thread queued on the device, so that lanes may use its results."""
@@ -176,26 +176,26 @@ def make_machine(
     directories = tuple(offload_dirs)
     ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0])
     free_disk, *more = _shared_out((free_disk, *_further(directories)), directories)
-    more_disks = tuple(more)
-    disks = _disks(directories, (free_disk, *more_disks))
-    routes = Routes.between(place_names(len(disks)), staged=kind != "cpu")
+    disks = _disks(directories, (free_disk, *more))
+    device: Tier
+    host: Tier
+    sizes: tuple[int | None, int | None]  # bytes of device and host
     if kind == "cpu":
-        memory = Ledger("device", ram)
-        capacity = Capacity(ram, None, free_disk, shared=True, staged=False, more_disks=more_disks)
-        both = MemoryTier("device", memory), MemoryTier("host", memory)
-        return Machine(kind, torch.device("cpu"), *both, disks, capacity, routes, "thread", directories, fault)
-    if kind == "sim":
-        links = links or Links()
+        memory, sizes = Ledger("device", ram), (ram, None)
+        device, host = MemoryTier("device", memory), MemoryTier("host", memory)
+    elif kind == "sim":
+        links, sizes = links or Links(), (device_mem, host_mem)
+        device = MemoryTier("device", Ledger("device", device_mem))
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disks = tuple(Throttled(disk, *links.of_disk(number)) for number, disk in enumerate(disks))
-        capacity = Capacity(device_mem, host_mem, free_disk, shared=False, staged=True, more_disks=more_disks)
-        device: Tier = MemoryTier("device", Ledger("device", device_mem))
-        return Machine(kind, torch.device("cpu"), device, host, disks, capacity, routes, "thread", directories, fault)
-    device_mem = device_mem or int(cuda.free_memory() * HEADROOM)
-    pinned = cuda.PinnedTier("host", Ledger("host", ram))
-    capacity = Capacity(device_mem, ram, free_disk, shared=False, staged=True, more_disks=more_disks)
-    gpu = cuda.CudaTier("device", Ledger("device", device_mem))
-    return Machine(kind, torch.device("cuda"), gpu, pinned, disks, capacity, routes, "stream", directories, fault)
+    else:
+        sizes = (device_mem or int(cuda.free_memory() * HEADROOM), ram)
+        device = cuda.CudaTier("device", Ledger("device", sizes[0]))
+        host = cuda.PinnedTier("host", Ledger("host", ram))
+    capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more))
+    compute, lanes = ("cuda", "stream") if kind == "cuda" else ("cpu", "thread")
+    routes = Routes.between(capacity.places, staged=capacity.staged)
+    return Machine(kind, torch.device(compute), device, host, disks, capacity, routes, lanes, directories, fault)
 
 
 def _disks(directories: Sequence[Path], sizes: Sequence[int]) -> tuple[Tier, ...]:
@@ -225,20 +225,15 @@ def _further(directories: Sequence[Path]) -> tuple[int, ...]:
     return tuple(free)
 
 
-def _device(directory: Path) -> int:
-    """Return the number of the device on which a directory lies or would be made."""
-    return nearest(directory).lstat().st_dev
-
-
 def _shared_out(sizes: Sequence[int], directories: Sequence[Path]) -> tuple[int, ...]:
     """Return the bytes of each disk. Directories on one file system share its free bytes.
 
     Args:
         sizes: free bytes by directory; NO_DISK for one that cannot be used.
     """
-    devices = [_device(each) for each, size in zip(directories, sizes, strict=True) if size > NO_DISK]
+    devices = [device_of(each) for each, size in zip(directories, sizes, strict=True) if size > NO_DISK]
     return tuple(
-        size // devices.count(_device(each)) if size > NO_DISK else size
+        size // devices.count(device_of(each)) if size > NO_DISK else size
         for each, size in zip(directories, sizes, strict=True)
     )
 

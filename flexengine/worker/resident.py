@@ -87,6 +87,7 @@ class Arrivals:
         for unit in {**self._reads, **self._copies}:
             batches = [*_read_batches(self._reads.get(unit, [])), *_copy_batches(self._copies.get(unit, []))]
             self._batches[unit] = deque(batches)
+        self._reads, self._copies = {}, {}  # the batches hold the tensors from here on
 
     @property
     def units(self) -> list[int]:

@@ -15,6 +15,7 @@ from flexengine.engine.options import MachineOptions
 from flexengine.errors import InvalidInput
 from flexengine.kernels import build
 from flexengine.measure import store
+from flexengine.tier.limits import device_of
 from tests.helpers.job import Job
 from tests.helpers.tiny_gguf import tiny_gguf
 
@@ -159,5 +160,5 @@ def test_the_device_of_a_directory_that_may_not_be_looked_at(tmp_path: Path, mon
     with monkeypatch.context() as patched:
         for name in ("lstat", "stat"):
             patched.setattr(os, name, refusing(getattr(os, name)))
-        found = store._device_of(hidden / "offload" / "here")
+        found = device_of(hidden / "offload" / "here")
     assert found == expected

@@ -97,7 +97,7 @@ def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | No
     """Every figure positive, and the same after a way through JSON."""
     machine = at(kind, memory)
     before, said = books(machine), list[str]()
-    found = store.with_capacity(store.measure_machine(machine, torch.float32, (), said.append), machine)
+    found = store.measure_machine(machine, torch.float32, (), said.append).with_capacity(machine.capacity)
     assert books(machine) == before
     assert said
     assert found.measured

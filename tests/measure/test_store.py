@@ -60,7 +60,7 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
         (store, "__version__", "9"), (torch, "__version__", "9"), (store, "version", lambda _: "9"),
         (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
         (store.os, "sched_getaffinity", lambda _: set(range(99))), (torch, "get_num_threads", lambda: 99),
-        (store, "_device_of", lambda _: 99), (store, "machine_name", lambda _: "a GPU"),
+        (store, "device_of", lambda _: 99), (store, "machine_name", lambda _: "a GPU"),
     ]  # fmt: skip
     for where, name, value in changes:
         with monkeypatch.context() as patch:
