@@ -42,24 +42,29 @@ def test_every_architecture_is_walked(findings: list[Finding]) -> None:
     assert {f.model_type for f in findings} == set(config_classes())
 
 
+@pytest.mark.slow
 def test_none_is_wrong(findings: list[Finding]) -> None:
     assert not _told(findings, "wrong")
 
 
+@pytest.mark.slow
 def test_none_crashes(findings: list[Finding]) -> None:
     assert not _told(findings, "crash")
 
 
+@pytest.mark.slow
 def test_most_are_exact(findings: list[Finding]) -> None:
     assert len(_told(findings, "exact")) >= EXACT_AT_LEAST
 
 
+@pytest.mark.slow
 def test_refusals_give_a_reason_for_people(findings: list[Finding]) -> None:
     refused = [f for f in findings if f.verdict == "refused"]
     bad = [f"{f.model_type}: {f.reason}" for f in refused if _INTERNAL.search(f.reason) or len(f.reason.split()) < 5]
     assert not bad
 
 
+@pytest.mark.slow
 def test_the_document_says_what_was_found(findings: list[Finding]) -> None:
     version, verdicts = documented(DOCUMENT.read_text(encoding="utf-8"))
     if version != transformers.__version__:

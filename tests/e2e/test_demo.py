@@ -94,6 +94,7 @@ def demo() -> Path:
     return found.directory
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_demo_weights_are_those_of_transformers(theirs: tuple[Any, Any], demo: Path) -> None:
     ours, model = tensors_of(demo), theirs[1]
@@ -109,6 +110,7 @@ def test_demo_weights_are_those_of_transformers(theirs: tuple[Any, Any], demo: P
     assert GenerationConfig.from_pretrained(demo).eos_token_id == model.generation_config.eos_token_id == 2
 
 
+@pytest.mark.slow
 @pytest.mark.demo
 def test_demo_tokenizer_is_that_of_transformers(theirs: tuple[Any, Any], demo: Path) -> None:
     known, ours = theirs[0], AutoTokenizer.from_pretrained(demo)

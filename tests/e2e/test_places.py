@@ -38,7 +38,7 @@ def directories(folder: Path) -> list[Path]:
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("device", ["sim", "cpu"])
 @pytest.mark.parametrize("number", range(len(POLICIES)))
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt-oss", marks=pytest.mark.slow)])
 def test_tokens(
     families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, number: int, device: str, overlap: bool
 ) -> None:

@@ -29,6 +29,7 @@ def test_throttled_links(at: Callable[..., Machine]) -> None:
         assert [x for x, _ in table] == sorted({x for x, _ in table})
 
 
+@pytest.mark.slow
 def test_every_disk_has_rates_of_its_own(at: Callable[..., Machine]) -> None:
     rates = Links(disk_read=80 * MB, disk_write=80 * MB, more_disks=((40 * MB, 20 * MB), (None, 10 * MB)))
     machine = at("sim", None, rates, disks=3)

@@ -39,6 +39,7 @@ def machine(*rates: float, kind: str = "cpu", more: tuple[int | None, ...] | Non
     return replace(known, links=links, checkpoint_read=((1.0, rates[0]),), crosstalk={})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
 def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
@@ -54,6 +55,7 @@ def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
     assert seconds[1] <= 1.25 * seconds[0] / (1 + ratio)
 
 
+@pytest.mark.slow
 def test_no_other_split_of_the_weights_is_better() -> None:
     hardware = machine(1e8, 6e7, 2e8, kind="sim")
     best = search(MODEL, hardware, WORK).best

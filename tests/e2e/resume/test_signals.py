@@ -17,6 +17,7 @@ from tests.helpers.resuming import ROOT, Watch, journal_of, rows_done
 # The disk of the output.
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_at_any_record(job: Job, whole: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected, real = whole(), os.pwrite
     for room in (0, 1, 2, 3, 6, 9, 10, 11):  # manifest, settings, eight rows, the note of the output; then all fit
