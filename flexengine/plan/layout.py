@@ -32,6 +32,7 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy, shares
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import count_by_tier, place_groups
+from flexengine.schedule.rings import num_buffers
 
 HEAD_CHUNK = 64 << 20  # most bytes of a streamed head chunk if no layer is streamed
 MEAN_KEYS = "mean keys"
@@ -238,9 +239,9 @@ def _hidden(layout: Layout, model: ModelFacts, workload: Workload, capacity: Cap
         return
     row = model.hidden * model.itemsize
     layout.hidden_buffer = aligned(policy.prefill_tokens * row)
-    layout.book("device", "hidden buffers", policy.slots * layout.hidden_buffer)
+    layout.book("device", "hidden buffers", num_buffers(policy.slots) * layout.hidden_buffer)
     if any(map(is_disk, off_device)) and capacity.staged:
-        layout.book("host", "hidden staging", policy.slots * layout.hidden_buffer)
+        layout.book("host", "hidden staging", num_buffers(policy.slots) * layout.hidden_buffer)
     for tier in off_device:
         states = aligned(hidden_tokens(policy, workload, tier) * row)
         layout.hidden_home[tier] = states + open_passes(policy, workload) * ALIGN
@@ -312,7 +313,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
         layout.page_bytes[tier] = tuple(pool.page_tokens * model.kv_token for pool in layout.pools[tier])
         buffers = zip(layout.pools[tier], layout.page_bytes[tier], strict=True)
         layout.cache_buffer = max(layout.cache_buffer, *((pool.batch_pages or 0) * page for pool, page in buffers))
-    layout.book("device", "cache buffers", policy.slots * aligned(layout.cache_buffer))
+    layout.book("device", "cache buffers", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     if model.topk is not None:
         layout.values = aligned(min(CHOSEN, layout.cache_buffer // 2))
         layout.book("device", VALUES, layout.values)
@@ -320,7 +321,7 @@ def _cache(layout: Layout, model: ModelFacts, workload: Workload, capacity: Capa
     if model.centred:
         layout.book("device", MEAN_KEYS, aligned(4 * layers * policy.block_size * model.kv_heads * model.head_dim))
     if any(map(is_disk, homes)) and capacity.staged:
-        layout.book("host", "cache staging", policy.slots * aligned(layout.cache_buffer))
+        layout.book("host", "cache staging", num_buffers(policy.slots) * aligned(layout.cache_buffer))
     layout.book("device" if capacity.shared else "host", READING, read_buffers(model, layout))
     for tier in layout.places:
         _check(layout, tier, capacity, "weights, buffers and workspace")

@@ -57,6 +57,7 @@ class Refinement:
                 break
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
+        self._step_blocks()
         last = tried.leader().policy
         for (source, target), step in product(self._moves, FINE_STEPS):
             if (moved := _moved(last, source, target, step)) is not None:
@@ -95,6 +96,15 @@ class Refinement:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
         same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]
         self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
+
+    def _step_blocks(self) -> None:
+        """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
+        leader: Prediction | None = None
+        while leader is not (leader := self.tried.leader()):
+            policy = leader.policy
+            choice = Choice(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
+            for shape, tokens in product(self.shapes.steps(policy), self.shapes.tokens):
+                self.placement.solve_placement(replace(shape, prefill_tokens=tokens), choice)
 
     def _move_weights(self, prediction: Prediction) -> None:
         """Move shares of the weights between tiers while the job gets faster."""

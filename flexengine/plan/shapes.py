@@ -97,6 +97,13 @@ class Shapes:
                 batches = -(-policy.block_size // batch)
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
 
+    def steps(self, policy: Policy) -> Iterator[Policy]:
+        """Yield the policy with one gpu_batch less and more, or with one sequence less and more in a single one."""
+        name = "num_gpu_batches" if policy.num_gpu_batches > 1 else "gpu_batch_size"
+        for size in (getattr(policy, name) - 1, getattr(policy, name) + 1):
+            if size:
+                yield replace(policy, **{name: size})
+
     def neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Yield the policy with other prefill_tokens, schedule, gpu_batches and slots, and with similar block sizes."""
         yield from (replace(policy, prefill_tokens=tokens) for tokens in self.tokens if tokens != policy.prefill_tokens)

@@ -13,6 +13,7 @@ Schedules differ only in the admission of sequences (`schedule.admission`).
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import NamedTuple
 
 from flexengine.schedule.pages import Pool
@@ -130,3 +131,18 @@ def form_batches(
     if current:
         batches.append(tuple(current))
     return batches
+
+
+def interleaved(batches: Iterable[Batch]) -> list[Batch]:
+    """Return the gpu_batches in an order in which those of each cache tier are spread evenly over the sweep.
+
+    At most `Policy.slots` gpu_batches are loaded ahead. If those of one tier were in a row, the lanes of the other
+    tiers would be idle meanwhile. Delegated gpu_batches stay first: a streamed layer keeps its weight slot until the
+    last of them is finished.
+    """
+    by_tier: dict[str, list[Batch]] = {}
+    first: list[Batch] = []
+    for batch in batches:
+        (first if batch.delegated else by_tier.setdefault(batch.cache_home, [])).append(batch)
+    spread = [((i + 0.5) / len(own), batch) for own in by_tier.values() for i, batch in enumerate(own)]
+    return first + [batch for _, batch in sorted(spread, key=itemgetter(0))]

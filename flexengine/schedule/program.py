@@ -39,7 +39,7 @@ from typing import NamedTuple
 from flexengine.places import DISK
 from flexengine.schedule.demand import NOTHING, Demand
 from flexengine.schedule.order import Batch, Cell
-from flexengine.schedule.rings import Ring
+from flexengine.schedule.rings import Ring, num_buffers
 from flexengine.schedule.routes import Routes
 
 BEFORE, AFTER = "before", "after"  # ports through which hidden states enter and leave a range of layers
@@ -138,8 +138,8 @@ class Program:
         self.arriving, self.demand, self.ports = list(arriving), demand, ports
         self.first = bool(arriving)  # whether units must wait for resident weights
         self.cycle = [j for j, homes in enumerate(streamed) if homes]
-        self.weights = Ring("w", slots)
-        self.caches, self.hiddens = Ring("c", slots, first=1 % slots), Ring("h", slots, first=1 % slots)
+        self.buffers = num_buffers(slots)
+        self.weights, self.caches, self.hiddens = Ring("w", slots), Ring("c", self.buffers), Ring("h", self.buffers)
         self.by_rows = False  # whether weight loads of this sweep leave out experts
         self.split = [False] * slots  # by slot: `by_rows` of the last load emitted for it
 
@@ -171,7 +171,7 @@ class Program:
                 yield from waiting.pop(k, ())
                 if last:
                     self.weights.give_back()
-                while batch.hidden_home != "device" and _buffered(late) == self.slots:
+                while batch.hidden_home != "device" and _buffered(late) == self.buffers:
                     yield from late.popleft()  # frees the buffer that this cell uses
                 parts = self._cell(Cell(number, j, k), batch, batches)
                 yield from parts.loads

@@ -3,27 +3,38 @@
 from collections.abc import Hashable, Iterable
 
 
+def num_buffers(slots: int) -> int:
+    """Return the number of device buffers for KV pages, and for hidden states, of one gpu_batch each.
+
+    With overlap, there are three or more: one gpu_batch is loaded, one computed and one stored at the same time.
+    Weights need one slot less, as they are not stored.
+
+    Args:
+        slots: number of weight slots, `Policy.slots`.
+    """
+    return slots + 1 if slots > 1 else 1
+
+
 class Ring:
     """Slots 0 .. count - 1 of one kind, handed out in ring order and given back in the same order.
 
     Args:
         kind: "w" for weights, "c" for KV pages, "h" for hidden states. Resource names begin with it.
         count: number of slots.
-        first: the slot that is handed out first.
 
     Attributes:
         taken: number of slots handed out so far.
         passed: number of units that are fully emitted. Each such unit used one slot.
     """
 
-    def __init__(self, kind: str, count: int, first: int = 0) -> None:
-        self.kind, self.count, self.first = kind, count, first
+    def __init__(self, kind: str, count: int) -> None:
+        self.kind, self.count = kind, count
         self.taken = self.passed = self._given_back = 0
 
     def take(self) -> int:
         """Return the next slot. Buffers of one cell are not given back: their resource names order the tasks."""
         self.taken += 1
-        return (self.first + self.taken - 1) % self.count
+        return (self.taken - 1) % self.count
 
     @property
     def free(self) -> bool:
@@ -33,7 +44,7 @@ class Ring:
     @property
     def current(self) -> int:
         """The slot of the unit whose cells are being emitted."""
-        return (self.first + self.passed) % self.count
+        return self.passed % self.count
 
     def leave(self, held: bool) -> None:
         """Go on to the next unit. Give the slot back unless it is `held`, for a task that is not emitted yet."""

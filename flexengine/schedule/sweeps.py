@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from flexengine.policy import Policy
 from flexengine.schedule.admission import Growing, entrants, peak_pages
-from flexengine.schedule.order import Batch, Piece, form_batches, split_prompt
+from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, count_by_tier
 
@@ -220,7 +220,8 @@ class Sweeps:
             rest = [s for s in ordered if not s.generated] if delegated else ordered
             formed += [(batch, tier, "device") for batch in self._formed(rest, pools)]
         hidden = assign_tiers([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
-        return [Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True)]
+        batches = (Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True))
+        return interleaved(batches)
 
     def _formed(self, sequences: list[Sequence], pools: tuple[Pool, ...]) -> list[tuple[Piece, ...]]:
         policy, pieces = self.policy, list[Piece]()

@@ -9,6 +9,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.sizes import aligned
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import AFTER, BEFORE
+from flexengine.schedule.rings import num_buffers
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.mover import Mover, Part
@@ -32,7 +33,7 @@ class Hidden:
         self._regions = Regions(machine)
         take, size = self._regions.take, layout.hidden_buffer
         self._offloaded = {tier: take(tier, n, "hidden states", dtype) for tier, n in layout.hidden_home.items()}
-        count = layout.policy.slots if size else 0
+        count = num_buffers(layout.policy.slots) if size else 0
         self._buffers = [take("device", size, "hidden buffers", dtype) for _ in range(count)]
         count = count if any(map(is_disk, layout.hidden_home)) and machine.capacity.staged else 0
         self._stages = [take("host", size, "hidden staging", dtype) for _ in range(count)]

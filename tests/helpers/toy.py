@@ -19,6 +19,7 @@ from flexengine.schedule.order import (
 )
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Op, Program, Task
+from flexengine.schedule.rings import num_buffers
 from flexengine.schedule.routes import DIRECT, STAGED, Routes
 from flexengine.schedule.sweeps import Sequence, Sweeps
 
@@ -78,8 +79,9 @@ class Toy:
         self.missing = Counter(arriving)  # batches of weights that are not yet where they stay, by unit
         self.slots = [[0] * CELLS for _ in range(slots)]
         self.staging: dict[tuple[Hashable, ...], Any] = {}  # ("w", slot, disk), ("c", number) or ("h", number)
-        self.cbuf: list[dict[int, int]] = [{} for _ in range(slots)]
-        self.hbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
+        buffers = num_buffers(slots)
+        self.cbuf: list[dict[int, int]] = [{} for _ in range(buffers)]
+        self.hbuf: list[dict[int, list[int]]] = [{} for _ in range(buffers)]
         self.inbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
         self.outbuf: list[dict[int, list[int]]] = [{} for _ in range(slots)]
         self.kv: dict[tuple[str, int, int], int] = {}  # (tier, layer, sequence)

@@ -32,9 +32,15 @@ def lengths_of(work: Workload) -> list[tuple[int, int]]:
     return [size for size, times in work.sizes.items() for _ in range(times)]
 
 
+def num_buffers(policy: Policy) -> int:
+    """With overlap, one gpu_batch is loaded, one computed and one stored; a third slot is one more to load ahead."""
+    return {1: 1, 2: 3, 3: 4}[policy.slots]
+
+
 def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) -> dict[str, dict[str, int]]:
     """The whole account where memory has no end."""
     account: dict[str, dict[str, int]] = {t: {} for t in TIERS}
+    buffers = num_buffers(policy)
     slot, stage = streamed_unit(model, policy)
     homes = [pair for unit in placed(model, policy) for pair in unit]
     homes += [(t, "device") for t in model.others]
@@ -56,13 +62,13 @@ def expected(model: ModelFacts, policy: Policy, work: Workload, staged: bool) ->
         passes = (min(block, len(longest)) + tokens // policy.prefill_tokens + 1) * 192 * 1024
         account["device"]["paused forwards"] = up(tokens * each + homes["device"] * row + logits + passes, 4096)
     away = [t for t in ("host", "disk") if policy.activations[TIERS.index(t)] > 0]
-    account["device"]["hidden buffers"] = policy.slots * up(policy.prefill_tokens * row, 4096) if away else 0
+    account["device"]["hidden buffers"] = buffers * up(policy.prefill_tokens * row, 4096) if away else 0
     account["host"]["hidden staging"] = account["device"]["hidden buffers"] if staged and "disk" in away else 0
     for tier in away:
         batches = min(block, len(longest)) + tokens // policy.prefill_tokens + 1
         account[tier]["hidden states"] = up(homes[tier] * row, 4096) + 4096 * batches
     cache_account(account, model, policy, work, staged)
-    away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // policy.slots
+    away = max(account["device"]["cache buffers"], account["device"]["hidden buffers"]) // buffers
     longest = max(sum(t.stored_bytes for t in model.tensors), away)
     ring = up(min(12 << 20, longest), 4096) if longest >= 1 << 20 else 0
     account["host"]["read buffers"] = ring + 4 * up(min(1 << 20, longest) + 8192, 4096)
@@ -109,8 +115,9 @@ def cache_account(
             buffer = max(buffer, sum(up(n, tokens) for n in most) * token)
         cached = sum(up(n, tokens) for n in lengths[: homes.count(tier)])
         account[tier]["KV cache"] = up(cached * token * len(model.layers), 4096)
-    account["device"]["cache buffers"] = policy.slots * up(buffer, 4096)
-    account["host"]["cache staging"] = policy.slots * up(buffer, 4096) if staged and "disk" in homes else 0
+    buffers = num_buffers(policy)
+    account["device"]["cache buffers"] = buffers * up(buffer, 4096)
+    account["host"]["cache staging"] = buffers * up(buffer, 4096) if staged and "disk" in homes else 0
 
 
 def totals(layout: Layout) -> dict[str, int]:

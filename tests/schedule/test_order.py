@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flexengine.schedule.admission import Growing, entrants, peak_pages
-from flexengine.schedule.order import Piece, cells, form_batches, split_prompt
+from flexengine.schedule.order import Batch, Piece, cells, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool, pages_for
 
 
@@ -80,3 +80,30 @@ def test_pairs_against_counting(start: int, count: int, window: int | None) -> N
     queries = range(start, start + count)
     counted = sum(1 for q in queries for k in range(q + 1) if window is None or k > q - window)
     assert Piece(0, start, count, True).pairs(window) == counted
+
+
+def batch(sequence: int, home: str, attention: str = "device") -> Batch:
+    return Batch((Piece(sequence, 4, 1, True),), home, "device", attention)
+
+
+def test_gpu_batches_of_tiers_alternate() -> None:
+    formed = [*(batch(i, "disk") for i in range(2)), *(batch(i, "disk2") for i in range(2, 6))]
+    assert [b.cache_home for b in interleaved(formed)] == ["disk2", "disk", "disk2", "disk2", "disk", "disk2"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(["device", "host", "disk", "disk2"]), st.booleans()), max_size=12))
+def test_interleaved_keeps_the_order_of_a_tier(drawn: list[tuple[str, bool]]) -> None:
+    """Pieces of one sequence have one tier and must stay in order. Delegated gpu_batches are first. At any point, a
+    tier's share of its gpu_batches is within one gpu_batch of the sweep's share."""
+    formed = [batch(i, home, "host" if home == "host" and away else "device") for i, (home, away) in enumerate(drawn)]
+    done = interleaved(formed)
+    assert sorted(b.pieces[0].sequence for b in done) == list(range(len(drawn)))
+    delegated = [b.delegated for b in done]
+    assert delegated == sorted(delegated, reverse=True)
+    rest = [b for b in done if not b.delegated]
+    for home in {b.cache_home for b in rest}:
+        own = [b.pieces[0].sequence for b in rest if b.cache_home == home]
+        assert own == sorted(own)
+        for end in range(len(rest) + 1):
+            passed = sum(b.cache_home == home for b in rest[:end])
+            assert abs(passed - len(own) * end / len(rest)) < 2

@@ -253,15 +253,16 @@ def by_rows(slots: int, batches: int, embedding: str = "", hidden: str = "device
 
 
 @pytest.mark.parametrize(("slots", "hidden", "order"), [
-    (1, "device", "C0 C1 C2 R0 R1 R2"), (2, "device", "C0 C1 C2 R0 R1 R2"),
-    (1, "host", "C0 R0 C1 R1 C2 R2"), (2, "host", "C0 C1 R0 C2 R1 R2"), (3, "disk", "C0 C1 C2 R0 R1 R2"),
+    (1, "device", "C0 C1 C2 C3 R0 R1 R2 R3"), (2, "device", "C0 C1 C2 C3 R0 R1 R2 R3"),
+    (1, "host", "C0 R0 C1 R1 C2 R2 C3 R3"), (2, "host", "C0 C1 C2 R0 C3 R1 R2 R3"),
+    (3, "disk", "C0 C1 C2 C3 R0 R1 R2 R3"),
 ])  # fmt: skip
 def test_rests_come_behind_as_many_starts_as_have_buffers(slots: int, hidden: str, order: str) -> None:
     names = {Op.COMPUTE: "C", Op.RESUME: "R"}
-    tasks = [t for t in by_rows(slots, 3, "", hidden) if t.lane == "device" and t.cell.sweep == 0]
+    tasks = [t for t in by_rows(slots, 4, "", hidden) if t.lane == "device" and t.cell.sweep == 0]
     for j in range(3):
         assert " ".join(f"{names[t.op]}{t.cell.batch}" for t in tasks if t.cell.layer == j) == order
-    assert [t.op for t in tasks if t.cell.layer == 3] == [Op.COMPUTE] * 3
+    assert [t.op for t in tasks if t.cell.layer == 3] == [Op.COMPUTE] * 4
 
 
 def test_a_large_sweep_loads_whole_layers() -> None:

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from flexengine.places import is_disk
 from flexengine.plan.layout import Layout
+from flexengine.schedule.rings import num_buffers
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.cache.pools import Pools
@@ -22,7 +23,7 @@ class Movement:
     def __init__(self, layout: Layout, machine: Machine, regions: Regions, pools: Pools, dtype: torch.dtype) -> None:
         self.machine, self.pools, self.dtype, self._size = machine, pools, dtype, layout.cache_buffer
         self._mover = Mover(machine)
-        count = layout.policy.slots if self._size else 0
+        count = num_buffers(layout.policy.slots) if self._size else 0
         self._buffers = [regions.take("device", self._size, "cache buffers", dtype) for _ in range(count)]
         count = count if any(map(is_disk, layout.pools)) and machine.capacity.staged else 0
         self._stages = [regions.take("host", self._size, "cache staging", dtype) for _ in range(count)]
