@@ -66,7 +66,8 @@ class Policy:
             offload directory, the third, and so on.
         cache: fractions of the KV cache, in the same form.
         activations: fractions of the activations, in the same form.
-        slots: number of buffers for streamed tensors; 1 = no overlap, 2 = double buffering.
+        slots: number of buffers for streamed weights; 1 = no overlap, 2 = double buffering. KV cache and activations
+            off the device have one buffer more if there is overlap.
         schedule: when sequences enter the block: row (one gpu_batch at a time), zigzag (all together), diagonal (one
             cohort per sweep) or continuous.
         prefill_tokens: most tokens of one gpu_batch in a sweep; limits the memory of activations.

@@ -136,9 +136,9 @@ def form_batches(
 def interleaved(batches: Iterable[Batch]) -> list[Batch]:
     """Return the gpu_batches in an order in which those of each cache tier are spread evenly over the sweep.
 
-    At most `Policy.slots` gpu_batches are loaded ahead. If those of one tier were in a row, the lanes of the other
-    tiers would be idle meanwhile. Delegated gpu_batches stay first: a streamed layer keeps its weight slot until the
-    last of them is finished.
+    The number of buffers limits how many gpu_batches are loaded ahead. If the gpu_batches of one tier were in a row,
+    the lanes of the other tiers would be idle meanwhile. Delegated gpu_batches stay first: a streamed layer keeps its
+    weight slot until the last of them is finished.
     """
     by_tier: dict[str, list[Batch]] = {}
     first: list[Batch] = []

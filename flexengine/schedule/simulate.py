@@ -1,4 +1,4 @@
-"""Simulation of a program on a virtual clock, for tests of schedules, checks of plans and the remaining time."""
+"""Simulation of a program on a virtual clock, for tests of schedules and checks of the cost model."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
