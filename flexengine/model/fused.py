@@ -6,7 +6,7 @@ forward equals the known one. Other modules, dtypes other than fp32, and GPUs us
 
 from collections.abc import Callable
 from functools import cache
-from types import FunctionType
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -86,18 +86,31 @@ def _rotated(own: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., tuple[T
 
 def _attention(cls: type[nn.Module]) -> dict[str, Any] | None:
     """Return a copy of the attention's forward that calls the fused rotary function; None for other code."""
-    forward = cls.forward
-    if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
+    copy = _with_fused_rotary(cls.forward)
+    return None if copy is None else {"forward": copy}
+
+
+def _with_fused_rotary(forward: Any) -> FunctionType | None:
+    """Return a copy of a forward that calls the fused rotary function. Decorators are copied around it."""
+    if not isinstance(forward, FunctionType):
         return None
-    names = forward.__globals__
-    own: Any = names.get(_ROTATE)
-    known = _same(own, llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
-    if not known or not _same(own.__globals__.get("rotate_half"), llama.rotate_half):
+    names, closure = forward.__globals__, forward.__closure__
+    if (inner := getattr(forward, "__wrapped__", None)) is not None:
+        calls = [cell.cell_contents is inner for cell in closure or ()]
+        if not any(calls) or (fused := _with_fused_rotary(inner)) is None:
+            return None
+        closure = tuple(CellType(fused) if call else cell for call, cell in zip(calls, closure or (), strict=True))
+    elif _ROTATE in forward.__code__.co_names:
+        own: Any = names.get(_ROTATE)
+        known = _same(own, llama.apply_rotary_pos_emb, apply_rotary_pos_emb)
+        if not known or not _same(own.__globals__.get("rotate_half"), llama.rotate_half):
+            return None
+        names = {**names, _ROTATE: _rotated(own)}
+    else:
         return None
-    names = {**names, _ROTATE: _rotated(own)}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, closure)
     copy.__kwdefaults__ = forward.__kwdefaults__
-    return {"forward": copy}
+    return copy
 
 
 @cache

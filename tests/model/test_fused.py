@@ -1,6 +1,9 @@
 """Norms, rotary positions and gates in one pass: against the formulas in fp64 and against transformers' own modules."""
 
+from collections.abc import Callable
+from functools import wraps
 from types import FunctionType
+from typing import Any
 
 import pytest
 import torch
@@ -161,6 +164,32 @@ class TestModules:
         use_fused(module)
         assert type(module).__name__ == "FusedLlamaAttention"
         assert torch.equal(module(x, angles, None)[0], expected)
+
+    def test_a_decorated_attention_is_fused_inside_its_decorators(self) -> None:
+        """A decorator that does not call the attention's own code leaves nothing to fuse."""
+        def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                kwargs["position_embeddings"] = kwargs.pop("angles")
+                return function(*args, **kwargs)
+
+            return call
+
+        @wraps(llama.LlamaAttention.forward)
+        def other(*args: Any, **kwargs: Any) -> str:
+            return "other"
+
+        config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
+        config._attn_implementation = "eager"
+        decorated = type("Decorated", (llama.LlamaAttention,), {"forward": renamed(llama.LlamaAttention.forward)})
+        module, x, angles = decorated(config, 0), torch.randn(1, 6, 64), tuple(torch.randn(2, 1, 6, 16))
+        expected, _ = module(x, angles=angles, attention_mask=None)
+        use_fused(module)
+        assert type(module).__name__ == "FusedDecorated"
+        assert torch.equal(module(x, angles=angles, attention_mask=None)[0], expected)
+        strange = type("Strange", (llama.LlamaAttention,), {"forward": other})(config, 0)
+        use_fused(strange)
+        assert strange(x) == "other"
 
     def test_a_rotary_function_that_halves_otherwise_is_not_taken_for_the_known_one(self) -> None:
         """Its code is Llama's to the letter; what it calls is not."""
