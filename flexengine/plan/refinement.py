@@ -15,7 +15,9 @@ MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
 # A step may gain nothing: whole tensors move, and the first tensor of a size enlarges the slot.
 MAX_STEPS_WITHOUT_GAIN = 2
-FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the best policy's weights moved at the end
+# At the end, small shares of the weights are moved in policies whose seconds are at most CLOSE times the least.
+FINE_STEPS = tuple(k / 500 for k in range(1, 16))
+MAX_FINE, CLOSE = 2, 1.01
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
@@ -58,9 +60,10 @@ class Refinement:
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
         self._step_blocks()
-        last = tried.leader().policy
-        for (source, target), step in product(self._moves, FINE_STEPS):
-            if (moved := _moved(last, source, target, step)) is not None:
+        least = tried.leader().total_seconds
+        close = [p.policy for p in self._best()[:MAX_FINE] if p.total_seconds <= CLOSE * least]
+        for policy, (source, target), step in product(close, self._moves, FINE_STEPS):
+            if (moved := _moved(policy, source, target, step)) is not None:
                 tried.attempt(moved)
 
     @property
