@@ -19,7 +19,7 @@ from bench import harness
 from bench.harness import Record
 from bench.models import OptShape, make
 
-# With all of OPT's vocabulary the head would be a third of so small a model; of OPT-30B it is 1 %.
+# OPT's whole vocabulary would make the head a quarter of this small model. In OPT-30B the head is 1 %.
 SHAPE = OptShape(layers=16, hidden=768, ffn=3072, heads=12, vocab=8192, positions=256)
 RATE = 2e8  # bytes per second of the first disk
 MEMORY = 90 << 20  # bytes of the device, and of the host

@@ -1,7 +1,9 @@
 """Fused norms, rotary positions and gates: one native kernel each, for modules whose own code is recognised.
 
-transformers repeats the code of these modules in every family. A module gets the fused forward if the bytecode of its
-forward equals the known one. Other modules, dtypes other than fp32, and GPUs use the module's own code.
+transformers repeats the code of these modules in every family. A norm or an MLP gets the fused forward if the bytecode
+of its forward equals the known one. An attention module keeps its forward and its decorators; it gets the fused rotary
+function if the bytecode of its own rotary function equals the known one. Other modules, dtypes other than fp32, and
+GPUs use the module's own code.
 """
 
 from collections.abc import Callable

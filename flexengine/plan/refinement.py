@@ -15,9 +15,8 @@ MAX_REFINED, MAX_ROUNDS = 8, 3  # policies refined per round, and rounds
 WEIGHT_STEPS = (0.2, 0.1, 0.05, 0.025)  # shares of the weights moved in one step
 # A step may gain nothing: whole tensors move, and the first tensor of a size enlarges the slot.
 MAX_STEPS_WITHOUT_GAIN = 2
-# At the end, small shares of the weights are moved in policies whose seconds are at most CLOSE times the least.
-FINE_STEPS = tuple(k / 500 for k in range(1, 16))
-MAX_FINE, CLOSE = 2, 1.01
+FINE_STEPS = tuple(k / 500 for k in range(1, 16))  # shares of the weights moved at the end
+MAX_FINE_RATIO = 1.01  # FINE_STEPS are tried in the best policies whose seconds are at most this times the leader's
 MOVES = ((2, 0), (2, 1), (1, 0), (0, 1), (0, 2))  # (from, to), by number of the place
 
 
@@ -60,9 +59,10 @@ class Refinement:
         for policy in self.shapes.batches(tried.leader().policy):
             tried.attempt(policy)
         self._step_blocks()
-        least = tried.leader().total_seconds
-        close = [p.policy for p in self._best()[:MAX_FINE] if p.total_seconds <= CLOSE * least]
-        for policy, (source, target), step in product(close, self._moves, FINE_STEPS):
+        leader = tried.leader()
+        second = [p for p in self._best()[:2] if p.total_seconds <= MAX_FINE_RATIO * leader.total_seconds]
+        policies = dict.fromkeys(p.policy for p in (leader, *second))
+        for policy, (source, target), step in product(policies, self._moves, FINE_STEPS):
             if (moved := _moved(policy, source, target, step)) is not None:
                 tried.attempt(moved)
 
@@ -102,12 +102,14 @@ class Refinement:
 
     def _step_blocks(self) -> None:
         """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
-        leader: Prediction | None = None
-        while leader is not (leader := self.tried.leader()):
-            policy = leader.policy
+        while True:
+            before = self.tried.leader()
+            policy = before.policy
             choice = Choice(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
             for shape, tokens in product(self.shapes.steps(policy), self.shapes.tokens):
                 self.placement.solve_placement(replace(shape, prefill_tokens=tokens), choice)
+            if self.tried.leader() is before:
+                break
 
     def _move_weights(self, prediction: Prediction) -> None:
         """Move shares of the weights between tiers while the job gets faster."""

@@ -2,8 +2,8 @@
 
 For each block size, with KV cache and hidden states allowed off the device or not, the program chooses the fractions on
 the tiers (`placement`). They are rounded to whole tensors and sequences, laid out to the byte, and priced again
-(`tried`). The best policies are refined with other gpu_batches, prefill_tokens, slots and schedules, and by moving
-their weights in small steps (`refinement`).
+(`tried`). The best policies are refined with other gpu_batches, prefill_tokens, slots and schedules, with block sizes
+one step away, and by moving their weights in small steps (`refinement`).
 """
 
 import warnings

@@ -98,11 +98,12 @@ class Shapes:
                 yield replace(policy, gpu_batch_size=-(-policy.block_size // batches), num_gpu_batches=batches)
 
     def steps(self, policy: Policy) -> Iterator[Policy]:
-        """Yield the policy with one gpu_batch less and more, or with one sequence less and more in a single one."""
+        """Yield the policy with one gpu_batch less and more, or with one sequence less and more in a single one. A
+        larger block than those of `blocks` is left out."""
         name = "num_gpu_batches" if policy.num_gpu_batches > 1 else "gpu_batch_size"
         for size in (getattr(policy, name) - 1, getattr(policy, name) + 1):
-            if size:
-                yield replace(policy, **{name: size})
+            if size and (other := replace(policy, **{name: size})).block_size <= self.blocks()[0]:
+                yield other
 
     def neighbours(self, policy: Policy) -> Iterator[Policy]:
         """Yield the policy with other prefill_tokens, schedule, gpu_batches and slots, and with similar block sizes."""

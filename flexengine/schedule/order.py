@@ -137,8 +137,9 @@ def interleaved(batches: Iterable[Batch]) -> list[Batch]:
     """Return the gpu_batches in an order in which those of each cache tier are spread evenly over the sweep.
 
     The number of buffers limits how many gpu_batches are loaded ahead. If the gpu_batches of one tier were in a row,
-    the lanes of the other tiers would be idle meanwhile. Delegated gpu_batches stay first: a streamed layer keeps its
-    weight slot until the last of them is finished.
+    the lanes of the other tiers would be idle meanwhile. Delegated gpu_batches come first: their attention is computed
+    while the device computes the others. With three slots or more, a streamed layer keeps its weight slot until the
+    last of them is finished.
     """
     by_tier: dict[str, list[Batch]] = {}
     first: list[Batch] = []

@@ -1,6 +1,6 @@
 """Norms, rotary positions and gates in one pass: against the formulas in fp64 and against transformers' own modules."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -16,6 +16,7 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
 from flexengine.errors import InvalidInput
 from flexengine.kernels import Kernels
+from flexengine.model import fused
 from flexengine.model.fused import use_fused
 from tests.helpers.builds import NATIVE, kernels_named
 
@@ -102,6 +103,26 @@ class TestKernels:
             kernel.rotate(torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 4, 8))
 
 
+@pytest.fixture
+def rotated(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """One number, of calls of fused rotary functions made in the test."""
+    calls, make = [0], fused._rotated
+
+    def counting(own: Callable[..., Any]) -> Callable[..., Any]:
+        function = make(own)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(fused, "_rotated", counting)
+    fused._fused.cache_clear()
+    yield calls
+    fused._fused.cache_clear()
+
+
 class TestModules:
     @pytest.mark.parametrize("norm", [llama.LlamaRMSNorm, Gemma2RMSNorm])
     def test_a_norm_computes_what_it_did(self, norm: type[nn.Module]) -> None:
@@ -155,7 +176,7 @@ class TestModules:
         assert type(module) is not llama.LlamaMLP
         torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
 
-    def test_attention_computes_what_it_did_with_other_rotary_functions_left_alone(self) -> None:
+    def test_attention_computes_what_it_did_with_other_rotary_functions_left_alone(self, rotated: list[int]) -> None:
         config = llama.LlamaConfig(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=1)
         config._attn_implementation = "eager"
         module, x = llama.LlamaAttention(config, 0), torch.randn(1, 6, 64)
@@ -164,8 +185,9 @@ class TestModules:
         use_fused(module)
         assert type(module).__name__ == "FusedLlamaAttention"
         assert torch.equal(module(x, angles, None)[0], expected)
+        assert rotated == [1]
 
-    def test_a_decorated_attention_is_fused_inside_its_decorators(self) -> None:
+    def test_a_decorated_attention_is_fused_inside_its_decorators(self, rotated: list[int]) -> None:
         """A decorator that does not call the attention's own code leaves nothing to fuse."""
         def renamed(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)
@@ -187,6 +209,7 @@ class TestModules:
         use_fused(module)
         assert type(module).__name__ == "FusedDecorated"
         assert torch.equal(module(x, angles=angles, attention_mask=None)[0], expected)
+        assert rotated == [1]
         strange = type("Strange", (llama.LlamaAttention,), {"forward": other})(config, 0)
         use_fused(strange)
         assert strange(x) == "other"

@@ -20,7 +20,7 @@ from flexengine.plan.lp import NoSolver, Solution, SolverFailed
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.search import Search, frontier, search
-from flexengine.plan.shapes import Options
+from flexengine.plan.shapes import Options, Shapes
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from tests.helpers.drawn import policy_of, work_of
@@ -100,6 +100,19 @@ def test_streamed_when_it_does_not(kind: str) -> None:
     best = search(SMALL, hardware, WORK).best
     assert best.policy.weights[0] < 1
     assert "disk" in best.layout.homes.values()
+
+
+def test_steps_of_a_block_size() -> None:
+    shapes = Shapes(Cost(SMALL, machine_of(random.Random(2), "sim"), WORK), Options())
+    assert WORK.count == 16
+
+    def steps(gpu_batch_size: int, num_gpu_batches: int) -> list[tuple[int, int]]:
+        return [(p.gpu_batch_size, p.num_gpu_batches) for p in shapes.steps(Policy(gpu_batch_size, num_gpu_batches))]
+
+    assert steps(1, 1) == [(2, 1)]
+    assert steps(5, 1) == [(4, 1), (6, 1)]
+    assert steps(4, 2) == [(4, 1), (4, 3)]
+    assert steps(4, 4) == [(4, 3)]  # no block is larger than the job
 
 
 def test_without_the_solver_nothing_is_left_out_silently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,15 @@ def test_more_slots_are_never_slower(routes: str, home: tuple[str, ...], count: 
     assert three <= two + 1e-9
 
 
+@pytest.mark.parametrize("data", [("host", "device"), ("device", "host")])
+def test_load_compute_and_store_work_at_the_same_time(data: tuple[str, str]) -> None:
+    """If each takes a second per cell, a cell takes a second. With two buffers a load would wait for a store: 1.5."""
+    program = program_of([()] * 31, 2, STAGED, uniform(3, *data), 2)
+    moves = (Op.LOAD_CACHE, Op.LOAD_HIDDEN, Op.STORE_CACHE, Op.STORE_HIDDEN, Op.COMPUTE)
+    forecast = simulate(program, lambda task: float(task.op in moves))
+    assert forecast.busy["device"] <= forecast.seconds <= 1.1 * forecast.busy["device"]
+
+
 def test_no_span_overlaps_what_it_waits_for() -> None:
     streamed: Homes = [("host",), ("disk",), ("host", "disk"), (), ("disk",)]
     forecast = simulate(program_of(streamed, 2, STAGED, uniform(3, "disk", "host"), 4), costs(13))

@@ -154,6 +154,17 @@ def test_rows_enter_in_order_and_fill_free_places() -> None:
     assert entered["continuous"] == [0, 0, 1, 3]
 
 
+def test_gpu_batches_of_two_tiers_alternate() -> None:
+    sweeps = Sweeps(Policy(1, 4, cache=(0, 0.5, 0.5)), {tier: (Pool(100, 16),) for tier in ("host", "disk")})
+    for i in range(4):
+        sweeps.add(Sequence(i, 5, 3))
+    for _ in range(2):
+        batches = sweeps.begin(lambda sequence, pages: None)
+        homes = [batch.cache_home for batch in batches]
+        assert homes in (["host", "disk"] * 2, ["disk", "host"] * 2)
+        sweeps.advance(batches, set())
+
+
 def test_admission_is_not_worst_case_reservation() -> None:
     """Two sequences whose longest lengths together exceed the pool share it, as one leaves before the other grows."""
     sweeps = Sweeps(Policy(2, 1), {"device": (Pool(10, 1),)})
