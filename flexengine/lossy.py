@@ -22,7 +22,7 @@ class Lossy:
         weights: format in which matrices are stored, from WEIGHTS.
         compute: format in which matrices are multiplied, from COMPUTE.
         cache: format in which keys and values are stored, from CACHE.
-        topk: share of the past values that decode attention reads, in (0, 1).
+        sparse_attention: share of the past values that decode attention reads, in (0, 1).
         calibrate: name of a UTF-8 file, or BUNDLED. The exact model reads this text to measure which errors of encoded
             weights matter.
 
@@ -33,7 +33,7 @@ class Lossy:
     weights: str | None = None
     compute: str | None = None
     cache: str | None = None
-    topk: float | None = None
+    sparse_attention: float | None = None
     calibrate: str | None = None
 
     def __post_init__(self) -> None:
@@ -42,9 +42,10 @@ class Lossy:
                 raise InvalidInput(
                     f"{name} is {value!r}; it must be one of {', '.join(known)}, or left out to be exact"
                 )
-        share = self.topk
+        share = self.sparse_attention
         if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < 1):
-            raise InvalidInput(f"topk is {share!r}; it must be a share above 0 and below 1, or left out to be exact")
+            raise InvalidInput(f"sparse_attention is {share!r}; it must be a share above 0 and below 1, or left out to"
+                               " be exact")  # fmt: skip
         if self.calibrate is not None and (not isinstance(self.calibrate, str) or not self.calibrate):
             raise InvalidInput(f"calibrate is {self.calibrate!r}; it must be the name of a text file, or {BUNDLED!r}")
         if self.calibrate is not None and self.coded not in FITTED:
@@ -82,7 +83,7 @@ ALLOW: dict[str, tuple[str, str | float]] = {
     **{f"{codec}-weights": ("weights", codec) for codec in WEIGHTS},
     **{f"{codec}-compute": ("compute", codec) for codec in COMPUTE},
     **{f"{codec}-cache": ("cache", codec) for codec in CACHE},
-    "topk": ("topk", 0.1),
+    "sparse-attention": ("sparse_attention", 0.1),
 }
 QUALITY = {
     "exact": (),

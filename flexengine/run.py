@@ -1,4 +1,4 @@
-"""`python -m flexengine.run`: generate text for a file of prompts; see `flexengine.commands.run`."""
+"""`python -m flexengine.run` is `flexengine run`."""
 
 import sys
 

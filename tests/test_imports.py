@@ -38,7 +38,7 @@ ALLOWED = {
     "commands": {"errors", "bar", "config", "lossy", "policy", "plan", "tier", "model", "worker", "measure", "job",
                  "engine", "texts", "__version__"},
     "run": {"commands"},
-    "quality": {"commands"},
+    "__main__": {"commands"},
     "plan door": {"commands"},
     "texts": {"errors"},
     "__init__": {"config", "lossy", "policy", "engine"},

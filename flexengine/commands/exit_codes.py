@@ -1,18 +1,14 @@
-"""Exit codes of all commands, and messages on standard error."""
+"""Exit codes of all commands, and the messages of errors."""
 
 import os
 import sys
 import traceback
 from collections.abc import Callable
 
+from flexengine.commands.messages import say_error
 from flexengine.errors import FlexError, RanOut
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-
-
-def say(text: str) -> None:
-    """Print a message on standard error."""
-    print(f"flexengine: {text}", file=sys.stderr)
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -22,24 +18,24 @@ def exit_code(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except RanOut as error:  # memory ran out while the job was running; finished rows are in the journal
-        say(" ".join(str(error).split()))
+        say_error(str(error))
         return FAILED
     except FlexError as error:
-        say(" ".join(str(error).split()))
+        say_error(str(error))
         return REFUSED
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails again
-        say("stdout was closed before all results were written")
+        say_error("stdout was closed before all results were written")
         return FAILED
     except OSError as error:
-        say(str(error))
+        say_error(str(error))
         return FAILED
     except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors
         if _of_memory(error):
             where = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-            say(f"the system has no more memory{where}; give a smaller --device-mem or --host-mem, or end other"
+            say_error(f"the system has no more memory{where}; give a smaller --device-mem or --host-mem, or end other"
                 " programs, and run the same command again")  # fmt: skip
         else:
             traceback.print_exc()

@@ -1,16 +1,20 @@
-"""The engine of a command, opened from the options of its command line."""
+"""The engine, machine and model of a command, opened from the options of its command line."""
 
 import argparse
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import say
+from flexengine.commands.messages import say
 from flexengine.commands.progress import verified
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
+    from flexengine.engine.options import MachineOptions
     from flexengine.engine.state import Progress
+    from flexengine.lossy import Lossy
+    from flexengine.worker.opened import Opened
 
 
 def engine_class() -> "type[Engine]":
@@ -44,3 +48,24 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
     if engine.core.verifier:
         say(f"verified {verified(vars(engine.core.verifier))}")
     return engine
+
+
+def machine_options(args: argparse.Namespace) -> "MachineOptions":
+    """Return the options of the machine."""
+    from flexengine.engine.options import MachineOptions  # imported here, as it imports torch and --help must not
+
+    names = ("device", "device_mem", "host_mem", "offload_dir")
+    return MachineOptions(**{name: getattr(args, name) for name in names})
+
+
+def machine_kind(args: argparse.Namespace) -> str:
+    """Return the kind of this machine: cpu, cuda or sim."""
+    with closing(machine_options(args).machine()) as machine:
+        return machine.kind
+
+
+def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "Opened":
+    """Open the model without its weights, as a machine of this kind would open it."""
+    from flexengine.worker.opened import open_model
+
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)

@@ -1,12 +1,19 @@
-"""Command line options that decide the plan of a job, shared by run and plan."""
+"""Command line options that several commands share, each written once, and what they stand for."""
 
 import argparse
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
+from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
 AUTO = "auto"  # --policy: the planner chooses
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+SAMPLING = {f.name: f.default for f in fields(SamplingParams)}  # names and defaults of the sampling options
+Group = argparse._ArgumentGroup
 
 
 def named(text: str) -> str:
@@ -16,12 +23,65 @@ def named(text: str) -> str:
     return text
 
 
-def add_machine(group: "argparse._ArgumentGroup") -> None:
+INPUT: dict[str, Any] = dict(
+    metavar="FILE", type=named,
+    help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines; .txt, .csv, .tsv, .parquet or"
+         " .arrow; - is standard input",
+)  # fmt: skip
+MODEL: dict[str, Any] = dict(
+    metavar="MODEL", type=named, help="directory, .gguf file or hub id (default: the demo model)"
+)
+POLICY: dict[str, Any] = dict(
+    metavar="FILE.json", type=named, default=AUTO,
+    help="block shape and placement; default: auto, the policy with the shortest predicted time",
+)  # fmt: skip
+
+
+def add_rows(group: Group) -> None:
+    """Add the options that say which rows of the input are read, and how."""
+    group.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
+
+
+def add_lengths(group: Group) -> None:
+    """Add the sampling options that decide the size of a job."""
+    _add(group, "max-tokens", int, "most tokens per prompt", "N")
+    _add(group, "n", int, "samples per prompt", "N")
+
+
+def add_sampling(group: Group) -> None:
+    """Add all sampling options."""
+    add_lengths(group)
+    _add(group, "temperature", float, "0 is greedy")
+    _add(group, "seed", int, "seed of all sampling noise", "N")
+    _add(group, "top-k", int, "sample from the K likeliest tokens; 0: from all", "K")
+    _add(group, "top-p", float, "sample from the fewest likeliest tokens whose probability reaches X")
+    _add(group, "min-p", float, "drop tokens less likely than X times the likeliest")
+    _add(group, "repetition-penalty", float, "divide the logits of tokens in prompt and text by X")
+    _add(group, "presence-penalty", float, "subtract X from the logits of tokens in the text")
+    _add(group, "frequency-penalty", float, "subtract X once for every time a token is in the text")
+    _add(group, "logprobs", int, "log probability of each token, and of the K likeliest", "K")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                       help="text that ends a row, taken literally; may be repeated")  # fmt: skip
+    group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", dest="stop_token_ids",
+                       help="token that ends a row; may be repeated")  # fmt: skip
+    group.add_argument("--ignore-eos", action="store_true", help="continue after an end-of-sequence token")
+
+
+def _add(group: Group, name: str, kind: Callable[[str], object], text: str, metavar: str = "X") -> None:
+    default = SAMPLING[name.replace("-", "_")]
+    group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=f"{text} (default: %(default)s)")
+
+
+def add_machine(group: Group) -> None:
     """Add the options of the machine, and those of dtype and remote code."""
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
-    group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
+    group.add_argument("--dtype", default="auto", choices=DTYPES,
+                       help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]} (default: %(default)s: float32 on a CPU, the"
+                            " checkpoint's own on a GPU)", metavar="DTYPE")  # fmt: skip
+    group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"),
+                       help="device that computes (default: %(default)s)")  # fmt: skip
     group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
     group.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
     group.add_argument("--offload-dir", type=named, metavar="DIR", action="append",
@@ -29,18 +89,16 @@ def add_machine(group: "argparse._ArgumentGroup") -> None:
                             " which may also hold a copy of some weights")  # fmt: skip
 
 
-def add_lossy(group: "argparse._ArgumentGroup") -> None:
+def add_lossy(group: Group) -> None:
     """Add the lossy switches, and the options that let the planner choose them."""
     group.add_argument("--weights", choices=WEIGHTS, help="store matrices in this format")
     group.add_argument("--compute", choices=COMPUTE,
                        help="multiply matrices in this format; int8 stores weights in int8, too, unless --weights"
                             " is given")  # fmt: skip
     group.add_argument("--cache", choices=tuple(CACHE), help="store keys and values in this format")
-    group.add_argument("--topk", type=float, metavar="SHARE",
+    group.add_argument("--sparse-attention", type=float, metavar="SHARE",
                        help="when decoding, read only this share of the past values, e.g. 0.1")  # fmt: skip
-    group.add_argument("--calibrate", nargs="?", const=BUNDLED, type=named, metavar="FILE",
-                       help="first run the exact model over this UTF-8 text (default: a bundled text), once per model,"
-                            " to measure which errors of encoded weights matter")  # fmt: skip
+    add_calibration(group)
     group.add_argument("--quality", choices=tuple(QUALITY), default="exact",
                        help="let the planner choose among 8-bit formats (near), or also 4-bit formats (small)"
                             " (default: %(default)s)")  # fmt: skip
@@ -48,9 +106,29 @@ def add_lossy(group: "argparse._ArgumentGroup") -> None:
                        help=f"let the planner choose from these: {', '.join(ALLOW)}")  # fmt: skip
 
 
+def add_calibration(group: Group) -> None:
+    """Add the options of calibration."""
+    group.add_argument("--calibrate", action="store_true",
+                       help="first run the exact model over a text, once per model, to measure which errors of encoded"
+                            " weights matter")  # fmt: skip
+    group.add_argument("--calibration-text", type=named, metavar="FILE",
+                       help="calibrate on this UTF-8 text instead of the bundled one")  # fmt: skip
+
+
+def calibration_of(args: argparse.Namespace) -> str | None:
+    """Return the calibration text: a file name, BUNDLED, or None."""
+    text: str | None = args.calibration_text
+    return text if text is not None else BUNDLED if args.calibrate else None
+
+
+def policy_of(args: argparse.Namespace) -> Policy | None:
+    """Return the policy of --policy; None if the planner chooses. Raise InvalidInput if the file holds no policy."""
+    return None if args.policy == AUTO else Policy.load(args.policy)
+
+
 def lossy_of(args: argparse.Namespace) -> Lossy:
     """Return the lossy switches in the arguments. Raise InvalidInput if a value is not allowed."""
-    return Lossy(args.weights, args.compute, args.cache, args.topk, args.calibrate)
+    return Lossy(args.weights, args.compute, args.cache, args.sparse_attention, calibration_of(args))
 
 
 def allowed(args: argparse.Namespace, lossy: Lossy, policy: Policy | None) -> tuple[str, ...]:

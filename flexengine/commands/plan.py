@@ -1,23 +1,34 @@
-"""python -m flexengine.plan MODEL: print a job's policy and its predicted time and bytes, without loading weights.
-
-python -m flexengine.plan measure: measure this machine.
-"""
+"""flexengine plan MODEL: print a job's policy and its predicted time and bytes, without loading weights."""
 
 import argparse
 import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, exit_code, say
-from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
+from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.messages import say
+from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
+from flexengine.commands.options import (
+    AUTO,
+    INPUT,
+    MODEL,
+    POLICY,
+    add_lengths,
+    add_lossy,
+    add_machine,
+    add_rows,
+    allowed,
+    lossy_of,
+    policy_of,
+)
+from flexengine.commands.parser import Parser
+from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import EXACT, Lossy, choices
+from flexengine.lossy import Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.capacity import check_places
 from flexengine.plan.cost import Cost
@@ -35,109 +46,72 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
-    from flexengine.engine.options import MachineOptions
     from flexengine.worker.opened import Opened
 
 PROMPT_TOKENS, ROWS = 512, 1000
 _MOST = {"prompt_tokens": 2**20, "rows": 2**31 - 1}
-_MAX_TOKENS = next(f.default for f in fields(SamplingParams) if f.name == "max_tokens")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the argument parser of planning."""
-    p = argparse.ArgumentParser(
-        prog="python -m flexengine.plan", description="Choose and explain a policy without loading weights.",
-        epilog="python -m flexengine.plan measure --help: how to measure this machine.",
-    )  # fmt: skip
-    p.add_argument("model", metavar="MODEL", help="as for run; a directory with config.json suffices, without weights")
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("plan", "Choose and explain the policy of a job, without loading weights.",
+               "MODEL may be a directory that holds only config.json. flexengine measure measures this"
+               " machine.")  # fmt: skip
+    p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
     job = p.add_argument_group("job")
-    job.add_argument("--input", metavar="FILE", help="prompts, as for run")
-    job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
-    job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
+    job.add_argument("-i", "--input", **INPUT)
+    add_rows(job)
     job.add_argument("--prompt-tokens", type=int, metavar="N",
-                     help=f"without FILE: prompt tokens of each row (default: {PROMPT_TOKENS}, or less in a short"
+                     help=f"without --input: prompt tokens of each row (default: {PROMPT_TOKENS}, or less in a short"
                           " context)")  # fmt: skip
-    job.add_argument("--rows", type=int, metavar="N", help=f"without FILE: number of rows (default: {ROWS})")
-    job.add_argument("--n", type=int, default=1, metavar="N", help="samples per prompt (default: %(default)s)")
-    job.add_argument("--max-tokens", type=int, default=_MAX_TOKENS, metavar="N",
-                     help="tokens generated per row (default: %(default)s)")  # fmt: skip
+    job.add_argument("--rows", type=int, metavar="N", help=f"without --input: number of rows (default: {ROWS})")
+    add_lengths(job)
     machine = p.add_argument_group("machine")
+    machine.add_argument("--hardware", metavar="FILE.json",
+                         help="rates and capacities of a machine (default: this machine, measured)")  # fmt: skip
     add_machine(machine)
-    machine.add_argument("--hardware", metavar="FILE", help="rates and capacities of a machine; without FILE this"
-                                                            " machine is measured")  # fmt: skip
     add_lossy(p.add_argument_group("lossy", "as for run"))
     report = p.add_argument_group("report")
-    report.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
-    report.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
+    report.add_argument("--policy", **POLICY)
+    report.add_argument("--compare", metavar="FILE.json", action="append",
+                        help="rank this policy and the chosen one; may be repeated")  # fmt: skip
     report.add_argument("--frontier", action="store_true", help="print latency against throughput")
     report.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     report.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
     report.add_argument("--json", action="store_true", help="print the numbers as JSON")
     report.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
     report.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
-    report.add_argument("--verbose", action="store_true",
-                        help="list bytes by purpose; search every what-if change without a time limit")  # fmt: skip
-    return p
-
-
-def measure_parser() -> argparse.ArgumentParser:
-    """Return the argument parser of measuring."""
-    p = argparse.ArgumentParser(prog="python -m flexengine.plan measure", description="Measure this machine.")
-    p.add_argument("--model", metavar="M", help="measure this model's layers, too")
-    add_machine(p.add_argument_group("machine"))
-    p.add_argument("--again", action="store_true", help="measure stored rates again, too")
-    p.add_argument("--json", action="store_true", help="print the rates as a hardware file")
-    p.add_argument("--save", metavar="FILE.json", help="write a hardware file, for --hardware")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
-    words = list(sys.argv[1:] if argv is None else argv)
+    args = parser().parse_args(argv)
 
     def command() -> int:
-        if words[:1] == ["measure"]:
-            measure(measure_parser().parse_args(words[1:]))
-        else:
-            plan(parser().parse_args(words))
+        plan(args)
         return DONE
 
     return exit_code(command)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
-    _check_written(args, ("save",), [])
-    if args.model is None and args.trust_remote_code:
-        raise InvalidInput("--trust-remote-code has no effect without --model; remove it")
-    from flexengine.engine import planner as planners
-
-    opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
-    hardware = planners.this_machine(_machine_options(args), opened, args.again, say, args.dtype)
-    text = json.dumps(hardware.to_json(), indent=1)
-    if args.save:
-        _write(args.save, text)
-    print(text if args.json else explain.hardware_text(hardware))
-
-
 def plan(args: argparse.Namespace) -> None:
     """Plan a job, print the report, and write the files named by options. Raise FlexError if an option is wrong or no
     plan fits."""
-    args.policy = None if args.policy == AUTO else args.policy
     _check(args)
-    given = Policy.load(args.policy) if args.policy else None
+    given = policy_of(args)
     lossy = lossy_of(args)
     names = allowed(args, lossy, given)
     if lossy.calibrate:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
     compared = [(path, Policy.load(path)) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
-    opened = _opened(args, other.kind if other else _kind(args), lossy)
+    opened = open_bare(args, other.kind if other else machine_kind(args), lossy)
     rows = _workload(args, opened)
     among = _choices(opened, names)
     if among:
         lossy = _choose(args, opened, rows, other, among)
-        say(f"chosen: {lossy}; python -m flexengine.quality shows what that costs")
+        say(f"chosen: {lossy}; flexengine quality shows what that costs")
     hardware = other or _measured(args, opened, rows, given)
     options = Options(latency_limit=args.latency)
 
@@ -158,9 +132,9 @@ def plan(args: argparse.Namespace) -> None:
         curve = frontier(searched) if searched and args.frontier else ()
         plot(prediction, hardware, args.plot, f"{name} on {hardware.name}", curve)
     if args.save:
-        _write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
+        write(args.save, json.dumps(prediction.policy.to_json(), indent=1))
     if args.save_lp:
-        with _writing(args.save_lp):
+        with writing(args.save_lp):
             lp.save(placement_problem(*case, prediction.policy, options), args.save_lp)
 
 
@@ -181,7 +155,7 @@ def _report(
     model, hardware, workload = case
     title = f"{name} on {explain.machine(hardware)}\n{explain.job_size(workload)}\n\n"
     if compared:
-        entries = [(args.policy or "auto", prediction), *((path, _tried(*case, policy)) for path, policy in compared)]
+        entries = [(args.policy, prediction), *((path, _tried(*case, policy)) for path, policy in compared)]
         if args.json:
             return _json(head | {"policies": [{"name": n} | _entry(p, hardware) for n, p in entries]})
         return title + explain.compare(entries, hardware)
@@ -246,54 +220,18 @@ def _check(args: argparse.Namespace) -> None:
     for option, needed in (("limit", "input"), ("prompt_column", "input")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --{needed}, too")
-    for option, other in (("frontier", "compare"), ("verbose", "compare"), ("offload_dir", "hardware")):
+    for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):
         if getattr(args, option) and getattr(args, other):
             option = option.replace("_", "-")
             raise InvalidInput(f"--{option} has no effect with --{other}; leave one out")
     for option in ("frontier", "latency"):
-        if args.policy and getattr(args, option):
+        if args.policy != AUTO and getattr(args, option):
             raise InvalidInput(f"--{option} is for the search of a policy; leave --policy out")
     if args.plot:
         check(args.plot)
-    _check_written(args, ("plot", "save", "save_lp"), [args.input, args.hardware, args.policy, *(args.compare or ())])
-
-
-def _check_written(args: argparse.Namespace, options: Sequence[str], read: Sequence[str | None]) -> None:
-    """Raise InvalidInput if a file named by an option cannot be written, is read, too, or is written by two options.
-
-    Args:
-        options: names of the options whose files are written.
-        read: files that are read.
-    """
-    taken = {Path(name).resolve() for name in read if name}
-    for name in filter(None, (getattr(args, option) for option in options)):
-        if Path(name).resolve() in taken:
-            raise InvalidInput(f"{name} is to be written, but another option reads or writes it, too; name another"
-                               " file")  # fmt: skip
-        taken.add(Path(name).resolve())
-        if Path(name).is_dir():
-            raise InvalidInput(f"{name} cannot be written: it is a directory; name a file in it")
-        if not (parent := Path(name).absolute().parent).is_dir():
-            raise InvalidInput(f"{name} cannot be written: there is no directory {parent}; make it first")
-
-
-def _machine_options(args: argparse.Namespace) -> "MachineOptions":
-    from flexengine.engine.options import MachineOptions  # imported here, as it imports torch and --help must not
-
-    names = ("device", "device_mem", "host_mem", "offload_dir")
-    return MachineOptions(**{name: getattr(args, name) for name in names})
-
-
-def _kind(args: argparse.Namespace) -> str:
-    """Return the kind of this machine."""
-    with closing(_machine_options(args).machine()) as machine:
-        return machine.kind
-
-
-def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
-    from flexengine.worker.opened import open_model
-
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+    policy = None if args.policy == AUTO else args.policy
+    read = [args.input, args.hardware, policy, args.config, *(args.compare or ())]
+    check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read)
 
 
 def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
@@ -311,7 +249,7 @@ def _choose(
     from flexengine.engine import planner as planners
 
     if other is None:
-        with closing(_machine_options(args).machine()) as machine:
+        with closing(machine_options(args).machine()) as machine:
             planner = planners.Planner(machine, opened)
             planner.say = say
             return planner.least_lossy(workload, among)
@@ -331,7 +269,7 @@ def _measured(
     InvalidInput if it lacks a place of the given policy."""
     from flexengine.engine import planner as planners
 
-    options = _machine_options(args)
+    options = machine_options(args)
     with closing(options.machine()) as machine:
         if policy is not None:
             check_places(policy, machine.capacity)
@@ -376,17 +314,3 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
     refused.report(workload, args.input, say)
     return workload
-
-
-def _write(path: str, text: str) -> None:
-    with _writing(path):
-        Path(path).write_text(text + "\n", encoding="utf-8")
-
-
-@contextmanager
-def _writing(path: str) -> Iterator[None]:
-    """Raise InvalidInput instead of OSError if the file cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error}") from error

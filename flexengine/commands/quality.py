@@ -1,4 +1,4 @@
-"""python -m flexengine.quality MODEL: measure the cost of lossy choices on real text, with a job's kernels and cache.
+"""flexengine quality MODEL: measure the cost of lossy choices on real text, with a job's kernels and cache.
 
 A stretch of text is a short prompt and a continuation that is forced token by token, as in decoding, so that errors of
 the encoded cache count. The exact model is measured first; every choice is compared with it on the same stretches.
@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import platform
-import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,8 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__, texts
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code, say
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
+from flexengine.commands.habits import command_text
+from flexengine.commands.messages import say
+from flexengine.commands.options import MODEL, add_calibration, add_machine, calibration_of
+from flexengine.commands.parser import Parser
 from flexengine.commands.quality_cost import Cost, Scored, cost
+from flexengine.commands.written import check_written, write
 from flexengine.config import Result
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import BUNDLED, CACHE, COMPUTE, EXACT, FITTED, WEIGHTS, Lossy
@@ -30,39 +34,51 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
 
 PROMPT, MIN_TOKENS = 32, 16  # most prompt tokens of a stretch, which are not scored; fewest tokens of a stretch
-TOPK = (0.1, 0.25)
-_ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "topk": TOPK}
+SHARES = (0.1, 0.25)
+_ALL: Mapping[str, Iterable[Any]] = {"weights": WEIGHTS, "compute": COMPUTE, "cache": CACHE, "sparse_attention": SHARES}
 _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weights", "cache/token", "seconds")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """Return the argument parser."""
-    p = argparse.ArgumentParser(
-        prog="python -m flexengine.quality", description="Measure what lossy choices cost a model on real text.",
-        epilog="If no choice is given, all choices are measured, one at a time.",
-    )  # fmt: skip
-    p.add_argument("model", nargs="?", metavar="MODEL", help="as for run (default: the demo model)")
-    choices = p.add_argument_group("choices", "as for run; each may have several values")
-    choices.add_argument("--weights", nargs="+", choices=WEIGHTS, help="store matrices in this format")
-    choices.add_argument("--compute", nargs="+", choices=COMPUTE, help="multiply matrices in this format")
-    choices.add_argument("--cache", nargs="+", choices=CACHE, help="store keys and values in this format")
-    choices.add_argument("--topk", nargs="+", type=float, metavar="SHARE", help="read only the values of this share")
-    choices.add_argument("--calibrate", nargs="?", const=BUNDLED, metavar="FILE",
-                         help=f"measure choices with {', '.join(FITTED)} weights also after calibration on a UTF-8 text"
-                              f" (default: {', '.join(texts.CALIBRATION)})")  # fmt: skip
+    p = Parser("quality", "Measure what lossy choices cost a model on real text.",
+               "If no choice is given, all choices are measured, one at a time.")  # fmt: skip
+    choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
+    for name, values in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", tuple(CACHE))):
+        choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
+    choices.add_argument("--sparse-attention", type=_several_shares, metavar="SHARE,...",
+                         help="read only the values of this share when decoding")  # fmt: skip
+    add_calibration(choices)
     choices.add_argument("--all-together", action="store_true", help="measure combinations of the given choices, too")
     text = p.add_argument_group("text")
     text.add_argument("--text", metavar="FILE", help=f"UTF-8 text (default: {', '.join(texts.SAMPLE)})")
     text.add_argument("--rows", type=int, default=8, metavar="N", help="stretches of the text (default: %(default)s)")
     text.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of each (default: %(default)s)")
     machine = p.add_argument_group("machine")
-    machine.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
-    machine.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")
-    machine.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
-    machine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
-    machine.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
-    p.add_argument("--json", metavar="FILE", help="write the numbers to FILE, too, as one JSON object")
+    p.add_twin(machine, "-m", "--model", **MODEL)
+    add_machine(machine)
+    report = p.add_argument_group("report")
+    report.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
+    report.add_argument("--save", metavar="FILE.json", help="write the numbers to this file as JSON")
     return p
+
+
+def _several(values: Sequence[str]) -> Callable[[str], list[str]]:
+    """Return a function that splits a text at commas and refuses values that are not in `values`."""
+
+    def split(text: str) -> list[str]:
+        if wrong := [one for one in text.split(",") if one not in values]:
+            raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not known; choose from {', '.join(values)}")
+        return text.split(",")
+
+    return split
+
+
+def _several_shares(text: str) -> list[float]:
+    try:
+        return [float(one) for one in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be numbers with commas, such as 0.1,0.25") from None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,7 +112,7 @@ def asked(
     if calibrate is None:
         return plain
     if not any(lossy.coded in FITTED for lossy in plain):
-        raise InvalidInput(f"--calibrate {calibrate} is for weights that are fitted, and no choice has any; give"
+        raise InvalidInput(f"calibration on {calibrate} is for weights that are fitted, and no choice has any; give"
                            f" --weights with one of {', '.join(FITTED)}, too, or leave it out")  # fmt: skip
     both = ((x, replace(x, calibrate=calibrate)) if x.coded in FITTED else (x,) for x in plain)
     return [lossy for pair in both for lossy in pair]
@@ -281,10 +297,17 @@ def hint(costs: Sequence[Cost], model: str | None) -> str:
     best = min((c for c in costs if c.lossy and c.refused is None), key=lambda c: c.more, default=None)
     if best is None:
         return "none of these choices can be used with this model here"
-    words = ["python", "-m", "flexengine.run", "INPUT", *(["--model", model] if model else [])]
+    words = ["INPUT", *(["--model", model] if model else [])]
     switches = best.lossy.enabled.items()
-    words += [word for name, value in switches for word in (f"--{name}", str(value)) if word != BUNDLED]
-    return f"to use one: {shlex.join(words)}"
+    words += [word for name, value in switches for word in _option(name, value)]
+    return f"to use one: {command_text('run', words)}"
+
+
+def _option(switch: str, value: str | float) -> list[str]:
+    """Return the option of `run` that sets a switch."""
+    if switch == "calibrate":
+        return ["--calibrate"] if value == BUNDLED else ["--calibration-text", str(value)]
+    return [f"--{switch.replace('_', '-')}", str(value)]
 
 
 def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict[str, Any]:
@@ -300,17 +323,17 @@ def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict
 def report(args: argparse.Namespace) -> int:
     """Measure, print and write the costs of all choices. Return how many choices could not be measured. Raise FlexError
     if an option is wrong or the exact model cannot be measured."""
-    choices = asked(vars(args), args.all_together, args.calibrate)
+    calibrate = calibration_of(args)
+    choices = asked(vars(args), args.all_together, calibrate)
     text = read(args.text, args.rows, args.tokens)
-    if args.json:
-        _check_written(args.json, args.text, args.calibrate)
-    _check_apart(args.calibrate, args.text)
+    check_written({"--save": args.save}, [args.text, args.calibration_text, args.config])
+    _check_apart(calibrate, args.text)
     from flexengine.engine.engine import Engine  # imported here, as it imports torch and --help must not
 
     def make(lossy: Lossy) -> Engine:
         engine = Engine(
-            args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem, dtype=args.dtype,
-            trust_remote_code=args.trust_remote_code, lossy=lossy,
+            args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
+            offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code, lossy=lossy,
         )  # fmt: skip
         engine.planner.say = say
         return engine
@@ -321,21 +344,11 @@ def report(args: argparse.Namespace) -> int:
         measured.append(one)
         say(brief(one[0]))
     costs, about = [c for c, _ in measured], measured[0][1]
-    print(f"{header(about, text)}\n{table(costs)}\n\n{hint(costs, args.model)}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(as_json(about, text, costs), allow_nan=False) + "\n", encoding="utf-8")
+    numbers = json.dumps(as_json(about, text, costs), allow_nan=False)
+    print(numbers if args.json else f"{header(about, text)}\n{table(costs)}\n\n{hint(costs, args.model)}")
+    if args.save:
+        write(args.save, numbers)
     return sum(c.refused is not None for c in costs)
-
-
-def _check_written(path: str, *read_from: str | None) -> None:
-    """Raise InvalidInput, before minutes of measuring, if the --json file cannot be written or is read, too."""
-    target = Path(path).absolute()
-    if target.is_dir() or not target.parent.is_dir():
-        raise InvalidInput(f"--json {path} cannot be written: it is a directory, or its directory does not exist;"
-                           " name another file")  # fmt: skip
-    for name in filter(None, read_from):
-        if target.resolve() == Path(name).resolve():
-            raise InvalidInput(f"--json {path} is also a text that is read; give each a file of its own")
 
 
 def _check_apart(calibrate: str | None, text: str | None) -> None:
@@ -346,8 +359,8 @@ def _check_apart(calibrate: str | None, text: str | None) -> None:
 
     read_calibration(calibrate)
     if text is not None and Path(calibrate).resolve() == Path(text).resolve():
-        raise InvalidInput(f"--calibrate and --text are one file, {text}, but quality on the calibration text looks"
-                           " better than it is; give two files")  # fmt: skip
+        raise InvalidInput(f"--calibration-text and --text are one file, {text}, but quality on the calibration text"
+                           " looks better than it is; give two files")  # fmt: skip
 
 
 def _line(error: Exception) -> str:

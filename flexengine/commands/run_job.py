@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import say
+from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.progress import JobBar, last_line
 from flexengine.config import SamplingParams

@@ -131,7 +131,7 @@ class Planner:
         self.choices = ()
         if self.unsuited:
             self.say(f"not considered: {self.unsuited}")
-        self.say(f"chosen: {chosen}; python -m flexengine.quality shows what that costs")
+        self.say(f"chosen: {chosen}; flexengine quality shows what that costs")
 
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
         """Set and return the switches with the shortest predicted time; see `least_lossy` below."""

@@ -95,7 +95,8 @@ class Trial:
                         delegate=on_host)  # fmt: skip
         capacity = Capacity(None, None, None, self.machine.capacity.shared, self.machine.capacity.staged)
         layout = lay_out(model, policy, Workload({(tokens, 1): sequences}), capacity)
-        lossy, kernels = Lossy(cache=facts.kv_form or None, topk=facts.topk), available.load_for(self.machine.compute)
+        lossy = Lossy(cache=facts.kv_form or None, sparse_attention=facts.topk)
+        kernels = available.load_for(self.machine.compute)
         cache = Cache(model, layout, self.machine, kernels, self.dtype, lossy)
         try:
             live = {i: Sequence(i, tokens, 1, past, home=home) for i in range(sequences)}

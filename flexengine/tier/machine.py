@@ -250,7 +250,7 @@ def _check_sizes(kind: str, device_mem: int | None, host_mem: int | None) -> Non
     for option, size, (most, where) in sizes:
         if size > most:
             raise InvalidInput(f"{option}: {size:,} bytes are given, but {where} has {most:,}; give at most that"
-                               " (python -m flexengine.plan --hardware FILE plans for other"
+                               " (flexengine plan --hardware FILE plans for other"
                                " machines)")  # fmt: skip
 
 

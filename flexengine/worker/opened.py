@@ -97,7 +97,7 @@ class Opened:
         self.facts = model_facts(skeleton, self.locations, self.held, self.dtype)
         kernels, facts = load_for(torch.device("cpu" if self.cpu else "cuda")), self.facts
         scratch = kernels.prompt_scratch(facts.heads, facts.kv_heads, facts.head_dim)
-        self.facts = replace(facts, topk=lossy.topk, scratch=scratch, gpu=not self.cpu)
+        self.facts = replace(facts, topk=lossy.sparse_attention, scratch=scratch, gpu=not self.cpu)
         if lossy.cache == "bf16":
             kv = 2 * self.facts.kv_heads * self.facts.head_dim * torch.bfloat16.itemsize
             self.facts = replace(self.facts, kv_kept=kv)

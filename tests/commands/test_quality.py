@@ -67,7 +67,7 @@ def test_cost() -> None:
 
 def test_every_choice_alone_is_the_default() -> None:
     everything = asked({})
-    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.TOPK)
+    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.SHARES)
     assert all(len(lossy.enabled) == 1 for lossy in everything)
 
 
@@ -80,8 +80,8 @@ def test_choices_alone_and_together() -> None:
     ]  # fmt: skip
     with pytest.raises(InvalidInput, match="two kinds"):
         asked({"weights": ["int8", "int4"]}, together=True)
-    with pytest.raises(InvalidInput, match=r"topk is 1\.5"):
-        asked({"topk": [1.5]})
+    with pytest.raises(InvalidInput, match=r"sparse_attention is 1\.5"):
+        asked({"sparse_attention": [1.5]})
 
 
 # Text.
@@ -179,7 +179,7 @@ def test_table() -> None:
     assert len(lines[0]) == len(lines[1]) == len(lines[2])  # the words of a refusal do not widen the columns
     assert quality.brief(COSTS[1]) == "weights int4: nll 2.3750, +0.3750 against exact, 2.0 s"
     assert quality.brief(COSTS[2]).startswith("cache int2: not measured: keys")
-    single = cost(Lossy(topk=0.1), scored(EXACT_ROWS[:1]), scored(OTHER_ROWS[:1]))
+    single = cost(Lossy(sparse_attention=0.1), scored(EXACT_ROWS[:1]), scored(OTHER_ROWS[:1]))
     assert " ± " not in quality.table([COSTS[0], single])
 
 
@@ -188,8 +188,8 @@ def test_header_and_hint() -> None:
     first, second, _ = quality.header(ABOUT, text).splitlines()
     assert first == "m on cpu (c, 2 cores, float32)"
     assert second.startswith("t: 8 x 512 tokens, 3,840 of them predicted")
-    assert quality.hint(COSTS, "a b").endswith("python -m flexengine.run INPUT --model 'a b' --weights int4")
-    assert quality.hint(COSTS, None).endswith("flexengine.run INPUT --weights int4")
+    assert quality.hint(COSTS, "a b").endswith("flexengine run INPUT --model 'a b' --weights int4")
+    assert quality.hint(COSTS, None).endswith("flexengine run INPUT --weights int4")
     assert "none of these" in quality.hint(COSTS[::2], None)
 
 
@@ -286,8 +286,9 @@ def test_what_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     text = tmp_path / "t.txt"
     text.write_text("x")
     for words in (
-        ["--text", str(tmp_path / "none")], ["--rows", "0"], ["--tokens", "3"], ["--topk", "2"], ["--all-together"],
-        ["--json", str(tmp_path)], ["--json", str(tmp_path / "a" / "b")], ["--text", str(text), "--json", str(text)],
+        ["--text", str(tmp_path / "none")], ["--rows", "0"], ["--tokens", "3"], ["--sparse-attention", "2"],
+        ["--all-together"], ["--save", str(tmp_path)], ["--save", str(tmp_path / "a" / "b")],
+        ["--text", str(text), "--save", str(text)],
         [str(tmp_path / "no model")],
     ):  # fmt: skip
         assert quality.main(words) == 2, words
@@ -383,10 +384,10 @@ def test_the_whole_command(speaker: Any, tmp_path: Path, capsys: pytest.CaptureF
     text, written = tmp_path / "t.txt", tmp_path / "q.json"
     text.write_text(texts.text("alice")[:2000])
     words = [str(speaker.directory), "--text", str(text), "--rows", "2", "--tokens", "48", "--weights", "int4"]
-    assert quality.main([*words, "--device", "cpu", "--json", str(written)]) == 0
+    assert quality.main([*words, "--device", "cpu", "--save", str(written)]) == 0
     out, err = capsys.readouterr()
     assert "t.txt: 2 x 48 tokens, 48 of them predicted" in out
-    assert out.splitlines()[-1].endswith(f"flexengine.run INPUT --model {speaker.directory} --weights int4")
+    assert out.splitlines()[-1].endswith(f"flexengine run INPUT --model {speaker.directory} --weights int4")
     assert "flexengine: weights int4: nll " in err
     kept = json.loads(written.read_text())
     assert [c["lossy"] for c in kept["choices"]] == [{}, {"weights": "int4"}]

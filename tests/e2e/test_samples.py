@@ -242,7 +242,7 @@ def test_on_a_cpu(families: Any, prompts: list[list[int]], expected: Any) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", [Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3)], ids=str)
+@pytest.mark.parametrize("lossy", [Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3)], ids=str)
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_greedy_samples_are_the_answer_of_one(
     families: Any, prompts: list[list[int]], family: str, lossy: Lossy

@@ -216,8 +216,8 @@ def test_on_a_cpu(long: Any, family: str) -> None:
         assert generated(directory, rows, policy, "cpu")[0] == expected
 
 
-LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(cache="int2"), Lossy(topk=0.3),
-         Lossy(cache="int4", topk=0.5))  # fmt: skip
+LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(cache="int2"),
+         Lossy(sparse_attention=0.3), Lossy(cache="int4", sparse_attention=0.5))  # fmt: skip
 
 
 @pytest.mark.slow

@@ -131,10 +131,11 @@ def scores(known: Any, lossy: Lossy) -> float:
     return sum(found) / len(found)
 
 
-CACHED = [*((family, Lossy(cache="int4", topk=0.5)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss")),
-          *(("llama", lossy) for lossy in (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.5))),
+CACHED = [*((family, Lossy(cache="int4", sparse_attention=0.5))
+            for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss")),
+          *(("llama", lossy) for lossy in (Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.5))),
           *((family, Lossy(cache="bf16")) for family in ("opt", "llama", "gemma2")),
-          ("llama", Lossy(cache="bf16", topk=0.5, compute="bf16"))]  # fmt: skip
+          ("llama", Lossy(cache="bf16", sparse_attention=0.5, compute="bf16"))]  # fmt: skip
 
 
 @pytest.mark.slow
@@ -287,8 +288,10 @@ class TestPlanner:
 
 
 class TestSwitches:
-    @pytest.mark.parametrize("fields", [dict(weights="int5"), dict(compute="int4"), dict(cache="int3"), dict(topk=0),
-                                        dict(topk=1.0), dict(topk=True), dict(topk=float("nan"))])  # fmt: skip
+    @pytest.mark.parametrize("fields", [
+        dict(weights="int5"), dict(compute="int4"), dict(cache="int3"), dict(sparse_attention=0),
+        dict(sparse_attention=1.0), dict(sparse_attention=True), dict(sparse_attention=float("nan")),
+    ])  # fmt: skip
     def test_what_is_refused(self, fields: dict[str, Any]) -> None:
         with pytest.raises(InvalidInput, match="it must be"):
             Lossy(**fields)
@@ -302,7 +305,7 @@ class TestSwitches:
         source.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
         base = [str(source), "--model", str(known.directory), "--max-tokens", "2"]
         assert main([*base, "--output", str(out), "--weights", "int4", "--cache", "int8"]) == DONE
-        assert "python -m flexengine.quality" in capsys.readouterr().err
+        assert "flexengine quality shows" in capsys.readouterr().err
         assert main([*base, "--output", str(out), "--weights", "int4"]) == REFUSED
         said = capsys.readouterr().err
         assert "cache: was int8, now not given" in said

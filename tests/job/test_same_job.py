@@ -52,10 +52,11 @@ def test_each_fact_of_the_engine_is_compared(name: str) -> None:
 
 
 def test_lossy_switches_are_compared_one_by_one() -> None:
-    was = manifest(lossy={"weights": "int8", "cache": "int4", "topk": 0.1})
+    was = manifest(lossy={"weights": "int8", "cache": "int4", "sparse_attention": 0.1})
     now = manifest(lossy={"weights": "int4", "cache": "int4", "allow": ["int4", "int8"]})
     assert differences(was, now) == [
-        "weights: was int8, now int4", "allow: was not given, now int4,int8", "topk: was 0.1, now not given",
+        "weights: was int8, now int4", "allow: was not given, now int4,int8",
+        "sparse_attention: was 0.1, now not given",
     ]  # fmt: skip
     assert differences(manifest(), was) != []
 

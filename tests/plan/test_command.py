@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from flexengine.commands import measure, run
 from flexengine.commands import plan as command
-from flexengine.commands import run
 from flexengine.engine import planner as planning
 from flexengine.engine.options import MachineOptions
 from flexengine.plan import explain, whatif
@@ -113,11 +113,12 @@ def test_compare_and_frontier(line: Line) -> None:
     for name, policy in files.items():
         (line.folder / name).write_text(json.dumps(policy.to_json()))
     paths = [str(line.folder / name) for name in files]
-    lines = line(*SHAPE, "--compare", *paths).splitlines()
+    both = [word for path in paths for word in ("--compare", path)]
+    lines = line(*SHAPE, *both).splitlines()
     assert [row.split()[:2] for row in lines[4:6]] == [["1", "auto"], ["2", paths[0]]]
     assert lines[6].split()[1] == paths[1]
     assert "does not fit" in lines[6]
-    values = json.loads(line(*SHAPE, "--compare", *paths, "--json"))["policies"]
+    values = json.loads(line(*SHAPE, *both, "--json"))["policies"]
     assert [("error" in v) for v in values] == [False, False, True]
     curve = json.loads(line(*SHAPE, "--frontier", "--json"))["frontier"]
     assert line(*SHAPE, "--frontier", "--verbose").count("continuous") + line(
@@ -165,10 +166,9 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
     def names(parser: Any) -> set[str]:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 
-    elsewhere = {"--model", "--output", "--restart", "--retry-errors", "--trace", "--temperature", "--seed", "--top-k",
+    elsewhere = {"--output", "--restart", "--retry-errors", "--trace", "--temperature", "--seed", "--top-k",
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
-                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
-                 "--version"}  # fmt: skip
+                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere
 
 
@@ -196,12 +196,12 @@ def test_plot_file(line: Line) -> None:
         (["--save", "/missing/x.json"], "/missing/x.json cannot be written"),
         (["--save", "/tmp"], "/tmp cannot be written: it is a directory; name a file in it"),
         (["--save", "x.json", "--save-lp", "x.json"], "name another file"),
-        (["--dtype", "int3"], "int3"),
+
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),
         (["--allow", "int5-cache"], "'int5-cache' cannot be allowed"),
         (["--cache", "bf16"], "cache is 'bf16', but this GPU computes in"),
-        (["--topk", "2"], "topk is 2.0; it must be a share above 0 and below 1"),
+        (["--sparse-attention", "2"], "sparse_attention is 2.0; it must be a share above 0 and below 1"),
         (["--calibrate"], "it is for weights that are fitted"),
     ],
 )
@@ -222,15 +222,15 @@ def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine
 
     monkeypatch.setattr(planning, "this_machine", this_machine)
     file = line.folder / "machine.json"
-    arguments = ["measure", "--device", "cpu", "--offload-dir", "d", "--again", "--save", str(file)]
-    assert command.main(arguments) == 0
+    arguments = ["--device", "cpu", "--offload-dir", "d", "--again", "--save", str(file)]
+    assert measure.main(arguments) == 0
     captured = line.capsys.readouterr()
     assert captured.err == "flexengine: measuring\n"
     assert re.search(r"\n  host to device +1.00 GB/s\n" if machine is GPU else r"\n  RAM to slot +1.00 GB/s\n",
                      captured.out)  # fmt: skip
     assert ("host capacity" in captured.out) == (machine is GPU)
     assert Hardware.load(file) == machine
-    assert command.main([*arguments, "--json"]) == 0
+    assert measure.main([*arguments, "--json"]) == 0
     assert Hardware.from_json(json.loads(line.capsys.readouterr().out), "stdout") == machine
 
 

@@ -73,7 +73,7 @@ def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
     assert (given["--prompt-tokens"], given["--max-tokens"]) == ("512", "32")
     policy = Policy.load(ROOT / given["--compare"])
     assert int(given["--rows"]) % policy.block_size == 0
-    switches = {key for key in given if key in ("--weights", "--cache", "--compute", "--topk")}
+    switches = {key for key in given if key in ("--weights", "--cache", "--compute", "--sparse-attention")}
     narrow = {"--cache"} if "30B" in name else {"--weights", "--cache"}  # FlexGen compressed no weights of 30B
     assert switches == (narrow if "4 bits" in name else set())
     assert said("published result, tok/s", name) == [PUBLISHED[name]]

@@ -57,7 +57,8 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
     assert not list(tmp_path.iterdir())
 
 
-LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(topk=0.3), Lossy("int8", cache="int4"))
+LOSSY = (Lossy(cache="bf16"), Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3),
+         Lossy("int8", cache="int4"))  # fmt: skip
 
 
 @pytest.mark.slow

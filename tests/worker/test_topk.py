@@ -110,8 +110,8 @@ def ahead(lengths: tuple[int, ...], page_tokens: int, new: int) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "lossy"), [
-    *((family, Lossy(topk=0.3)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss", "bloom")),
-    ("llama", Lossy("int8", cache="int4", topk=0.3)),
+    *((family, Lossy(sparse_attention=0.3)) for family in ("opt", "llama", "mistral", "gemma2", "gpt-oss", "bloom")),
+    ("llama", Lossy("int8", cache="int4", sparse_attention=0.3)),
 ])  # fmt: skip
 def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, lossy: Lossy) -> None:
     """Prompts in pieces and decode steps, with whole pages and with pages of chosen values, share a gpu_batch."""
@@ -128,7 +128,7 @@ def test_homes_batches_and_pieces_change_nothing(families: Any, family: str, los
 @pytest.mark.parametrize("cache", [None, "bf16", "int8", "int4", "int2"])
 def test_long_prompts(long: Path, cache: str | None, hollow: list[int]) -> None:
     """Several pages of encoded keys and values."""
-    rows, lossy = rows_of(LONG), Lossy(cache=cache, topk=0.1)
+    rows, lossy = rows_of(LONG), Lossy(cache=cache, sparse_attention=0.1)
     expected, _ = run(long, rows, Policy(4, 1), lossy)
     # Each home and each device with every cache; both pairings of them.
     sim, cpu = ("host", "disk") if cache in (None, "int8", "int2") else ("disk", "host")
@@ -141,7 +141,7 @@ def test_long_prompts(long: Path, cache: str | None, hollow: list[int]) -> None:
 @pytest.mark.parametrize("kernels", [ReferenceKernels(), CudaKernels()], ids=lambda kernels: kernels.name)
 @pytest.mark.parametrize("cache", [None, "int4"])
 def test_other_kernels(long: Path, cache: str | None, kernels: Kernels) -> None:
-    rows, lossy = rows_of(LONG), Lossy(cache=cache, topk=0.1)
+    rows, lossy = rows_of(LONG), Lossy(cache=cache, sparse_attention=0.1)
     expected, _ = run(long, rows, Policy(4, 1), lossy, new=4)
     for home in ("device", "host"):
         assert run(long, rows, Policy(4, 1, cache=HOMES[home]), lossy, kernels=kernels, new=4)[0] == expected
@@ -152,7 +152,7 @@ def test_other_kernels(long: Path, cache: str | None, kernels: Kernels) -> None:
 @pytest.mark.parametrize("cache", [None, "int8"])
 def test_bytes(long: Path, cache: str | None, home: str) -> None:
     """Keys, the values of the page being filled, and rows of chosen values: of every layer and decode step."""
-    lossy, policy = Lossy(cache=cache, topk=0.1), Policy(4, 1, cache=HOMES[home], prefill_tokens=4096)
+    lossy, policy = Lossy(cache=cache, sparse_attention=0.1), Policy(4, 1, cache=HOMES[home], prefill_tokens=4096)
     with Engine(long, policy=policy, device="sim", lossy=lossy) as engine:
         found = [r.token_ids for r in engine.generate(rows_of(LONG), GREEDY)]
         bytes_, layout, model = engine.summary["bytes"], engine.layout, engine.facts
@@ -174,10 +174,11 @@ def test_exact_and_delegated_caches_move_as_ever(families: Any) -> None:
     known, policy = families("llama"), Policy(4, 2, cache=HOMES["host"])
     found, bytes_ = run(known.directory, known.rows, policy, Lossy())
     assert found == known.expected
-    with Engine(known.directory, policy=replace(policy, delegate=True), device="sim", lossy=Lossy(topk=0.3)) as engine:
+    lossy = Lossy(sparse_attention=0.3)
+    with Engine(known.directory, policy=replace(policy, delegate=True), device="sim", lossy=lossy) as engine:
         delegated = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
         model, layers = engine.facts, len(engine.facts.layers)
         assert engine.summary["bytes"]["h2d"] == layers * len(known.rows) * (NEW - 1) * model.fetched
-    assert run(known.directory, known.rows, policy, Lossy(topk=0.3))[0] == delegated
+    assert run(known.directory, known.rows, policy, Lossy(sparse_attention=0.3))[0] == delegated
     pages = sum(-(-n // 16) for p in known.prompts for n in range(len(p), len(p) + NEW - 1))
     assert bytes_["h2d"] == layers * pages * 16 * model.kv_token

@@ -126,12 +126,13 @@ def test_no_task_of_the_device_waits(
 @pytest.mark.parametrize("policy", ["resident", "everywhere"])
 @pytest.mark.parametrize("family", ["llama-tied"])
 @pytest.mark.parametrize("lossy", [
-    Lossy(weights="int4", cache="int4"), Lossy(weights="int8", compute="int8"), Lossy(cache="int8", topk=0.5)
+    Lossy(weights="int4", cache="int4"), Lossy(weights="int8", compute="int8"),
+    Lossy(cache="int8", sparse_attention=0.5),
 ], ids=str)  # fmt: skip
 def test_nor_does_it_for_fewer_bits(
     families: Any, pretended: None, tmp_path: Path, lossy: Lossy, family: str, policy: str
 ) -> None:  # fmt: skip
-    if lossy.topk is not None and policy == "everywhere":
+    if lossy.sparse_attention is not None and policy == "everywhere":
         pytest.skip("which values are chosen is known on the device alone: bringing them waits, see worker.values")
     known = families(family)
     options = dict(device="sim", overlap=False, offload_dir=tmp_path, lossy=lossy)

@@ -38,7 +38,7 @@ class Cache:
         lossy: Lossy = EXACT,
     ) -> None:  # fmt: skip
         self.model, self.layout, self.machine, self.kernels = model, layout, machine, kernels
-        self.bits, self.topk = lossy.cache_bits, lossy.topk
+        self.bits, self.topk = lossy.cache_bits, lossy.sparse_attention
         dtype = torch.bfloat16 if lossy.cache == "bf16" else dtype
         dtype = torch.uint8 if self.bits else dtype  # of the elements of pages
         self.layers = len(model.layers)

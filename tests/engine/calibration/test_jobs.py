@@ -51,16 +51,16 @@ def test_the_same_text_under_another_name(job: Any, own_cache: Path, capsys: Any
     one, same, other = (job.tmp / name for name in ("one.txt", "same.txt", "other.txt"))
     for path, text in ((one, "alice"), (same, "alice"), (other, "lincoln_1862")):
         path.write_text(texts.text(text))
-    words = [*job.words, "--output", str(job.out), "--calibrate"]
+    words = [*job.words, "--output", str(job.out), "--calibration-text"]
     assert main([*words, str(one), "--limit", "1"]) == DONE
     encoded = len(list((own_cache / "prepared").glob("*/prepared.json")))
     assert main([*words, str(same)]) == DONE
     assert len(list((own_cache / "prepared").glob("*/prepared.json"))) == encoded == 2
     assert main([*words, str(other)]) == REFUSED
-    assert main([*job.words, "--output", str(job.tmp / "other.jsonl"), "--calibrate", str(other)]) == DONE
+    assert main([*job.words, "--output", str(job.tmp / "other.jsonl"), "--calibration-text", str(other)]) == DONE
     assert len(list((own_cache / "prepared").glob("*/prepared.json"))) == 4
-    assert main([*job.words, "--calibrate", str(one), "--output", str(one)]) == REFUSED
-    assert "--calibrate and --output are one file" in capsys.readouterr().err
+    assert main([*job.words, "--calibration-text", str(one), "--output", str(one)]) == REFUSED
+    assert "--calibration-text and --output are one file" in capsys.readouterr().err
 
 
 def test_a_lost_calibration_that_comes_out_otherwise(
@@ -82,11 +82,11 @@ def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
     assert main([*words, "--calibrate"]) == REFUSED
     assert "no weights are encoded" in capsys.readouterr().err
     assert main([*words, "--quality", "small", "--calibrate"]) == REFUSED
-    assert main([*job.words, "--calibrate", str(job.tmp / "none")]) == REFUSED
+    assert main([*job.words, "--calibration-text", str(job.tmp / "none")]) == REFUSED
     assert "cannot be read as UTF-8 text" in capsys.readouterr().err
     little = job.tmp / "little.txt"
     little.write_text("x" * 100)
-    assert main([*job.words, "--output", str(job.out), "--calibrate", str(little)]) == REFUSED
+    assert main([*job.words, "--output", str(job.out), "--calibration-text", str(little)]) == REFUSED
     assert "has 100 tokens" in capsys.readouterr().err
 
 
@@ -95,14 +95,14 @@ def test_the_text_is_read_when_it_is_needed(
 ) -> None:
     """A plan with known rates does not read the text, but a missing text is still refused."""
     for path in (job.tmp / "none", job.tmp):
-        assert main([*job.words, "--dry-run", "--calibrate", str(path)]) == REFUSED
+        assert main([*job.words, "--dry-run", "--calibration-text", str(path)]) == REFUSED
         assert "to calibrate with, cannot be read as UTF-8 text" in capsys.readouterr().err
     text = job.tmp / "text.txt"
     text.write_text(texts.text("alice"))
     with monkeypatch.context() as patch:
         patch.setattr(calibration, "read", lambda name: pytest.fail(f"{name} was read"))
         patch.setattr(Planner, "hardware", Planner.known)
-        assert main([*job.words, "--dry-run", "--calibrate", str(text)]) == DONE
+        assert main([*job.words, "--dry-run", "--calibration-text", str(text)]) == DONE
     with Engine(job.words[2], device="sim", lossy=Lossy("int4", calibrate=str(text))) as engine:
         text.unlink()
         with pytest.raises(InvalidInput, match=r"text\.txt, to calibrate with, cannot be read"):
@@ -149,16 +149,16 @@ def test_quality_measures_both() -> None:
     costs = [quality.Cost(x, more=m) for x, m in ((Lossy(), 0), (Lossy(weights="int4", calibrate=BUNDLED), 1))]
     assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibrate")
     costs[1] = quality.Cost(Lossy(weights="int4", calibrate="a b.txt"), more=1)
-    assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibrate 'a b.txt'")
+    assert quality.hint(costs, None).endswith("INPUT --weights int4 --calibration-text 'a b.txt'")
 
 
 def test_quality_is_judged_on_another_text(tmp_path: Path, capsys: Any) -> None:
     text = tmp_path / "t.txt"
     text.write_text(texts.text("alice"))
-    assert quality.main(["--weights", "int4", "--text", str(text), "--calibrate", str(text)]) == 2
+    assert quality.main(["--weights", "int4", "--text", str(text), "--calibration-text", str(text)]) == 2
     assert "looks better than it is" in capsys.readouterr().err
-    assert quality.main(["--weights", "int4", "--calibrate", str(tmp_path)]) == 2
-    assert quality.main(["--weights", "int4", "--calibrate", str(text), "--json", str(text)]) == 2
+    assert quality.main(["--weights", "int4", "--calibration-text", str(tmp_path)]) == 2
+    assert quality.main(["--weights", "int4", "--calibration-text", str(text), "--save", str(text)]) == 2
 
 
 def test_calibrated_weights_cost_less(tmp_path: Path) -> None:

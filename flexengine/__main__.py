@@ -1,0 +1,8 @@
+"""`python -m flexengine` is `flexengine`."""
+
+import sys
+
+from flexengine.commands.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

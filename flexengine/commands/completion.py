@@ -1,0 +1,59 @@
+"""flexengine completion SHELL: print a script that completes commands and options."""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.parser import Parser
+
+SHELLS = ("bash", "zsh", "tcsh")
+_FILES = ("INPUT", "FILE", "OUT")  # an option or positional whose metavar begins so is a file
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("completion", "Print a script that completes commands and options in a shell.",
+               "bash: flexengine completion bash > ~/.local/share/bash-completion/completions/flexengine;"
+               " zsh: save the script as _flexengine in a directory of $fpath.")  # fmt: skip
+    p.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code."""
+    args = parser().parse_args(argv)
+
+    def command() -> int:
+        print(script(args.shell))
+        return DONE
+
+    return exit_code(command)
+
+
+def script(shell: str) -> str:
+    """Return the completion script of a shell."""
+    import shtab
+
+    text: str = shtab.complete(_all_commands(), shell)
+    return text
+
+
+def _all_commands() -> argparse.ArgumentParser:
+    """Return one parser that has the parser of each command as a sub-command."""
+    import shtab
+
+    from flexengine.commands.main import COMMANDS
+
+    root = argparse.ArgumentParser(prog="flexengine")
+    commands = root.add_subparsers()
+    for name, about in COMMANDS.items():
+        made = import_module(f"flexengine.commands.{name}").parser()
+        for action in made._actions:
+            metavar = action.metavar if isinstance(action.metavar, str) else ""
+            if metavar.startswith(_FILES):
+                action.complete = shtab.FILE
+            elif metavar.startswith("DIR"):
+                action.complete = shtab.DIRECTORY
+        commands.add_parser(name, parents=[made], add_help=False, help=about)
+    return root

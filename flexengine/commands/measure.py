@@ -1,0 +1,54 @@
+"""flexengine measure: measure this machine's rates, and those of a model on it."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.messages import say
+from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
+from flexengine.commands.options import MODEL, add_machine
+from flexengine.commands.parser import Parser
+from flexengine.commands.written import check_written, write
+from flexengine.errors import InvalidInput
+from flexengine.lossy import EXACT
+from flexengine.plan import explain
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("measure", "Measure this machine's rates, and those of a model's layers on it.")
+    machine = p.add_argument_group("model and machine")
+    p.add_twin(machine, "-m", "--model", **(MODEL | {"help": "measure this model's layers, too (default: none)"}))
+    add_machine(machine)
+    report = p.add_argument_group("report")
+    report.add_argument("--again", action="store_true", help="measure stored rates again, too")
+    report.add_argument("--json", action="store_true", help="print the rates as JSON")
+    report.add_argument("--save", metavar="FILE.json", help="write a hardware file, for plan --hardware")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
+    args = parser().parse_args(argv)
+
+    def command() -> int:
+        measure(args)
+        return DONE
+
+    return exit_code(command)
+
+
+def measure(args: argparse.Namespace) -> None:
+    """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
+    check_written({"--save": args.save}, [args.config])
+    if args.model is None and args.trust_remote_code:
+        raise InvalidInput("--trust-remote-code has no effect without a model; remove it")
+    from flexengine.engine import planner as planners  # imported here, as it imports torch and --help must not
+
+    opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None
+    hardware = planners.this_machine(machine_options(args), opened, args.again, say, args.dtype)
+    text = json.dumps(hardware.to_json(), indent=1)
+    if args.save:
+        write(args.save, text)
+    print(text if args.json else explain.hardware_text(hardware))

@@ -1,0 +1,202 @@
+"""The argument parser of all commands: general options, a file of options, and errors of one line."""
+
+import argparse
+import difflib
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from flexengine import __version__
+from flexengine.commands.exit_codes import REFUSED
+from flexengine.commands.habits import correct
+from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
+
+_TWIN = "_option"  # end of the attribute of an option that a positional may stand for, until both are merged
+_UNSET = object()  # value of an option that is not on the command line
+# argparse's messages, and the same in this project's words. The first group is the option or argument.
+_WORDS = (
+    (r"argument (\S+?)(?:/--\S+)?: invalid int value: (.*)", r"{0} is {1}; it must be a whole number"),
+    (r"argument (\S+?)(?:/--\S+)?: invalid float value: (.*)", r"{0} is {1}; it must be a number"),
+    (r"argument (\S+?)(?:/--\S+)?: invalid choice: (\S+) \(choose from (.*)\)", r"{0} is {1}; choose from {2}"),
+    (r"argument (\S+?)(?:/--\S+)?: expected one argument", r"{0} needs a value"),
+    (r"argument (\S+?)(?:/--\S+)?: ignored explicit argument (.*)", r"{0} takes no value, but {1} is given"),
+    (r"argument (\S+?)(?:/--\S+)?: (.*)", r"{0}: {1}"),
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser of one command. Options must be written in full.
+
+    Every command has -h, --version, -q, -v and --config. An error is one line; for an option of another program, the
+    line is the right command (see `habits`).
+
+    Args:
+        command: name of the command, such as "run".
+        about: description, the first text of --help.
+        end: text at the end of --help.
+    """
+
+    def __init__(self, command: str, about: str, end: str | None = None) -> None:
+        super().__init__(prog=f"flexengine {command}", usage=f"flexengine {command} [options]", description=about,
+                         epilog=end, allow_abbrev=False)  # fmt: skip
+        self.command = command
+        self._words: list[str] = []
+        self._twins: list[str] = []  # attributes that a positional or an option sets
+        self._file: str | None = None  # the --config file, while its options are parsed
+        self._checking = False  # whether errors raise _Invalid
+        self.add_argument("--version", action="version", version=f"flexengine {__version__}")
+        self.add_argument("-q", "--quiet", action="store_true", help="print no messages but errors")
+        self.add_argument("-v", "--verbose", action="store_true", help="print more")
+        self.add_argument("--config", metavar="FILE.toml",
+                          help="read options from this file, by the names of this page without dashes (max-tokens ="
+                               " 64); options of the command line replace them")  # fmt: skip
+
+    def parse_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: None = None
+    ) -> argparse.Namespace:
+        """Return the options, those of --config included, and set the verbosity. Exit with code 2 if an option is
+        wrong."""
+        words = self._words = list(sys.argv[1:] if args is None else args)
+        found = super().parse_args(words, self._unset())
+        if found.config is not _UNSET:
+            words = self._configured(found) + words
+        options = super().parse_args(words)
+        self._merge_twins(options)
+        if options.quiet and options.verbose:
+            self.error("-q and -v are both given; leave one out")
+        set_verbosity(QUIET if options.quiet else VERBOSE if options.verbose else NORMAL)
+        return options
+
+    def add_twin(self, group: argparse._ArgumentGroup, *names: str, **options: Any) -> None:
+        """Add an option that may also be given as a positional. Both set the attribute of the option's long name.
+
+        Args:
+            group: group of the option in --help.
+            names: names of the option, the long one last.
+            options: as for `add_argument`.
+        """
+        dest = names[-1].removeprefix("--")
+        self._twins.append(dest)
+        self.usage = f"{self.prog} {dest.upper()} [options]"
+        self.add_argument(dest, nargs="?", metavar=dest.upper(), type=options.get("type", str),
+                          help=f"the same as {names[-1]}")  # fmt: skip
+        group.add_argument(*names, dest=_twin(dest), **options)
+
+    def accepts(self, words: Sequence[str]) -> bool:
+        """Return whether the words are a valid command line."""
+        self._checking = True
+        try:
+            super().parse_args(list(words))
+        except _Invalid:
+            return False
+        finally:
+            self._checking = False
+        return True
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line: the right command if the words have an option of another program, else the message."""
+        if self._checking:
+            raise _Invalid(message)
+        if self._file is not None:
+            say_error(f"{self._file}: {_plain(message)}")
+        elif (right := correct(self, self._words)) is not None:
+            say_error(right)
+        else:
+            say_error(f"{self._near(_plain(message))}; {self.prog} --help lists the options")
+        raise SystemExit(REFUSED)
+
+    def _merge_twins(self, options: argparse.Namespace) -> None:
+        for dest in self._twins:
+            positional, option = getattr(options, dest), getattr(options, _twin(dest))
+            if positional is not None and option is not None:
+                self.error(f"{positional} and --{dest} {option} are both given; leave one out")
+            setattr(options, dest, option if positional is None else positional)
+            delattr(options, _twin(dest))
+
+    def _unset(self) -> argparse.Namespace:
+        """Return a namespace with which argparse sets no default."""
+        lists = argparse._AppendAction  # appends to the present value, which therefore must be None
+        return argparse.Namespace(**{a.dest: None if isinstance(a, lists) else _UNSET for a in self._actions})
+
+    def _configured(self, found: argparse.Namespace) -> list[str]:
+        """Return the options of the --config file that are not on the command line, as words."""
+        self._file = found.config
+        actions = {a.dest: a for a in self._actions if a.option_strings}
+        words: list[str] = []
+        for key, value in _read(found.config, self.error).items():
+            action = actions.get(dest := _dest(key, actions))
+            if action is None or dest in ("config", "help", "version"):
+                self.error(f"there is no option {key}{_nearest(key, [_name(a) for a in actions.values()])}")
+            same = (dest, dest.removesuffix(_TWIN))  # a positional may stand for the option
+            if all(getattr(found, name) in (_UNSET, None) for name in same):
+                words += self._option(action, key, value)
+        super().parse_args(words, self._unset())  # names the file if a value is not allowed
+        self._file = None
+        return words
+
+    def _option(self, action: argparse.Action, key: str, value: Any) -> list[str]:
+        name = max(action.option_strings, key=len)
+        if action.nargs == 0:
+            if not isinstance(value, bool):
+                self.error(f"{key} is {value!r}; it must be true or false")
+            return [name] if value else []
+        values = value if isinstance(value, list) else [value]
+        if len(values) != 1 and not isinstance(action, argparse._AppendAction):
+            self.error(f"{key} is a list; it must be one value")
+        if any(isinstance(one, (bool, dict, list)) for one in values):
+            self.error(f"{key} is {value!r}; it must be text or a number")
+        return [f"{name}={one}" for one in values]
+
+    def _near(self, message: str) -> str:
+        """Return the message. For an unknown option, name it and the nearest known one."""
+        head = "unrecognized arguments: "
+        if not message.startswith(head):
+            return message
+        word = message.removeprefix(head).split()[0]
+        if not word.startswith("-"):
+            return f"{word!r} is one argument too many"
+        known = [name for action in self._actions for name in action.option_strings]
+        return f"there is no option {word}{_nearest(word.partition('=')[0], known)}"
+
+
+class _Invalid(Exception):
+    """A command line is not valid."""
+
+
+def _plain(message: str) -> str:
+    for pattern, words in _WORDS:
+        if match := re.fullmatch(pattern, message, re.S):
+            return words.format(*match.groups())
+    return message
+
+
+def _twin(dest: str) -> str:
+    return dest + _TWIN
+
+
+def _name(action: argparse.Action) -> str:
+    return max(action.option_strings, key=len).removeprefix("--")
+
+
+def _dest(key: str, actions: Mapping[str, argparse.Action]) -> str:
+    """Return the dest of the option that a key of a --config file names."""
+    names = {_name(action): dest for dest, action in actions.items()}
+    return names.get(key.replace("_", "-"), key)
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1) or [name for name in known if name.startswith(word)][:1]
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _read(path: str, fail: Callable[[str], NoReturn]) -> dict[str, Any]:
+    """Return the keys and values of a TOML file. Call `fail` if it cannot be read."""
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        fail(f"cannot be read: {error.strerror}")
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        fail(f"is no TOML file: {error}")
