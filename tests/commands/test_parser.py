@@ -1,6 +1,8 @@
 """The argument parser: --config, options with a twin, -q and -v, and messages of one line."""
 
 import argparse
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +179,16 @@ class TestFront:
         assert all(name in text for name in COMMANDS)
         assert "--max-tokens" in text
         assert "--sparse-attention" in text
+
+    @pytest.mark.parametrize(("module", "words", "usage"), [
+        ("flexengine", ["plan"], "flexengine plan MODEL"), ("flexengine.run", [], "flexengine run INPUT"),
+        ("flexengine.plan", [], "flexengine plan MODEL"), ("flexengine.plan", ["measure"], "flexengine measure MODEL"),
+    ])  # fmt: skip
+    def test_python_m(
+        self, module: str, words: list[str], usage: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert capsys.readouterr().out.startswith(f"usage: {usage} [options]")
