@@ -13,10 +13,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine import shipped
 from flexengine.commands.exit_codes import DONE, exit_code, say
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
 from flexengine.config import SamplingParams, parse_size
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import FlexError, InvalidInput, ModelNotFound
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.capacity import check_places
@@ -49,7 +50,8 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m flexengine.plan", description="Choose and explain a policy without loading weights.",
         epilog="python -m flexengine.plan measure --help: how to measure this machine.",
     )  # fmt: skip
-    p.add_argument("model", metavar="MODEL", help="as for run; a directory with config.json suffices, without weights")
+    p.add_argument("model", metavar="MODEL",
+                   help=f"as for run; a directory with config.json, or a name, suffices ({shipped.listed('models')})")
     job = p.add_argument_group("job")
     job.add_argument("--input", metavar="FILE", help="prompts, as for run")
     job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
@@ -63,12 +65,14 @@ def parser() -> argparse.ArgumentParser:
                      help="tokens generated per row (default: %(default)s)")  # fmt: skip
     machine = p.add_argument_group("machine")
     add_machine(machine)
-    machine.add_argument("--hardware", metavar="FILE", help="rates and capacities of a machine; without FILE this"
-                                                            " machine is measured")  # fmt: skip
+    machine.add_argument("--hardware", metavar="FILE",
+                         help=f"rates and capacities of a machine: a file or a name ({shipped.listed('hardware')});"
+                              " without FILE this machine is measured")  # fmt: skip
     add_lossy(p.add_argument_group("lossy", "as for run"))
     report = p.add_argument_group("report")
     report.add_argument("--policy", metavar="FILE.json", help="explain this policy instead of choosing one (auto)")
-    report.add_argument("--compare", metavar="FILE.json", nargs="+", help="rank these policies and the chosen one")
+    report.add_argument("--compare", metavar="FILE.json", nargs="+",
+                        help=f"rank these policies and the chosen one ({shipped.listed('policies')})")
     report.add_argument("--frontier", action="store_true", help="print latency against throughput")
     report.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     report.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
@@ -130,7 +134,7 @@ def plan(args: argparse.Namespace) -> None:
     names = allowed(args, lossy, given)
     if lossy.calibrate:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
-    compared = [(path, Policy.load(path)) for path in args.compare or ()]
+    compared = [(path, Policy.load(shipped.find_file("policies", path))) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
     opened = _opened(args, other.kind if other else _kind(args), lossy)
     rows = _workload(args, opened)
@@ -293,7 +297,11 @@ def _kind(args: argparse.Namespace) -> str:
 def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
     from flexengine.worker.opened import open_model
 
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+    model = shipped.find("models", args.model)
+    try:
+        return open_model(model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error
 
 
 def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
@@ -343,7 +351,7 @@ def _measured(
 
 def _other_machine(args: argparse.Namespace) -> Hardware:
     """Return the machine of a hardware file. Sizes given as options replace those of the file."""
-    hardware = Hardware.load(args.hardware)
+    hardware = Hardware.load(shipped.find_file("hardware", args.hardware))
     if args.device not in ("auto", hardware.kind):
         raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
     if args.host_mem and hardware.shared:
