@@ -36,10 +36,11 @@ ALLOWED = {
     "engine": {"errors", "config", "lossy", "places", "policy", "schedule", "plan", "kernels", "tier", "kv", "model",
                "runtime", "worker", "job", "measure", "texts"},
     "commands": {"errors", "bar", "config", "lossy", "policy", "plan", "tier", "model", "worker", "measure", "job",
-                 "engine", "texts", "__version__"},
+                 "engine", "shipped", "texts", "__version__"},
     "run": {"commands"},
     "__main__": {"commands"},
     "plan door": {"commands"},
+    "shipped": {"errors"},
     "texts": {"errors"},
     "__init__": {"config", "lossy", "policy", "engine"},
 }  # fmt: skip
