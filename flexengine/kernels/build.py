@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from flexengine.config import cache_root
+from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
@@ -135,6 +135,7 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     name = f"cpu-{key[:32]}.so"
     with contextlib.suppress(OSError, InvalidInput):
         if (library := cache_root() / "kernels" / name).exists():
+            mark_used(library)
             return library
     library = _folder() / name
     with _alone(library):

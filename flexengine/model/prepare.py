@@ -102,7 +102,8 @@ def prepared(
 ) -> Path:  # fmt: skip
     """Return the finished directory for `files`; if it does not exist, `build` fills one under a temporary name first.
 
-    The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it. Processes that need the same directory wait for each other. Remains of killed processes are removed.
+    The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it. Processes
+    that need the same directory wait for each other. Remains of killed processes are removed.
 
     Args:
         source: the model, for messages.
