@@ -76,7 +76,8 @@ def process(code: str, *arguments: object) -> Iterator[None]:
     """Run Python code in a process of its own, from the line it prints to the end of the block."""
     child = subprocess.Popen([sys.executable, "-c", f"{code}\nprint(flush=True)\ninput()", *map(str, arguments)],
                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)  # fmt: skip
-    assert child.stdin and child.stdout
+    assert child.stdin
+    assert child.stdout
     assert child.stdout.readline() == "\n"
     try:
         yield
@@ -199,7 +200,8 @@ def test_damaged_notes(cache: Cache, note: bytes | None) -> None:
     else:
         (folder / "prepared.json").write_bytes(note)
     assert [item["kind"] for item in cache("--json")["items"]] == ["models"]
-    assert cache() and cache.code == 0
+    assert cache()
+    assert cache.code == 0
 
 
 def test_names_cannot_write_to_the_terminal(cache: Cache) -> None:
@@ -268,7 +270,7 @@ def test_older_than(cache: Cache) -> None:
 
 @pytest.mark.parametrize("text", ["", "30", "d", "-1d", "1e9d", "30 days", "1y", "9" * 400 + "d", "nan"])
 def test_wrong_ages(text: str) -> None:
-    with pytest.raises(InvalidInput, match="--older-than is .*such as 30d"):
+    with pytest.raises(InvalidInput, match=r"--older-than is .*such as 30d"):
         command.age(text)
 
 
@@ -443,7 +445,8 @@ def test_a_folder_that_is_a_link(cache: Cache, outside: SimpleNamespace, folder:
 def test_items_that_are_links(cache: Cache, outside: SimpleNamespace) -> None:
     links = {f"prepared/{K['a']}": K["a"], f"prepared/{K['b']}.part": K["a"], f"prepared/{K['c']}.tmp-1": K["a"],
              f"kernels/cpu-{K['1']}.so": f"cpu-{K['1']}.so", "kernels/tmpab12_x9z": K["a"],
-             f"hardware/{K['2']}.json": f"{K['2']}.json", "offload/flexengine-1.spill": "flexengine-1.spill"}  # fmt: skip
+             f"hardware/{K['2']}.json": f"{K['2']}.json",
+             "offload/flexengine-1.spill": "flexengine-1.spill"}  # fmt: skip
     for link, target in links.items():
         (cache.root / link).parent.mkdir(parents=True, exist_ok=True)
         (cache.root / link).symlink_to(outside.folder / target)
@@ -507,7 +510,8 @@ def test_only_names_that_flexengine_gives(cache: Cache) -> None:
              f"prepared/{K['a'][:-1]}/config.json", f"prepared/{K['b']}", f"prepared/{K['c']}.part",
              f"prepared/{K['d']}.tmp-x/config.json", f"prepared/{K['e']}.backup/config.json", "kernels/cpu.so",
              f"kernels/cpu-{K['1']}.so.bak", f"kernels/cpu-{K['2']}.so/file", "kernels/tmp/file", "hardware/mine.json",
-             f"hardware/{K['1']}.json/file", f"hardware/{K['2']}.json.old", "offload/spill", "offload/my.spill"]  # fmt: skip
+             f"hardware/{K['1']}.json/file", f"hardware/{K['2']}.json.old", "offload/spill",
+             "offload/my.spill"]  # fmt: skip
     for name in names:
         cache.file(name, days=100)
     os.mkfifo(cache.root / "prepared" / K["f"])
