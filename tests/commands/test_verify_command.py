@@ -100,10 +100,7 @@ def test_one_line_for_each_damaged_file(verify: Verify, model: Path) -> None:
     for number in range(12):
         flip(model / f"{number}.json", 3)
     flip(model / "model.safetensors", 9999)
-    (model / "config.json").rename(model / "vocab.txt")
-    (model / "config.json").mkdir()
-    (model / "config.json").rmdir()
-    (model / "config.json").write_text((model / "vocab.txt").read_text())
+    (model / "vocab.txt").touch()
     (model / "generation_config.json").unlink(missing_ok=True)
     gone = {"generation_config.json"} & set(right)
     lines = verify(model).splitlines()
