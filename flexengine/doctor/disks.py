@@ -67,7 +67,7 @@ def disk(use: str, path: Path, root: Path = Path("/")) -> Disk:
     there = Path(os.path.realpath(nearest(path)))
     mount = _mount_of(there, list(_mounts(root)))
     space = shutil.disk_usage(there)
-    writable = there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    writable = space.total > 0 and there.is_dir() and os.access(there, os.W_OK | os.X_OK)  # /proc has 0 bytes
     return Disk(
         use, str(path.absolute()), path.is_dir(), mount.point, mount.filesystem, device_of(there), space.total,
         space.free, writable and not os.statvfs(there).f_flag & os.ST_RDONLY, mount.filesystem in _IN_RAM,

@@ -20,8 +20,6 @@ from flexengine.doctor.attempt import Failed, attempt
 from flexengine.doctor.software import compilers
 from flexengine.kernels import build
 from flexengine.kernels.reference import has_onednn
-from flexengine.measure import store
-from flexengine.measure.links import measure_links
 from flexengine.places import disk_lanes, is_disk
 from flexengine.plan.hardware import Hardware, Table
 from flexengine.tier import cuda
@@ -60,8 +58,12 @@ def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
         machine: with the offload directory that jobs use.
         disks: directories where models may lie.
     """
+    if not any((cache_root() / "hardware").glob("*.json")):
+        return None
     if not kernel_facts()["compiled"] and kernel_facts()["name"] != "reference":
         return None  # rates belong to kernels, and finding their key would compile them
+    from flexengine.measure import store  # imported here, as it imports transformers
+
     keys = {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}
     files = [file for key in keys if (file := cache_root() / "hardware" / f"{key}.json").is_file()]
     found = [(file.stat().st_mtime, hardware) for file in files if (hardware := _loaded(file)) is not None]
@@ -75,6 +77,8 @@ def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
 def measured_rates(machine: Machine) -> dict[str, Any]:
     """Measure and return the rates of the disks and the memory. Takes about ten seconds; kernels are compiled first
     if necessary."""
+    from flexengine.measure.links import measure_links  # imported here, as it imports transformers
+
     links = measure_links(machine)
     return _rates(machine, links.links, links.checkpoint_read, links.touch)
 
