@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from flexengine.cachedir.items import Contents, Item
 
 _UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds
-_MIN_KEY = 4  # characters of a key that --clear accepts
+_MIN_KEY = 4  # characters of a key that `clear` accepts
 _ABOUT = """\
 KIND is models (converted), weights (encoded), calibrations, kernels, rates (of the machine), unfinished (encoding that
 was interrupted; a job continues with it) or leftovers (of killed jobs). NAME is a name in the list, or that of a model.
@@ -30,7 +30,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the argument parser."""
     p = argparse.ArgumentParser(
         prog="flexengine cache", epilog=_ABOUT,
-        description="List what was prepared for jobs, or clear it. Jobs make again what they need.",
+        description="List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again"
+                    " what they need.",
     )  # fmt: skip
     p.add_argument("action", nargs="?", choices=("list", "clear"), default="list",
                    help="list (default), or clear: remove what no job uses")  # fmt: skip
@@ -43,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 some items could not be removed, 2 refused, 3 failed."""
-    return exit_code(lambda: run(parser().parse_args(argv)))
+    return exit_code(lambda: run(parser().parse_intermixed_args(argv)))  # names may stand after options, too
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--measure", action="store_true",
                    help="measure the rates of the disks and the memory now; takes ten seconds or more")  # fmt: skip
     p.add_argument("--offload-dir", type=named, metavar="DIR", action="append",
-                   help="examine this directory, too; may be repeated (default: offload in the cache)")  # fmt: skip
+                   help="offload directory to examine; may be repeated (default: offload in the cache)")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one JSON object")
     return p
 

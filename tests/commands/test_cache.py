@@ -249,6 +249,16 @@ def test_some(cache: Cache, names: list[str], kinds: set[str]) -> None:
     assert cache.left() == {path for path in before if not any(path == g or path.startswith(f"{g}/") for g in gone)}
 
 
+@pytest.mark.parametrize("line", [
+    "clear kernels rates --yes --json", "clear --yes kernels rates --json", "--yes clear kernels --json rates",
+    "--json --older-than 1h clear kernels --yes rates",
+])  # fmt: skip
+def test_options_may_stand_anywhere(cache: Cache, line: str) -> None:
+    full(cache)
+    assert {item["kind"] for item in cache(*line.split())["removed"]} == {"kernels", "rates"}
+    assert cache("--json", "list", "weights")["items"][0]["kind"] == "weights"
+
+
 @pytest.mark.parametrize("name", ["nothing", "bbb", "", "../x", "*", "prepared", "tin"])
 def test_unknown_names_remove_nothing(cache: Cache, name: str) -> None:
     full(cache)
@@ -359,6 +369,27 @@ def test_directories_that_are_being_written(cache: Cache) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [kept["reason"] for kept in cache.clear("unfinished")["kept"]] == ["being written"]
     assert len(cache.clear("unfinished")["removed"]) == 1
+
+
+def test_jobs_that_start_while_the_cache_is_cleared(cache: Cache, tmp_path: Path) -> None:
+    """A job whose directory is removed before the job has locked it makes the directory again."""
+    (tmp_path / "file").write_text("")
+    code = USE + """
+import time
+folder = prepared(file, [file], None)
+for _ in range(20):
+    assert (folder / "config.json").exists() and (folder / "SHA256SUMS").exists()
+    time.sleep(0.005)
+"""
+    jobs: list[subprocess.Popen[bytes]] = []
+    codes, cleared = [], 0
+    for _ in range(3):
+        jobs = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file")]) for _ in range(3)]
+        while any(job.poll() is None for job in jobs):
+            cleared += len(cache.clear("models")["removed"])
+        codes += [job.returncode for job in jobs]
+    assert codes == [0] * 9
+    assert cleared + len(cache.clear()["removed"]) > 0
 
 
 LOAD = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
