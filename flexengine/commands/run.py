@@ -19,9 +19,7 @@ from flexengine.lossy import BUNDLED
 from flexengine.policy import Policy
 
 if TYPE_CHECKING:
-    from flexengine.job.inputs import Rows
     from flexengine.job.interrupt import Interrupts
-    from flexengine.job.resume import Job
 
 _DEFAULT = {f.name: f.default for f in fields(SamplingParams)}
 
@@ -119,8 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.inputs import STDIN, Rows
+    from flexengine.job.inputs import STDIN
     from flexengine.job.results import check_output
+    from flexengine.job.resume import open_job
 
     args.input = STDIN if args.input == "-" else args.input
     check_output(args.output, args.input)
@@ -138,7 +137,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
-    with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
+    with open_job(
+        args.input, args.output, args.prompt_column, args.limit, args.restart, args.retry_errors
+    ) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
@@ -171,21 +172,6 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)
         print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas))
     return DONE
-
-
-def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
-    from flexengine.job.inputs import survey
-    from flexengine.job.results import journal_path
-    from flexengine.job.resume import JournalJob, PrintedJob
-
-    total = survey(rows)
-    if journal_path(args.output) is not None:
-        return JournalJob(rows, total, args.output, args.restart, args.retry_errors)
-    for option in ("restart", "retry_errors"):
-        if getattr(args, option):
-            raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file, which has a"
-                               " journal; add it")  # fmt: skip
-    return PrintedJob(rows, total, args.output)
 
 
 def _check_apart(args: argparse.Namespace) -> None:
