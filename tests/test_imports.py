@@ -34,14 +34,14 @@ ALLOWED = {
     "measure": {"errors", "config", "places", "policy", "plan", "schedule", "kernels", "tier", "kv", "lossy", "model",
                 "runtime", "worker", "__version__"},
     "engine": {"errors", "config", "lossy", "places", "policy", "schedule", "plan", "kernels", "tier", "kv", "model",
-               "runtime", "worker", "job", "measure", "texts"},
+               "runtime", "worker", "job", "measure", "texts", "__version__"},
     "commands": {"errors", "bar", "config", "lossy", "policy", "plan", "tier", "model", "worker", "measure", "job",
                  "engine", "texts", "__version__"},
     "run": {"commands"},
     "quality": {"commands"},
     "plan door": {"commands"},
     "texts": {"errors"},
-    "__init__": {"config", "lossy", "policy", "engine"},
+    "__init__": {"errors", "config", "lossy", "policy", "plan", "tier", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
 EXCEPTIONS = {("tier.machine", "plan"), ("tier.machine", "schedule")}

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Run the rows that remain, write the output file, and return the summary as JSON values, of which only `job` is
     returned if no row remained."""
+    from flexengine.engine.file_job import FileJob  # imported here, as it imports numpy and --help must not
+
     if note := job.take_note():
         say(note)
     bar = JobBar(job)
@@ -27,8 +29,6 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         bar.show(progress)
 
     with open_engine(args, sweep_ended) as engine:
-        from flexengine.engine.file_job import FileJob
-
         running = FileJob(engine, job, params, args.prompt_column)
         if running.begin():
             with bar:

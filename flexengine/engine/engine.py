@@ -138,7 +138,8 @@ class Engine(BaseEngine):
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
             one: Row = {"messages": messages, **shared}
-            return self.generate(one, params)
+            result: Result = self.generate(one, params)
+            return result
         return self._all([{"messages": each, **shared} for each in messages], params)
 
     @overload

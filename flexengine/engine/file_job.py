@@ -7,11 +7,10 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
 from flexengine.config import Result, SamplingParams
-from flexengine.engine.base import BaseEngine
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -21,6 +20,9 @@ from flexengine.job.same_job import INPUT_DIGEST, MODEL_FILES, Manifest, make_ma
 from flexengine.lossy import Lossy
 from flexengine.plan.least import SHORTEST
 
+if TYPE_CHECKING:  # it imports torch, which is not needed here
+    from flexengine.engine.base import BaseEngine
+
 
 class FileJob:
     """Runs the rows of a job that have no result yet.
@@ -29,7 +31,7 @@ class FileJob:
         ran: whether rows were run.
     """
 
-    def __init__(self, engine: BaseEngine, job: Job, params: SamplingParams, prompt_column: str | None) -> None:
+    def __init__(self, engine: "BaseEngine", job: Job, params: SamplingParams, prompt_column: str | None) -> None:
         """Run a job on an engine.
 
         Args:

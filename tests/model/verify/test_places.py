@@ -174,7 +174,7 @@ def test_those_of_an_earlier_version_are_used_but_not_verified(tmp_path: Path, c
 def answers(model: Path, **options: Any) -> tuple[list[int], Any]:
     with Engine(model, device="cpu", **options) as engine:
         (result,) = engine.generate([PROMPT], PARAMS)
-        return result.token_ids, engine.summary["verified"]
+        return result.token_ids, engine.summary.verified
 
 
 def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path, cache: Path) -> None:
