@@ -119,10 +119,11 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0))
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
-        need = engine.plan(_workload(known)).total("device")
+        layout = engine.plan(_workload(known))
+    need = layout.total("device")
     _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
     assert summary.peak_bytes["device"] == need
-    fixed = need - engine.plan(_workload(known)).account["device"]["KV cache"]
+    fixed = need - layout.account["device"]["KV cache"]
     with (
         Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
         pytest.raises(OutOfMemory, match="device memory"),

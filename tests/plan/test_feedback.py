@@ -66,7 +66,7 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     watch = Watch(cost, layout)
     watch.expect_loading()
     reading, told = cost.reading(layout), cost.predict(layout)
-    assert watch.report()["predicted_seconds"] == told.load_seconds > 0
+    assert watch.report().predicted_seconds == told.load_seconds > 0
     assert watch.slowed["device"] == 0.5 * reading > 0
     assert watch.slowed["h2d"] == 0.0
     assert watch.expected == {"loading": reading}
