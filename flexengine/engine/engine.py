@@ -23,9 +23,9 @@ Ids = Sequence[int]
 class Engine(BaseEngine):
     """Generates text with a model whose weights, KV cache and activations may live on device, host and disk.
 
-    Use it as a context manager, or call `close`. For offline batches only: one job at a time. Public are `generate`,
-    `chat`, `score`, `stream`, `run_job`, `summary`, `tokenizer`, `options`, `on_sweep` and `close`; all else may change
-    in any version.
+    Use it as a context manager, or call `close`. It is for offline batches: one job runs at a time. The public methods
+    are `generate`, `chat`, `score`, `stream`, `run_job` and `close`; the public attributes are `summary`, `tokenizer`,
+    `options` and `on_sweep`. All others may change in any version.
 
     Attributes:
         options: the options that were given.

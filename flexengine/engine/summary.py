@@ -1,4 +1,4 @@
-"""What a job did, in numbers: the record that `Engine.summary` and `Engine.run_job` return."""
+"""Counts, seconds and bytes of a job: the record that `Engine.summary` and `Engine.run_job` return."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field

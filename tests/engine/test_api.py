@@ -174,7 +174,7 @@ def test_parameters_of_each_prompt(speaker: Any) -> None:
     with pytest.raises(InvalidInput, match="params has 1 entries, but prompts has 2; give one SamplingParams for each"):
         speaker.generate(texts, params[:1])
     for prompts, given in (("one", params[:1]), (texts, 5), (texts, [5, 5]), (texts, {"max_tokens": 3})):
-        with pytest.raises(InvalidInput, match="params is .*; it must be SamplingParams"):
+        with pytest.raises(InvalidInput, match=r"params is .*; it must be SamplingParams"):
             speaker.generate(prompts, given)
 
 
