@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.inputs import STDIN
+    from flexengine.job.inputs import STDIN, Rows
     from flexengine.job.results import check_output
     from flexengine.job.resume import open_job
 
@@ -137,9 +137,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
-    with open_job(
-        args.input, args.output, args.prompt_column, args.limit, args.restart, args.retry_errors
-    ) as job:
+    with (
+        Rows(args.input, args.prompt_column, args.limit) as rows,
+        open_job(rows, args.output, args.restart, args.retry_errors) as job,
+    ):
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed

@@ -12,7 +12,8 @@ from flexengine.engine.scoring import pairs_of, requests_of
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
 from flexengine.job.columns import answered
-from flexengine.job.results import journal_path, part_path
+from flexengine.job.inputs import Rows
+from flexengine.job.results import check_output, journal_path, part_path
 from flexengine.job.resume import open_job
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
@@ -207,7 +208,8 @@ class Engine(BaseEngine):
             input: .jsonl, .txt, .csv, .parquet, ...; docs/jobs.md lists all formats.
             output: file for JSON lines in the order of the input. It appears when all rows have a result.
             params: sampling parameters of rows without fields of these names; None is `SamplingParams()`.
-            prompt_column: column or field that holds the prompt; None is "prompt".
+            prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
+                prompt_token_ids.
             limit: run only the first rows; None runs all. A later call with a larger limit continues.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
@@ -233,10 +235,13 @@ class Engine(BaseEngine):
         check("params", params, SamplingParams | None, "SamplingParams, or None")
         check("prompt_column", prompt_column, str | None, "the name of a column, or None")
         check("limit", limit, int | None, "a whole number of at least 1, or None")
+        if limit is not None and limit < 1:
+            raise InvalidInput(f"limit is {limit}; it must be at least 1")
         check("restart", restart, bool, "True or False")
         check("retry_errors", retry_errors, bool, "True or False")
         _check_trace(self.options.trace, input, output)
-        with open_job(input, output, prompt_column, limit, restart, retry_errors) as job:
+        check_output(output, input)
+        with Rows(input, prompt_column, limit) as rows, open_job(rows, output, restart, retry_errors) as job:
             return FileJob(self, job, params or SamplingParams(), prompt_column).run()
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:

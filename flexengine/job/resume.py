@@ -17,7 +17,6 @@ from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.results import (
     Encode,
     ResultWriter,
-    check_output,
     journal_path,
     line_encoder,
     write_output,
@@ -297,39 +296,21 @@ class JournalJob(Job):
         return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"
 
 
-@contextmanager
 def open_job(
-    input: str | os.PathLike[str],
-    output: str | os.PathLike[str] | None,
-    prompt_column: str | None = None,
-    limit: int | None = None,
-    restart: bool = False,
-    retry_errors: bool = False,
-) -> Iterator[Job]:
-    """Return a context manager that opens the input and the journal of a job. No model is needed for this.
+    rows: Rows, output: str | os.PathLike[str] | None, restart: bool = False, retry_errors: bool = False
+) -> Job:
+    """Return the job of an input file, with its journal open if the output is a plain file. No model is needed.
 
     Args:
-        input: see `Rows`.
         output: a file, device or pipe; None is stdout.
-        prompt_column: see `Rows`.
-        limit: most rows to run; None runs all.
         restart: delete the results of earlier runs.
         retry_errors: run failed rows again.
 
     Raises:
-        InvalidInput: an argument is wrong, the input cannot be read, the output cannot be written, or another process
-            writes this output.
+        InvalidInput: OpenAI batch lines share a custom_id, an argument needs a journal, another process writes this
+            output, or the output file exists but its journal does not.
     """
-    check_output(output, input)
-    if limit is not None and limit < 1:
-        raise InvalidInput(f"limit is {limit}; it must be at least 1")
-    with Rows(input, prompt_column, limit) as rows:
-        total = survey(rows)
-        with _job(rows, total, output, restart, retry_errors) as job:
-            yield job
-
-
-def _job(rows: Rows, total: int, output: str | os.PathLike[str] | None, restart: bool, retry_errors: bool) -> Job:
+    total = survey(rows)
     if output is not None and journal_path(output) is not None:
         return JournalJob(rows, total, output, restart, retry_errors)
     if restart or retry_errors:
