@@ -1,4 +1,7 @@
-"""flexengine: finishes a file of prompts with a language model bigger than memory."""
+"""flexengine: finishes a file of prompts with a language model bigger than memory.
+
+The names in `__all__` are public. All others are internal, and may change in any version.
+"""
 
 import os
 from typing import TYPE_CHECKING, Any
@@ -9,27 +12,75 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
-    from flexengine.config import Result, SamplingParams
+    from flexengine.config import Completion, Result, SamplingParams
     from flexengine.engine.engine import Engine
+    from flexengine.engine.options import EngineOptions
+    from flexengine.engine.state import Progress
+    from flexengine.engine.summary import Summary
+    from flexengine.errors import (
+        BadCheckpoint,
+        FlexError,
+        InvalidInput,
+        ModelNotFound,
+        OutOfMemory,
+        RanOut,
+        TooLittle,
+        UnsupportedModel,
+    )
     from flexengine.lossy import Lossy
+    from flexengine.plan.hardware import Hardware
     from flexengine.policy import Policy
+    from flexengine.tier.machine import Links
 
 __version__ = "0.1.0"
-__all__ = ["Engine", "Lossy", "Policy", "Result", "SamplingParams", "__version__"]
+__all__ = [
+    "BadCheckpoint",
+    "Completion",
+    "Engine",
+    "EngineOptions",
+    "FlexError",
+    "Hardware",
+    "InvalidInput",
+    "Links",
+    "Lossy",
+    "ModelNotFound",
+    "OutOfMemory",
+    "Policy",
+    "Progress",
+    "RanOut",
+    "Result",
+    "SamplingParams",
+    "Summary",
+    "TooLittle",
+    "UnsupportedModel",
+    "__version__",
+]
 
 _HOMES = {
+    "Completion": "config",
     "Engine": "engine.engine",
+    "EngineOptions": "engine.options",
+    "Hardware": "plan.hardware",
+    "Links": "tier.machine",
     "Lossy": "lossy",
     "Policy": "policy",
+    "Progress": "engine.state",
     "Result": "config",
     "SamplingParams": "config",
-}
+    "Summary": "engine.summary",
+}  # all other public names are errors
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the public names on first use, so that `import flexengine` and `--help` stay quick."""
-    if name not in _HOMES:
+    """Import a public name on first use, so that `import flexengine` and `--help` stay quick."""
+    if name not in __all__:
         raise AttributeError(f"module 'flexengine' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"flexengine.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"flexengine.{_HOMES.get(name, 'errors')}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that editors complete those that are not imported yet."""
+    return sorted(__all__)

@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -62,6 +63,9 @@ class SamplingParams:
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
+
+    Example:
+        >>> SamplingParams(max_tokens=64, temperature=0.7, seed=1, stop=["\\n\\n"])
     """
 
     max_tokens: int = 128
@@ -232,19 +236,31 @@ class Completion:
     logprobs: list[dict[str, Any]] | None = None
 
 
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages of a chat, or token ids
+
+
 @dataclass
 class Result:
-    """Result of one prompt; the fields of an output row.
+    """Result of one prompt; the fields of an output row, and the prompt.
 
     generated_text, token_ids, finish_reason and logprobs are as in Completion, and those of the first sample if n > 1.
 
     Attributes:
         index: number of the row.
-        finish_reason: None if `error` is set.
+        generated_text: text without special tokens; None if the checkpoint has no tokenizer, or if `error` is set.
+        token_ids: all generated tokens; empty if `error` is set.
+        finish_reason: "stop" or "length"; None if `error` is set.
         prompt_tokens: tokens of the prompt.
         completion_tokens: generated tokens, summed over all samples.
         error: why the row could not be run or finished; None if it was finished.
+        logprobs: one entry per token of `token_ids`; None if they were not requested.
         samples: all n completions if n > 1, else None.
+        prompt: the prompt as it was given, not copied: text, messages or token ids. None if the row has none, and for
+            rows of a file, whose output has the row's own fields.
+
+    Example:
+        >>> for result in engine.generate(["Hello", "Good morning"]):
+        ...     print(result.prompt, result.error or result.generated_text)
     """
 
     index: int
@@ -256,6 +272,24 @@ class Result:
     error: str | None = None
     logprobs: list[dict[str, Any]] | None = None
     samples: list[Completion] | None = None
+    prompt: Prompt | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum of the log probabilities of `token_ids`; None without `logprobs`."""
+        return None if self.logprobs is None else math.fsum(entry["logprob"] for entry in self.logprobs)
+
+    @property
+    def is_greedy(self) -> bool | None:
+        """Return whether each of `token_ids` is the most likely token at its position; None if this is unknown, without
+        `logprobs` of at least 1."""
+        if self.logprobs is None or not all(entry["top_logprobs"] for entry in self.logprobs):
+            return None
+        return all(entry["token_id"] == entry["top_logprobs"][0]["token_id"] for entry in self.logprobs)
+
+    def columns(self) -> dict[str, Any]:
+        """Return the fields of an output row by name: all but `prompt`."""
+        return {name: value for name, value in vars(self).items() if name != "prompt"}
 
 
 def cache_root() -> Path:

@@ -89,8 +89,8 @@ class RanOut(OutOfMemory):
     """Memory ran out while a job was running, and smaller plans did not help or the policy was given.
 
     Attributes:
-        results: results of the rows that `Engine.generate` had finished. Empty if `Engine.stream` raised the error, as
-            the caller has its results already.
+        results: results of the rows that were finished, for `Engine.generate`, `chat` and `score`. Empty for `stream`,
+            whose caller has them already, and for `run_job`, which stored them in the journal.
     """
 
     def __init__(self, tier: str, what: str, needed: int, message: str) -> None:

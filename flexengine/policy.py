@@ -77,6 +77,10 @@ class Policy:
 
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
+
+    Example:
+        >>> Policy(gpu_batch_size=32, num_gpu_batches=2, weights=(0.2, 0.8, 0), cache=(0, 1, 0))
+        >>> Policy.load("policy.json")
     """
 
     gpu_batch_size: int = 16

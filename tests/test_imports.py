@@ -34,7 +34,7 @@ ALLOWED = {
     "measure": {"errors", "config", "places", "policy", "plan", "schedule", "kernels", "tier", "kv", "lossy", "model",
                 "runtime", "worker", "__version__"},
     "engine": {"errors", "config", "lossy", "places", "policy", "schedule", "plan", "kernels", "tier", "kv", "model",
-               "runtime", "worker", "job", "measure", "texts"},
+               "runtime", "worker", "job", "measure", "texts", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
     "commands": {"errors", "bar", "cachedir", "doctor", "config", "lossy", "policy", "plan", "tier", "model", "worker",
@@ -44,7 +44,7 @@ ALLOWED = {
     "plan door": {"commands"},
     "shipped": {"errors"},
     "texts": {"errors"},
-    "__init__": {"config", "lossy", "policy", "engine"},
+    "__init__": {"errors", "config", "lossy", "policy", "plan", "tier", "engine"},
 }  # fmt: skip
 # A machine is a set of tiers and how they are joined: it answers with plan's Capacity and schedule's Routes.
 EXCEPTIONS = {("tier.machine", "plan"), ("tier.machine", "schedule")}

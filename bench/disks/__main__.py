@@ -58,7 +58,7 @@ def generate(model: Path, folder: Path, rates: list[float]) -> tuple[list[list[i
     rows = [{"prompt_token_ids": [(97 * i + 31 * s + 5) % 8000 + 3 for i in range(PROMPT)]} for s in range(SEQUENCES)]
     with Engine(model, hardware=hardware, **options) as engine:
         results = engine.generate(rows, SamplingParams(NEW, ignore_eos=True))
-        summary = engine.summary
+        summary = engine.summary.to_json()
     found = {
         "decode_sweep": summary["decode_seconds"] / (NEW - 1), "seconds": summary["total_seconds"],
         "policy": summary["policy"], "bytes": summary["bytes"], "busy": summary["busy"],

@@ -13,7 +13,6 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 from unittest.mock import patch
 
 from bench import harness
@@ -45,8 +44,8 @@ def generate(model: Path, sequences: int, share: float) -> tuple[list[list[int]]
     rows = [{"prompt_token_ids": [(97 * i + 31 * s + 5) % 8000 + 3 for i in range(PROMPT)]} for s in range(sequences)]
     with patch.object(experts, "SHARE", share), Engine(model, policy=policy, device="cpu") as engine:
         results = engine.generate(rows, SamplingParams(NEW, ignore_eos=True))
-        plan: Any = engine.summary
-        found = {"disk_read": plan["bytes"]["disk_read"], "decode_seconds": plan["decode_seconds"] / (NEW - 1)}
+        made = engine.summary
+        found = {"disk_read": made.bytes["disk_read"], "decode_seconds": made.decode_seconds / (NEW - 1)}
         layers = engine.facts.layers
         found["all_experts"] = sum(t.stored_bytes for layer in layers for t in layer if t.experts)
         return [r.token_ids for r in results], found

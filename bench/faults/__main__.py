@@ -39,6 +39,7 @@ def _import(engine: bool) -> None:
     import tqdm  # noqa: F401
 
     import flexengine.commands.run
+    import flexengine.engine.file_job
     import flexengine.job.resume
     import flexengine.job.same_job
 

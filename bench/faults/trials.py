@@ -285,12 +285,20 @@ class Stub:
 
     def __init__(self, on_sweep: Callable[[Any], None]) -> None:
         self.on_sweep = on_sweep
-        self.core = SimpleNamespace(source=SimpleNamespace(name="stub"), cache_form="")
-        self.planner = SimpleNamespace(check=lambda workload: None, keep_prefill=lambda tokens: False)
+        from flexengine import Summary
+
+        self.summary = Summary("stub", "cpu", "float32")
+        self.core = SimpleNamespace(
+            source=SimpleNamespace(name="stub"), cache_form="", empty_summary=lambda: self.summary
+        )
+        self.options = SimpleNamespace(allow=())
+        self.planner = SimpleNamespace(
+            check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None, say=print
+        )
         self.calibrator = SimpleNamespace(importances=None)
         self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
-        self.switches, self.summary = dict[str, Any](), dict[str, Any]()
+        self.switches = dict[str, Any]()
 
     def __enter__(self) -> "Stub":
         return self

@@ -108,12 +108,14 @@ def run(case: DelegationCase, of: Shape, cached: int, delegate: bool) -> Side:
     policy = Policy(of.rows, of.batches, cache=(0, 1, 0), slots=3, schedule="zigzag", delegate=delegate)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
-        options = {"device": "sim", "links": Links(**of.links), "trace": trace, "offload_dir": folder}
-        with Engine(of.model, policy=policy, **options) as engine:
+        links = Links(**of.links)
+        with Engine(
+            of.model, policy=policy, device="sim", links=links, trace=trace, offload_dir=folder
+        ) as engine:
             results = engine.generate([{"prompt_token_ids": list(r.prompt_token_ids)} for r in rows],
                                       SamplingParams(max_tokens=case.tokens, ignore_eos=True))  # fmt: skip
             assert engine.core.trace is not None
-            return _side(engine.core.trace.spans, engine.summary, [r.token_ids for r in results])
+            return _side(engine.core.trace.spans, engine.summary.to_json(), [r.token_ids for r in results])
 
 
 def _side(spans: Sequence[Any], summary: Record, tokens: list[list[int]]) -> Side:

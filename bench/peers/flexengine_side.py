@@ -32,7 +32,7 @@ def main() -> None:
         loaded = time.perf_counter()
         results = engine.generate(rows, SamplingParams(max_tokens=most, ignore_eos=True))
         seconds = time.perf_counter() - loaded
-        summary = dict(engine.summary)
+        summary = engine.summary.to_json()
     if errors := [r.error for r in results if r.error]:
         raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
     more = cuda_peak() if job.device == "cuda" else {}

@@ -106,7 +106,7 @@ def run(asked: Asked) -> Record:
             results = engine.generate(rows, SamplingParams(ignore_eos=True))
         except OutOfMemory as error:
             return {"refused": str(error), "versions": versions()}
-        seconds, summary = time.perf_counter() - start, dict(engine.summary)
+        seconds, summary = time.perf_counter() - start, engine.summary.to_json()
     if errors := [r.error for r in results if r.error]:
         raise SystemExit(f"{len(errors)} rows failed; the first: {errors[0]}")
     return {

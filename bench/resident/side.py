@@ -76,9 +76,9 @@ def main() -> None:
             summary = engine.summary
             found.append({
                 "job": [len(rows), max(prompts), tokens], "peak": peak_rss() - base, "after": rss() - base,
-                "ledger": sum(n for tier, n in summary["peak_bytes"].items() if tier != "disk"),
-                "replanned": len(summary["replanned"]), "failed": sum(r.error is not None for r in results),
-                "seconds": summary["total_seconds"],
+                "ledger": sum(n for tier, n in summary.peak_bytes.items() if tier != "disk"),
+                "replanned": len(summary.replanned), "failed": sum(r.error is not None for r in results),
+                "seconds": summary.total_seconds,
             })  # fmt: skip
     print(json.dumps({"base": base, "private": private, "jobs": found, "closed": rss() - base}), flush=True)
 

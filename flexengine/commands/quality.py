@@ -9,7 +9,6 @@ import hashlib
 import json
 import math
 import platform
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -222,9 +221,9 @@ def score(engine: "Engine", rows: Sequence[Sequence[int]], prompt: int) -> Score
     Raises:
         FlexError: the job or one of its rows cannot be run.
     """
-    began, engine.load_first = time.perf_counter(), True
-    results = engine.score([(row[:prompt], row[prompt:]) for row in rows])
-    seconds = engine.summary.get("total_seconds", time.perf_counter() - began)
+    engine.load_first = True
+    results = engine.score([row[:prompt] for row in rows], [row[prompt:] for row in rows])
+    seconds = engine.summary.total_seconds
     if bad := next((r for r in results if r.error is not None), None):
         raise InvalidInput(f"stretch {bad.index} cannot be scored: {bad.error}")
     places = [_places(r) for r in results]

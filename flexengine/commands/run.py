@@ -33,9 +33,7 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from flexengine.job.inputs import Rows
     from flexengine.job.interrupt import Interrupts
-    from flexengine.job.resume import Job
 
 
 def parser() -> Parser:
@@ -102,6 +100,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     weights are read where possible."""
     from flexengine.job.inputs import STDIN, Rows
     from flexengine.job.results import check_output
+    from flexengine.job.resume import open_job
 
     if args.input is None:
         raise InvalidInput("no input is given; name a file of prompts, as in flexengine run prompts.jsonl")
@@ -122,7 +121,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
-    with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
+    with (
+        Rows(args.input, args.prompt_column, args.limit) as rows,
+        open_job(rows, args.output, args.restart, args.retry_errors) as job,
+    ):
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
@@ -155,21 +157,6 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)
         print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas))
     return DONE
-
-
-def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
-    from flexengine.job.inputs import survey
-    from flexengine.job.results import journal_path
-    from flexengine.job.resume import JournalJob, PrintedJob
-
-    total = survey(rows)
-    if journal_path(args.output) is not None:
-        return JournalJob(rows, total, args.output, args.restart, args.retry_errors)
-    for option in ("restart", "retry_errors"):
-        if getattr(args, option):
-            raise InvalidInput(f"--{option.replace('_', '-')} needs --output with the name of a plain file, which has a"
-                               " journal; add it")  # fmt: skip
-    return PrintedJob(rows, total, args.output)
 
 
 def _check_no_model(args: argparse.Namespace) -> None:

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,9 +27,10 @@ from flexengine.model.verify import Verifier
 
 VERSION = 2  # part of the cache's key: raise it when the computed importances change
 ROWS, TOKENS = 32, 256  # stretches of the text, spread evenly over it, and tokens of each
-Scorable = tuple[Sequence[int], Sequence[int]]
 PIECE = 128  # tokens of a prefill chunk, for any memory size: the last bits depend on where a prompt is cut
 FILE = "importances.safetensors"
+Ids = Sequence[int]
+Score = Callable[[list[Ids], list[Ids]], list[Result]]  # `Engine.score` of contexts and continuations
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ class Calibration:
         label = str(dtype).removeprefix("torch.")
         return load(prepared(source, files, build, what, verifier, label) / FILE)
 
-    def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:
+    def measure(self, skeleton: Skeleton, score: Score) -> dict[str, Tensor]:
         """Return the importances of the matrices of an engine's skeleton.
 
         Args:
@@ -87,7 +88,7 @@ class Calibration:
         """
         recorder = Recorder(skeleton)
         with recorder.watching():
-            results = score([(row[:-1], row[-1:]) for row in self.rows])
+            results = score([row[:-1] for row in self.rows], [row[-1:] for row in self.rows])
         if bad := next((r for r in results if r.error is not None), None):
             raise InvalidInput(f"the model cannot read stretch {bad.index} of the text to calibrate with: {bad.error}")
         return recorder.means()
@@ -144,7 +145,8 @@ class ExactEngine(Protocol):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None: ...
 
-    def score(self, rows: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Result]: ...
+    @property
+    def score(self) -> Score: ...
 
 
 def check(name: str, tokenizer: Any) -> None:

@@ -7,6 +7,7 @@ import torch
 from flexengine import kernels
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.stages import JobResources, Stage
+from flexengine.engine.summary import Summary, Verified
 from flexengine.errors import InvalidInput
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
@@ -92,6 +93,12 @@ class Core:
     def resident(self) -> Policy | None:
         """Return the policy of the weights in memory; None if no weights are in memory."""
         return self._weights.layout.policy if self._weights is not None else None
+
+    def empty_summary(self) -> Summary:
+        """Return the summary of a job without rows."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        verified = Verified(**vars(self.verifier)) if self.verifier else None
+        return Summary(self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified)
 
     def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
         """Return the resources of a job that this core computes alone. Arguments and errors as in `stage`."""

@@ -1,48 +1,51 @@
 """The engine: prompts in, results out."""
 
-import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, overload
 
-from flexengine.config import Result, SamplingParams
-from flexengine.engine import fingerprint
-from flexengine.engine.calibration import Calibrator
-from flexengine.engine.core import Core
-from flexengine.engine.job import Job
-from flexengine.engine.options import EngineOptions
-from flexengine.engine.planner import Planner
-from flexengine.engine.survey import Reader, forced
-from flexengine.errors import InvalidInput, RanOut
+from flexengine.config import Result, SamplingParams, shown
+from flexengine.engine.base import BaseEngine
+from flexengine.engine.file_job import FileJob
+from flexengine.engine.options import EngineOptions, check, takes
+from flexengine.engine.scoring import pairs_of, requests_of
+from flexengine.engine.summary import Summary
+from flexengine.errors import InvalidInput
 from flexengine.job.columns import answered
-from flexengine.lossy import Lossy
-from flexengine.plan.facts import ModelFacts
-from flexengine.plan.layout import Layout
-from flexengine.plan.workload import Workload
+from flexengine.job.inputs import Rows
+from flexengine.job.results import check_output, journal_path, part_path
+from flexengine.job.resume import open_job
+
+Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
+Messages = Sequence[Mapping[str, Any]]  # a conversation
+Ids = Sequence[int]
 
 
-class Engine:
+class Engine(BaseEngine):
     """Generates text with a model whose weights, KV cache and activations may live on device, host and disk.
 
-    Use it as a context manager, or call `close`. For offline batches only: one stream at a time.
+    Use it as a context manager, or call `close`. It is for offline batches: one job runs at a time. The public methods
+    are `generate`, `chat`, `score`, `stream`, `run_job` and `close`; the public attributes are `summary`, `tokenizer`,
+    `options` and `on_sweep`. All others may change in any version.
 
     Attributes:
-        core: the opened model and machine.
-        planner: chooses the policy of each job; `planner.say` is called with messages.
-        calibrator: measures importances, if weights are calibrated.
-        reader: encodes prompts.
+        options: the options that were given.
         on_sweep: see EngineOptions; may be changed between jobs.
-        load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
+
+    Example:
+        >>> from flexengine import Engine, SamplingParams
+        >>> with Engine(device_mem="4G") as engine:
+        ...     result = engine.generate("The capital of France is", SamplingParams(max_tokens=8))
+        ...     print(result.generated_text)
     """
 
-    def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        """Open a model; read no weights.
+    @takes(EngineOptions)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """Open a model. No weights are read.
 
         Args:
-            model: a directory, a .gguf file or a hub id; None is the demo model.
-            options: fields of EngineOptions: policy, device, device_mem, host_mem, offload_dir, links, dtype, overlap,
-                trace, on_sweep, trust_remote_code, hardware, lossy, allow, verify.
+            model: a directory, a .gguf file or a hub id; None is the demo model. All other options are keyword-only:
+                `EngineOptions` describes them.
 
         Raises:
             InvalidInput: an option is wrong, or this machine cannot serve it.
@@ -50,156 +53,196 @@ class Engine:
             UnsupportedModel: the model's architecture cannot be run.
             BadCheckpoint: the model's files are broken.
         """
-        self.options = EngineOptions(model=model, **options)
-        self.core = core = Core(self.options)
-        self.planner = Planner(
-            core.machine, core.opened, self.options.hardware, self.options.overlap,
-            self.options.policy, self.options.allow,
-        )  # fmt: skip
-        self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
-        self.calibrator = Calibrator(core, self._exact, lambda message: self.planner.say(message))
-        core.opened.importances = lambda: self.calibrator.importances
-        self.on_sweep = self.options.on_sweep
-        self.load_first = False
-        self._job: Job | None = None  # the last one
-        self._running: Generator[Result] | None = None
-        self._lock = threading.Lock()
+        super().__init__(EngineOptions(*args, **options))
 
     def _exact(self) -> "Engine":
         return Engine(**vars(self.options.exact(self.planner.known())))
 
-    def __enter__(self) -> "Engine":
-        return self
+    @overload
+    def generate(self, prompts: Row, params: SamplingParams | None = None) -> Result: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    @overload
+    def generate(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]: ...
 
-    @property
-    def facts(self) -> ModelFacts:
-        """The model in numbers, with the present lossy switches."""
-        return self.core.facts
-
-    @property
-    def lossy(self) -> Lossy:
-        """The present lossy switches."""
-        return self.core.lossy
-
-    @property
-    def layout(self) -> Layout | None:
-        """The layout of the last job; None if there was none, or if no row of it could be run."""
-        return self._job.layout if self._job else None
-
-    @property
-    def summary(self) -> dict[str, Any]:
-        """Counts, seconds and bytes of the last job so far; see `Job.summary` and `JobState.summary`."""
-        return self._job.summary if self._job else {}
-
-    @property
-    def switches(self) -> dict[str, Any]:
-        """The lossy switches that are set, as a job's manifest names them."""
-        return fingerprint.switches(self.core, self.calibrator)
-
-    def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
-        return fingerprint.fingerprint(self.core, known_files)
-
-    def use(self, lossy: Lossy) -> None:
-        """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for
-        switches that this model or machine does not support."""
-        self.core.drop_weights()
-        self.planner.use(lossy)
-        self.planner.choices = ()
-
-    def prepare(self) -> None:
-        """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
-        full."""
-        _ = self.core.opened.origins
-
-    def plan(self, workload: Workload) -> Layout:
-        """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
-        return self.planner.layout(workload, self.core.resident)
-
-    def close(self) -> None:
-        """End the running stream, if any, and free memory and files. Raise InvalidInput if another thread runs the
-        stream."""
-        if (running := self._running) is not None:
-            try:
-                running.close()
-            except ValueError as error:
-                raise InvalidInput("another thread is generating with this engine; let it end first") from error
-            self._running = None
-        self.core.close()
-
-    def generate(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> list[Result]:
-        """Return the results of all prompts, in their order. Raise as `stream`.
+    def generate(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Result | list[Result]:
+        """Return the result of one prompt, or the results of many in their order.
 
         Args:
-            prompts: strings, or rows: {"prompt"}, {"messages"} or {"prompt_token_ids"}. A row may also have sampling
-                parameters, by name.
-            params: sampling parameters of all rows. Those of a row replace them.
-        """
-        results: list[Result] = []
-        try:
-            for result in self.stream(prompts, params):
-                results.append(result)
-        except RanOut as error:
-            error.results = results
-            raise
-        finally:
-            results.sort(key=lambda result: result.index)
-        return results
-
-    def score(self, rows: Iterable[tuple[Iterable[int], Iterable[int]]]) -> list[Result]:
-        """Return log probabilities of given continuations (teacher forcing).
-
-        Tokens are fed one per decode step, through the job's KV cache and kernels.
-
-        Args:
-            rows: (prompt, continuation) pairs of token ids.
+            prompts: a text, or a row: a dict with "prompt", "messages" or "prompt_token_ids", and sampling parameters
+                by name. Or an iterable of texts and rows.
+            params: sampling parameters of all prompts, or a list with those of each prompt. Those of a row replace
+                them. None is `SamplingParams()`.
 
         Returns:
-            One Result per row; `logprobs` has an entry per forced token, with the most likely token in `top_logprobs`.
+            One Result for one prompt, else a list. A prompt that cannot be run has a Result with `error`.
 
         Raises:
-            InvalidInput: a row is empty, too long or has unknown tokens.
+            InvalidInput: an argument has the wrong type, the engine is closed, or it runs a job already.
+            OutOfMemory: no prompt fits into memory; raised before anything large is allocated.
+            RanOut: memory ran out, and smaller plans did not help or the policy was given; has the finished `results`.
+
+        Example:
+            >>> engine.generate("Two plus two is").generated_text
+            >>> engine.generate(["One", {"prompt": "Two", "max_tokens": 4}], SamplingParams(max_tokens=16))
+            >>> engine.generate(["One", "Two"], [SamplingParams(seed=1), SamplingParams(seed=2)])
         """
-        return self.generate(forced(rows, self.core.skeleton.context_length, self.core.skeleton.head[1][0]))
+        if isinstance(prompts, str | Mapping):
+            if not isinstance(params, SamplingParams | None):
+                raise InvalidInput(f"params is {shown(params)} beside one prompt; it must be SamplingParams")
+            return self._all([prompts], params)[0]
+        return self._all(prompts, params)
 
-    def stream(self, prompts: Iterable[Any], params: SamplingParams | None = None) -> Iterator[Result]:
-        """Yield results as rows finish; `index` is the row's number. A row that cannot be run yields a result with
-        `error`.
+    @overload
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Result: ...  # fmt: skip
 
-        If memory runs out although the plan fits the given sizes, the job continues with a smaller block and the same
-        results; see `summary["replanned"]`.
+    @overload
+    def chat(
+        self, messages: Sequence[Messages], params: SamplingParams | Sequence[SamplingParams] | None = None, *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[Result]: ...  # fmt: skip
+
+    def chat(
+        self, messages: Any, params: Any = None, *,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> Result | list[Result]:  # fmt: skip
+        """Return the answer to one conversation, or the answers to many in their order.
+
+        The model's chat template converts a conversation to text. To set variables of the template, call
+        `engine.tokenizer.apply_chat_template` and give its token ids to `generate`.
 
         Args:
-            prompts: as for `generate`. They are iterated twice, first for their sizes and then to be run, and not
-                stored. An iterator is copied to a list.
+            messages: a conversation: a list of messages {"role": ..., "content": ...}. Or a list of conversations.
+            params: as for `generate`.
+            tools: tools that the model may call, as JSON schemas, for templates that have tools.
+
+        Returns:
+            One Result for one conversation, else a list. A conversation that cannot be run has a Result with `error`.
 
         Raises:
-            InvalidInput: an argument has the wrong type, or the engine is generating already.
-            OutOfMemory: no row fits; raised before anything large is allocated.
-            RanOut: memory ran out, and smaller plans did not help or the policy was given.
+            InvalidInput: as for `generate`.
+            OutOfMemory: as for `generate`.
+            RanOut: as for `generate`.
+
+        Example:
+            >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
-        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
-            raise InvalidInput(f"prompts is {type(prompts).__name__}; pass a list of prompts")
-        if not isinstance(params, SamplingParams | None):
-            raise InvalidInput(f"params is {type(params).__name__}; it must be SamplingParams")
-        with self._lock:
-            if self._running is not None:
-                raise InvalidInput("this engine is generating already; finish or close the other stream first")
-            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first)
-            self._running = running = self._job.results(prompts, params or SamplingParams())
-        try:
-            yield from running
-            if self._running is not running:
-                raise InvalidInput("the engine was closed before this stream had ended")
-        finally:
-            running.close()
-            if self._running is running:
-                self._running = None
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages, or of such lists")
+        check("tools", tools, list | None, "a list of tools (JSON schemas), or None")
+        shared = {} if tools is None else {"tools": tools}
+        if messages and isinstance(messages[0], Mapping):
+            one: Row = {"messages": messages, **shared}
+            result: Result = self.generate(one, params)
+            return result
+        return self._all([{"messages": each, **shared} for each in messages], params)
+
+    @overload
+    def score(self, context: str, continuation: str) -> Result: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def score(self, context: Ids, continuation: Ids) -> Result: ...
+
+    @overload
+    def score(self, context: str | Sequence[str], continuation: Sequence[str]) -> list[Result]: ...
+
+    @overload
+    def score(self, context: Ids | Sequence[Ids], continuation: Sequence[Ids]) -> list[Result]: ...
+
+    def score(self, context: Any, continuation: Any) -> Result | list[Result]:
+        """Return the log probabilities of given continuations (teacher forcing).
+
+        Tokens are fed one per decode step, through the job's KV cache and kernels. Text is tokenized as
+        lm-evaluation-harness does: white space at the end of a context belongs to its continuation, and an empty
+        context is the beginning-of-sequence token, or the end-of-sequence token if there is none.
+
+        Args:
+            context: a text or its token ids, or a list of these.
+            continuation: likewise. A list has one entry for each context, or any number for one context.
+
+        Returns:
+            One Result for one pair, else a list. `token_ids` are those of the continuation; `logprobs` has an entry per
+            token, with the most likely token in `top_logprobs`; `cumulative_logprob` is their sum in nats, and
+            `is_greedy` says whether all are the most likely ones. A pair that cannot be scored has a Result with
+            `error`.
+
+        Raises:
+            InvalidInput: an argument has the wrong type, the lists have different lengths, the engine is closed, or it
+                runs a job already.
+            OutOfMemory: as for `generate`.
+            RanOut: as for `generate`.
+
+        Example:
+            >>> yes, no = engine.score("Is snow white? Answer:", [" yes", " no"])
+            >>> yes.cumulative_logprob > no.cumulative_logprob
+        """
+        self._check_open()
+        pairs, alone = pairs_of(context, continuation)
+        results = self._all(requests_of(pairs, self.reader))
+        return results[0] if alone else results
+
+    def run_job(
+        self,
+        input: str | Path,
+        output: str | Path,
+        params: SamplingParams | None = None,
+        *,
+        prompt_column: str | None = None,
+        limit: int | None = None,
+        restart: bool = False,
+        retry_errors: bool = False,
+    ) -> Summary:
+        """Run the rows of a file and write a file of results, as `flexengine.run INPUT --output OUTPUT` does.
+
+        Finished rows go to OUTPUT.journal. After an interruption of any kind, Ctrl-C included, the same call continues
+        the job, and so does the command with the same options; OUTPUT has the same bytes. If the job is finished, the
+        call returns at once. Bad rows become rows with an `error`.
+
+        Args:
+            input: .jsonl, .txt, .csv, .parquet, ...; docs/jobs.md lists all formats.
+            output: file for JSON lines in the order of the input. It appears when all rows have a result.
+            params: sampling parameters of rows without fields of these names; None is `SamplingParams()`.
+            prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
+                prompt_token_ids.
+            limit: run only the first rows; None runs all. A later call with a larger limit continues.
+            restart: delete the journal of earlier runs, and start over.
+            retry_errors: run rows again that ended with an error.
+
+        Returns:
+            The summary of this run; `job` has the counts of all runs. Its counts are 0 if no row remained to be run.
+
+        Raises:
+            InvalidInput: an argument is wrong, the input or the output cannot be used, the journal is of a job with
+                another input, model or parameters, the engine is closed, or it runs a job already.
+            OutOfMemory: no row fits into memory.
+            RanOut: memory ran out; finished rows are in the journal.
+            OSError: a file cannot be read or written; finished rows are in the journal.
+
+        Example:
+            >>> summary = engine.run_job("prompts.csv", "results.jsonl", SamplingParams(max_tokens=32),
+            ...                          prompt_column="question")
+            >>> print(f"{summary.job.done} of {summary.job.rows} rows done")
+        """
+        self._check_idle()
+        check("input", input, str | Path, "the name of a file")
+        check("output", output, str | Path, "the name of a file")
+        check("params", params, SamplingParams | None, "SamplingParams, or None")
+        check("prompt_column", prompt_column, str | None, "the name of a column, or None")
+        check("limit", limit, int | None, "a whole number of at least 1, or None")
+        if limit is not None and limit < 1:
+            raise InvalidInput(f"limit is {limit}; it must be at least 1")
+        check("restart", restart, bool, "True or False")
+        check("retry_errors", retry_errors, bool, "True or False")
+        _check_trace(self.options.trace, input, output)
+        check_output(output, input)
+        with Rows(input, prompt_column, limit) as rows, open_job(rows, output, restart, retry_errors) as job:
+            return FileJob(self, job, params or SamplingParams(), prompt_column).run()
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.
@@ -209,4 +252,13 @@ class Engine:
         Args:
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.
         """
-        return answered(batch, params or SamplingParams(), lambda rows: self.generate(rows, params))
+        return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
+
+
+def _check_trace(trace: str | Path | None, input: str | Path, output: str | Path) -> None:
+    """Raise InvalidInput if the trace would be written over a file of the job."""
+    used = {"input": input, "output": output, "the unfinished part of output": part_path(output),
+            "the journal of output": journal_path(output)}  # fmt: skip
+    for name, path in used.items():
+        if trace is not None and path is not None and Path(trace).resolve() == Path(path).resolve():
+            raise InvalidInput(f"trace and {name} are one file, {trace}; give each a file of its own")

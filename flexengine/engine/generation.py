@@ -130,7 +130,7 @@ class Generation:
             if item is None:
                 self._more = False
             elif isinstance(item, Row):
-                self._bad.append(Result(item.index, error=item.error))
+                self._bad.append(Result(item.index, error=item.error, prompt=item.prompt))
                 self.progress.failed += 1
             else:
                 self._enter(item)
@@ -222,16 +222,16 @@ class Generation:
         return self._finish(row) if not row.remaining else None
 
     def _finish(self, row: _Open) -> Result:
-        index, prompt = row.request.index, len(row.request.prompt_ids)
+        index, prompt, given = row.request.index, len(row.request.prompt_ids), row.request.prompt
         del self._open[index]
         self.progress.prompt_tokens += prompt
         if row.error:
             self.progress.failed += 1
             place = f"row {index}" + (f" (line {row.request.line})" if row.request.line else "")
-            return Result(index, prompt_tokens=prompt, error=f"{place}: {row.error}")
+            return Result(index, prompt_tokens=prompt, error=f"{place}: {row.error}", prompt=given)
         samples = [row.samples[number] for number in sorted(row.samples)]
         first, total = samples[0], sum(len(s.token_ids) for s in samples)
         return Result(
             index, first.generated_text, first.token_ids, first.finish_reason, prompt, total,
-            logprobs=first.logprobs, samples=samples if len(samples) > 1 else None,
+            logprobs=first.logprobs, samples=samples if len(samples) > 1 else None, prompt=given,
         )  # fmt: skip

@@ -11,7 +11,8 @@ If memory runs out, `prepare` and `run` are repeated with a smaller layout.
 
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from flexengine.config import Result, SamplingParams
@@ -22,6 +23,7 @@ from flexengine.engine.planner import Plan, Planner
 from flexengine.engine.recovery import REPLANS, exhausted, given_too_large, replanned
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import JobState, Progress
+from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
 from flexengine.errors import OutOfMemory
 from flexengine.job.prompts import Request
@@ -38,7 +40,7 @@ class Job:
 
     Attributes:
         layout: the present layout; None before the plan is made, and if no row can be run.
-        summary: what `Engine.summary` returns; empty before the first sweep ends.
+        summary: what `Engine.summary` returns; its counts are 0 until the job ends, in any way.
     """
 
     def __init__(
@@ -53,9 +55,11 @@ class Job:
         self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
         self.on_sweep, self.load_first = on_sweep, load_first
         self.layout: Layout | None = None
-        self.summary: dict[str, Any] = {}
+        self.summary = core.empty_summary()
 
-    def results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
+    def results(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Result]:
         """Yield results as rows finish. Raise as `Engine.stream`."""
         if iter(prompts) is prompts:  # an iterator can be iterated only once
             prompts = list(prompts)
@@ -70,15 +74,18 @@ class Job:
         for row in state.feed:
             assert isinstance(row, Row)
             state.progress.failed += 1
-            yield Result(row.index, error=row.error)
+            yield Result(row.index, error=row.error, prompt=row.prompt)
         self.summary = self._summarise(state, None)
 
-    def _requests(self, prompts: Iterable[Any], params: SamplingParams, plan: Plan) -> Iterator[Request | Row]:
+    def _requests(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], plan: Plan
+    ) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
         for item in self.reader.requests(prompts, params):
             if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > plan.largest:
                 size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
-                yield Row(item.index, item.line).refused(f"{size} cannot be held: {plan.refusal}")
+                row = Row(item.index, item.line, {"prompt": item.prompt})
+                yield row.refused(f"{size} cannot be held: {plan.refusal}")
             else:
                 yield item
 
@@ -157,21 +164,13 @@ class Job:
         except OSError as error:
             warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
 
-    def _summarise(self, state: JobState, watch: Watch | None) -> dict[str, Any]:
-        """Return `Engine.summary`: model and device, `JobState.summary`, peak bytes by tier, and the plan.
-
-        The key `verified` holds files, bytes and seconds of the checksum comparisons since the engine was made.
-        """
+    def _summarise(self, state: JobState, watch: Watch | None) -> Summary:
+        """Return the summary of the job so far."""
         core = self.core
         tiers = [t for t in core.machine.tiers if not (core.machine.capacity.shared and t == "host")]
-        return {
-            "model": core.source.name,
-            "device": core.machine.kind,
-            "dtype": str(core.dtype).removeprefix("torch."),
-            **state.summary(core.traffic()),
-            "peak_bytes": {t: core.machine.tier(t).ledger.peak for t in tiers},
-            "lossy": core.lossy.enabled,
-            "verified": dict(vars(core.verifier)) if core.verifier else None,
-            "policy": watch.layout.policy.to_json() if watch else None,
-            "plan": watch.report() if watch else None,
-        }
+        return replace(
+            state.summary(core.empty_summary(), core.traffic()),
+            peak_bytes={t: core.machine.tier(t).ledger.peak for t in tiers},
+            policy=watch.layout.policy if watch else None,
+            plan=watch.report() if watch else None,
+        )

@@ -1,18 +1,22 @@
 """The options of an engine, each written once, in one frozen record."""
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, Concatenate, ParamSpec
 
-from flexengine.config import cache_root, parse_size
+from flexengine.config import cache_root, parse_size, shown
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
-from flexengine.lossy import EXACT, Lossy
+from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
-from flexengine.tier.machine import Links, Machine, make_machine
+from flexengine.tier.machine import KINDS, Links, Machine, make_machine
+
+P = ParamSpec("P")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +24,13 @@ class MachineOptions:
     """Where an engine computes, and the memory it may use.
 
     Attributes:
-        device: auto, cpu, cuda or sim.
-        device_mem: bytes of device memory, or text such as "800M"; None takes the free memory. On a CPU this is RAM.
+        device: auto, cpu, cuda or sim. auto takes cuda if there is a CUDA GPU, else cpu.
+        device_mem: bytes of device memory, or text such as "800M" or "16GiB"; None takes the free memory. On a CPU this
+            is RAM.
         host_mem: bytes of host memory beside a GPU, in the same form.
         offload_dir: directory for KV cache and activations that are offloaded to disk, or a list of directories on
-            different disks. Further directories may also hold copies of weights.
-        links: link rates of a `sim` machine.
+            different disks. Further directories may also hold copies of weights. None is `offload` in the cache.
+        links: link rates of a `sim` machine; None for no limits.
     """
 
     device: str = "auto"
@@ -34,12 +39,26 @@ class MachineOptions:
     offload_dir: str | Path | Sequence[str | Path] | None = None
     links: Links | None = None
 
+    def __post_init__(self) -> None:
+        if self.device not in KINDS:
+            raise InvalidInput(f"device is {shown(self.device)}; it must be one of {', '.join(KINDS)}")
+        _ = self._bytes
+        _check_directories(self.offload_dir)
+        check("links", self.links, Links | None, "a Links, such as Links(h2d=12e9), or None")
+
+    @property
+    def _bytes(self) -> tuple[int | None, int | None]:
+        """Return the bytes of device and host. Raise InvalidInput if one is no size."""
+        sizes = (("--device-mem", self.device_mem), ("--host-mem", self.host_mem))
+        device, host = (None if size is None else parse_size(size, option) for option, size in sizes)
+        return device, host
+
     @property
     def directories(self) -> tuple[Path, ...]:
         """Return the offload directories. If the home directory is unknown, return a path that cannot be created; only
         plans that offload to disk then fail."""
-        if self.offload_dir:
-            given = [self.offload_dir] if isinstance(self.offload_dir, (str, Path)) else self.offload_dir
+        if self.offload_dir is not None:
+            given = [self.offload_dir] if isinstance(self.offload_dir, str | Path) else self.offload_dir
             return tuple(map(Path, given))
         try:
             return (cache_root() / "offload",)
@@ -48,9 +67,7 @@ class MachineOptions:
 
     def machine(self) -> Machine:
         """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
-        device = parse_size(self.device_mem, "--device-mem") if self.device_mem is not None else None
-        host = parse_size(self.host_mem, "--host-mem") if self.host_mem is not None else None
-        return make_machine(self.device, device, host, self.directories, self.links)
+        return make_machine(self.device, *self._bytes, self.directories, self.links)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,21 +77,21 @@ class EngineOptions(MachineOptions):
     Attributes:
         model: a directory, a .gguf file or a hub id; None is the demo model.
         policy: block shape and placement; None lets the planner choose.
-        dtype: auto (float32 on CPU and sim, the checkpoint's on CUDA), float32, bfloat16 or float16.
+        dtype: auto or None (float32 on CPU and sim, the checkpoint's on CUDA), float32, bfloat16 or float16.
         overlap: run tasks of different lanes at the same time. False runs, and plans for, one task at a time.
-        trace: file for Chrome trace JSON of all lanes.
+        trace: file for Chrome trace JSON of all lanes; None writes none.
         on_sweep: called with a Progress after every sweep.
         trust_remote_code: run Python code that comes with the checkpoint, if the model needs it.
-        hardware: rates to plan with instead of this machine's measured rates.
+        hardware: rates to plan with; None takes this machine's measured rates.
         lossy: switches whose results differ from the checkpoint's own numbers.
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
-        verify: compare all files of the model with their checksums before they are read (see model/verify.py).
+        verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
 
     Raises:
-        InvalidInput: a value has the wrong type, or two options exclude each other.
+        InvalidInput: a value has the wrong type or is not allowed, or two options exclude each other.
     """
 
-    model: str | Path | None = None
+    model: str | Path | None = field(default=None, kw_only=False)
     policy: Policy | None = None
     dtype: str | None = None
     overlap: bool = True
@@ -87,8 +104,17 @@ class EngineOptions(MachineOptions):
     verify: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, Policy | None):
-            raise InvalidInput(f"policy is {type(self.policy).__name__}; it must be a Policy, such as Policy(**fields)")
+        super().__post_init__()
+        check("model", self.model, str | Path | None, "a directory, a .gguf file, a hub id, or None for the demo model")
+        check("policy", self.policy, Policy | None, "a Policy, such as Policy(**fields) or Policy.load(FILE), or None")
+        check("dtype", self.dtype, str | None, "one of auto, float32, bfloat16, float16")
+        for name in ("overlap", "trust_remote_code", "verify"):
+            check(name, getattr(self, name), bool, "True or False")
+        check("trace", self.trace, str | Path | None, "the name of a file, or None")
+        check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")
+        check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
+        check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
+        _check_allow(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
             raise InvalidInput("allow cannot be combined with lossy or policy, which fix what the planner would choose;"
                                " remove one of them")  # fmt: skip
@@ -102,3 +128,45 @@ class EngineOptions(MachineOptions):
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
                        verify=False)  # fmt: skip
+
+
+def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:
+    """Return a decorator that gives a method the parameters of `record`, for type checkers, editors and `help`.
+
+    So an option's name, type and default are written once, in the record.
+    """
+
+    def dressed(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
+        own = next(iter(inspect.signature(method).parameters.values()))
+        parameters = [own, *inspect.signature(record).parameters.values()]
+        method.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        return method
+
+    return dressed
+
+
+def check(name: str, value: object, kind: Any, allowed: str) -> None:
+    """Raise InvalidInput if the value of an argument is empty text or not of a type.
+
+    Args:
+        kind: a type, or a union of types. True and False are not of type int.
+        allowed: the allowed values as text, for the message.
+    """
+    if value == "" or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise InvalidInput(f"{name} is {shown(value)}; it must be {allowed}")
+
+
+def _check_directories(value: object) -> None:
+    given = [value] if isinstance(value, str | Path) else value
+    named = isinstance(given, Sequence) and len(given) > 0 and all(isinstance(d, str | Path) and d != "" for d in given)
+    if given is not None and not named:
+        raise InvalidInput(f"offload_dir is {shown(value)}; it must be the name of a directory, or a list of at least"
+                           " one name; leave it out for the default")  # fmt: skip
+
+
+def _check_allow(value: object) -> None:
+    """Raise InvalidInput if a value is not a list of names that the planner may choose from."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(each, str) for each in value):
+        name = value if isinstance(value, str) else "int8-weights"
+        raise InvalidInput(f"allow is {shown(value)}; it must be a list of names, such as [{name!r}]")
+    choices(value)

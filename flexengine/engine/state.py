@@ -2,9 +2,9 @@
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from flexengine.engine.summary import Summary
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
 
@@ -21,7 +21,7 @@ class Progress:
         tokens: tokens generated so far.
         most: tokens of all rows if no further sequence stops before its limit.
         prefill_seconds: seconds of the sweeps that computed a prompt.
-        decode_seconds: seconds of the other sweeps. See `JobState.summary` for both.
+        decode_seconds: seconds of the other sweeps. See `Summary` for both.
     """
 
     sweeps: int = 0
@@ -65,40 +65,19 @@ class JobState:
         for lane, seconds in busy.items():
             self.busy[lane] = self.busy.get(lane, 0.0) + seconds
 
-    def summary(self, moved: Mapping[str, int]) -> dict[str, Any]:
-        """Return counts, seconds and bytes of the job.
-
-        Keys with seconds by the clock, one period after the other:
-
-        load_seconds: before the first sweep. Weights are calibrated, encoded and verified in this period, if necessary,
-            and memory is allocated. Weights are read in this period only with `load_first`.
-        prefill_seconds: of the sweeps that computed any prompt. In an engine's first job, and in the first job of a
-            layout, the first such sweep also reads the weights that stay in memory, beside computing.
-        decode_seconds: of all other sweeps.
-        total_seconds: of all sweeps, without load_seconds.
-
-        busy: share of total_seconds by lane. busy["loading"] is the time from the beginning to the end of reading the
-            weights that stay in memory, in the disk_read lane, also where computing hides it. This time is not part of
-            busy["disk_read"], and the bytes of these weights are not part of `bytes`.
-        replanned: one message per replan. The engine's policy, plan and peak_bytes are those of the last plan.
+    def summary(self, empty: Summary, moved: Mapping[str, int]) -> Summary:
+        """Return `empty` with the counts, seconds and bytes of the job.
 
         Args:
             moved: bytes by link since the engine began.
         """
         p = self.progress
         seconds = p.prefill_seconds + p.decode_seconds
-        return {
-            "rows": p.rows,
-            "failed": p.failed,
-            "prompt_tokens": p.prompt_tokens,
-            "generated_tokens": p.tokens,
-            "sweeps": p.sweeps,
-            "load_seconds": self.load_seconds,
-            "prefill_seconds": p.prefill_seconds,
-            "decode_seconds": p.decode_seconds,
-            "total_seconds": seconds,
-            "generated_tok_s": p.tokens / seconds if seconds else 0.0,
-            "bytes": {link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
-            "busy": {lane: s / seconds for lane, s in self.busy.items()} if seconds else {},
-            "replanned": list(self.replanned),
-        }
+        return replace(
+            empty, rows=p.rows, failed=p.failed, prompt_tokens=p.prompt_tokens, generated_tokens=p.tokens,
+            sweeps=p.sweeps, load_seconds=self.load_seconds, prefill_seconds=p.prefill_seconds,
+            decode_seconds=p.decode_seconds,
+            bytes={link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
+            busy={lane: s / seconds for lane, s in self.busy.items()} if seconds else {},
+            replanned=tuple(self.replanned),
+        )  # fmt: skip

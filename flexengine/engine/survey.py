@@ -1,7 +1,7 @@
 """Conversion of prompts to requests, and the survey: a count of all rows by size, before the job is planned."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from flexengine.config import SamplingParams
@@ -48,34 +48,6 @@ class Refused:
             say(str(self))
 
 
-def forced(
-    rows: Iterable[tuple[Iterable[int], Iterable[int]]], context: int | None, vocabulary: int
-) -> list[Request]:
-    """Return requests with given continuations (teacher forcing).
-
-    Args:
-        rows: (prompt, continuation) pairs of token ids.
-        context: most tokens of a sequence; None if there is no limit.
-        vocabulary: number of tokens that the model has.
-
-    Raises:
-        InvalidInput: a prompt or a continuation is empty, has an unknown token or is too long for the context. The
-            message names the row.
-    """
-    requests = []
-    for i, (prompt, continuation) in enumerate(rows):
-        begin, rest = tuple(prompt), tuple(continuation)
-        unknown = sum(type(t) is not int or not 0 <= t < vocabulary for t in (*begin, *rest))
-        size = f"row {i} has {len(begin)} + {len(rest)} tokens"
-        if not begin or not rest or unknown:
-            raise InvalidInput(f"{size}, {unknown} of them unknown; prompt and continuation must have at least one"
-                               f" token each, all from 0 to {vocabulary - 1}")  # fmt: skip
-        if context is not None and len(begin) + len(rest) > context:
-            raise InvalidInput(f"{size}; the model's context is {context} tokens, so shorten the row")
-        requests.append(Request(i, begin, SamplingParams(len(rest), logprobs=1, ignore_eos=True), forced=rest))
-    return requests
-
-
 class Reader:
     """Converts prompts to requests for one model."""
 
@@ -89,15 +61,22 @@ class Reader:
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
 
-    def requests(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
+    def requests(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Iterator[Request | Row]:
         """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Requests among the
-        prompts are yielded unchanged."""
+        prompts are yielded unchanged.
+
+        Args:
+            params: sampling parameters of all prompts, or of each prompt. Those of a row replace them.
+        """
         for i, prompt in enumerate(prompts):
             if isinstance(prompt, Request):
                 yield prompt
                 continue
             row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
-            item = encode(row, self.tokenizer, self.context, params, self.vocabulary)
+            defaults = params if isinstance(params, SamplingParams) else params[i]
+            item = encode(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):
                     check_stops(item.sampling, self.tokenizer)
@@ -105,7 +84,9 @@ class Reader:
             except InvalidInput as error:
                 yield row.refused(str(error))
 
-    def survey(self, prompts: Iterable[Any], params: SamplingParams, refused: Refused | None = None) -> Workload:
+    def survey(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], refused: Refused | None = None
+    ) -> Workload:
         """Return the number of sequences of each size, from which the job is planned.
 
         Prompts are tokenized here and once more when they are run. Tokenizing costs little beside generating, and no

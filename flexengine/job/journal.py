@@ -196,7 +196,7 @@ class Journal:
 
     def add(self, result: Result) -> None:
         """Append a finished row. Raise OSError if it cannot be written; earlier records stay valid."""
-        fields = {name: value for name, value in vars(result).items() if name != "index" and value is not None}
+        fields = {name: value for name, value in result.columns().items() if name != "index" and value is not None}
         offset = self._append({"index": result.index, "result": fields})
         self._place(result.index, offset, result.error is not None)
 

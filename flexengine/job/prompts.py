@@ -22,6 +22,7 @@ class Request:
         sampling: sampling parameters.
         line: see Row.
         forced: continuation to score (teacher forcing): these tokens replace the sampled ones. () samples.
+        prompt: the prompt as it was given; see Result.
     """
 
     index: int
@@ -29,6 +30,7 @@ class Request:
     sampling: SamplingParams
     line: int = field(default=0, compare=False)
     forced: tuple[int, ...] = ()
+    prompt: Any = field(default=None, compare=False, repr=False)
 
 
 def encode(
@@ -58,7 +60,7 @@ def encode(
             )
     except InvalidInput as error:
         return row.refused(str(error))
-    return Request(row.index, ids, sampling, row.line)
+    return Request(row.index, ids, sampling, row.line, prompt=row.prompt)
 
 
 def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
@@ -72,7 +74,7 @@ def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | No
     if tokenizer is None:
         raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send prompt_token_ids")
     try:
-        ids = tokenizer(request[kind], verbose=False) if kind == "prompt" else _chat_ids(tokenizer, request[kind])
+        ids = tokenizer(request[kind], verbose=False) if kind == "prompt" else _chat_ids(tokenizer, request)
         ids = tuple(int(i) for i in (ids["input_ids"] if isinstance(ids, Mapping) else ids))
     except Exception as error:  # a chat template or a tokenizer may raise any error; only this row fails
         raise InvalidInput(f"{kind} cannot be tokenised: {type(error).__name__}: {error}") from error
@@ -81,8 +83,10 @@ def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | No
     return ids
 
 
-def _chat_ids(tokenizer: Any, messages: list[Any]) -> Any:
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+def _chat_ids(tokenizer: Any, request: Mapping[str, Any]) -> Any:
+    return tokenizer.apply_chat_template(
+        request["messages"], tools=request.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
+    )
 
 
 def _check_text(kind: str, value: Any) -> None:

@@ -58,7 +58,7 @@ def part_path(output: str | os.PathLike[str]) -> Path:
 def output_row(row: Row, result: Result) -> dict[str, Any]:
     """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
     `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...)."""
-    fields = {k: v for k, v in vars(result).items() if v is not None or k not in _OPTIONAL}
+    fields = {k: v for k, v in result.columns().items() if v is not None or k not in _OPTIONAL}
     return {**row.fields, **fields}
 
 

@@ -12,9 +12,15 @@ from typing import Any
 
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
-from flexengine.job.inputs import Rows
+from flexengine.job.inputs import Rows, survey
 from flexengine.job.journal import DONE, FAILED, Journal
-from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
+from flexengine.job.results import (
+    Encode,
+    ResultWriter,
+    journal_path,
+    line_encoder,
+    write_output,
+)
 from flexengine.job.rows import Row
 from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
 
@@ -47,7 +53,7 @@ class Job(ABC):
         failed: rows that have a result with an error.
         resumed: rows that had a result when the job was resumed; set by `begin`.
         finished: whether all rows have a result and the output file is written; set by `begin`.
-        note: message for the user after the job is opened and after `begin`; "" if there is none.
+        note: message for the user after the job is opened and after `begin`; "" if there is none. See `take_note`.
     """
 
     def __init__(self, rows: Rows, total: int) -> None:
@@ -91,6 +97,11 @@ class Job(ABC):
     def standing(self) -> str:
         """Return the message for an interrupted job."""
 
+    def take_note(self) -> str:
+        """Return `note`, and make it empty."""
+        note, self.note = self.note, ""
+        return note
+
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that `save_settings` stored first, in this or an earlier run; {} if there are none."""
@@ -118,7 +129,7 @@ class PrintedJob(Job):
         output: a device or pipe; None is stdout.
     """
 
-    def __init__(self, rows: Rows, total: int, output: str | None = None) -> None:
+    def __init__(self, rows: Rows, total: int, output: str | os.PathLike[str] | None = None) -> None:
         super().__init__(rows, total)
         self._writer = ResultWriter(rows, output)
 
@@ -283,3 +294,26 @@ class JournalJob(Job):
         """Return how many rows are done and which command continues the job."""
         command = "the same command without --restart" if self._restart else "the same command"
         return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"
+
+
+def open_job(
+    rows: Rows, output: str | os.PathLike[str] | None, restart: bool = False, retry_errors: bool = False
+) -> Job:
+    """Return the job of an input file, with its journal open if the output is a plain file. No model is needed.
+
+    Args:
+        output: a file, device or pipe; None is stdout.
+        restart: delete the results of earlier runs.
+        retry_errors: run failed rows again.
+
+    Raises:
+        InvalidInput: OpenAI batch lines share a custom_id, an argument needs a journal, another process writes this
+            output, or the output file exists but its journal does not.
+    """
+    total = survey(rows)
+    if output is not None and journal_path(output) is not None:
+        return JournalJob(rows, total, output, restart, retry_errors)
+    if restart or retry_errors:
+        option = "--restart" if restart else "--retry-errors"
+        raise InvalidInput(f"{option} needs --output with the name of a plain file, which has a journal; add it")
+    return PrintedJob(rows, total, output)

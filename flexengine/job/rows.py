@@ -39,6 +39,11 @@ class Row:
         return self.custom_id is not None
 
     @property
+    def prompt(self) -> Any:
+        """Return the row's prompt as it was given: text, messages or token ids; None if it has none."""
+        return next((self.request[kind] for kind in PROMPT_KINDS if self.request.get(kind) is not None), None)
+
+    @property
     def place(self) -> str:
         """Return the row's line, or its number if it has no line. Every error of the row begins with this text."""
         return f"line {self.line}" if self.line else f"prompt {self.index}"

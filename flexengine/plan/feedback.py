@@ -1,7 +1,7 @@
 """Compare the measured seconds of a job's sweeps with the predicted seconds, lane by lane."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,54 @@ MAX_RELATIVE_ERROR = 0.25  # smaller errors of a lane are tolerated
 MIN_JOB_SECONDS, MIN_JOB_SWEEPS = 10.0, 8  # shorter jobs correct no rates
 MIN_LANE_SHARE = 0.1  # share of the job's seconds; errors of lanes with less work are ignored
 _BATCH_SWEEPS = 512  # sweeps that are priced together
+
+
+@dataclass(frozen=True)
+class LaneSeconds:
+    """Seconds of work of one lane.
+
+    Attributes:
+        predicted: seconds that the plan predicts for the sweeps that were computed.
+        measured: seconds that the lane worked.
+    """
+
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True)
+class PlanReport:
+    """The plan's predictions for the sweeps that a job computed, beside the measured seconds.
+
+    Attributes:
+        hardware: name of the machine whose rates were used.
+        measured: whether these rates were measured; False for rates that were assumed or written by hand.
+        predicted_seconds: predicted seconds of all sweeps.
+        measured_seconds: measured seconds of all sweeps.
+        lanes: work by lane. Lanes overlap, so their seconds add up to more than those of the sweeps.
+    """
+
+    hardware: str
+    measured: bool
+    predicted_seconds: float
+    measured_seconds: float
+    lanes: Mapping[str, LaneSeconds]
+
+    @property
+    def error(self) -> float:
+        """Return predicted / measured seconds - 1; 0 if no sweep was computed."""
+        return self.predicted_seconds / self.measured_seconds - 1 if self.measured_seconds else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as JSON values."""
+        return {
+            "hardware": self.hardware,
+            "measured": self.measured,
+            "predicted_seconds": self.predicted_seconds,
+            "measured_seconds": self.measured_seconds,
+            "error": self.error,
+            "lanes": {lane: asdict(seconds) for lane, seconds in self.lanes.items()},
+        }
 
 
 @dataclass(frozen=True)
@@ -156,19 +204,14 @@ class Watch:
             self.expected[lane] = self.expected.get(lane, 0.0) + float(work[lane].sum())
             self.slowed[lane] = self.slowed.get(lane, 0.0) + float(slowed.sum())
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> PlanReport:
         """Return predicted and measured seconds, of all sweeps and of each lane's work, for the job's summary."""
         self._price()
         lanes = sorted({*self.busy, *self.expected})
-        return {
-            "hardware": self.cost.hardware.name,
-            "measured": self.cost.hardware.measured,
-            "predicted_seconds": self.predicted,
-            "measured_seconds": self.seconds,
-            "error": self.predicted / self.seconds - 1 if self.seconds else 0.0,
-            "lanes": {lane: {"predicted": self.expected.get(lane, 0.0), "measured": self.busy.get(lane, 0.0)}
-                      for lane in lanes},
-        }  # fmt: skip
+        return PlanReport(
+            self.cost.hardware.name, self.cost.hardware.measured, self.predicted, self.seconds,
+            {lane: LaneSeconds(self.expected.get(lane, 0.0), self.busy.get(lane, 0.0)) for lane in lanes},
+        )  # fmt: skip
 
     def factors(self) -> dict[str, float]:
         """Return measured / predicted seconds of each lane whose error is above MAX_RELATIVE_ERROR.

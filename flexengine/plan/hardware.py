@@ -93,6 +93,9 @@ class Hardware:
         measured: False for rates that were not measured.
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
+
+    Example:
+        >>> Engine("opt-30b", hardware=Hardware.load("policies/hardware/t4-16gb_208gb_ssd.json"))
     """
 
     name: str

@@ -8,6 +8,7 @@
 """
 
 import contextlib
+import math
 import os
 import resource
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +41,7 @@ MIN_DISK_BYTES = 2 * ALIGN  # bytes; minimum capacity of an offload directory in
 
 @dataclass(frozen=True)
 class Links:
-    """Rates of the links of a sim machine.
+    """Rates of the links of a sim machine, by which transfers are slowed down.
 
     Attributes:
         h2d: host to device, bytes per second; None for unlimited, here and below.
@@ -48,6 +50,12 @@ class Links:
         disk_write: bytes per second.
         more_disks: (read, write) of the further offload directories, in order; without limits for those left out.
         latency: seconds added to each transfer between device and host.
+
+    Raises:
+        InvalidInput: a rate is not positive, or the latency is negative.
+
+    Example:
+        >>> Engine(device="sim", device_mem="2G", links=Links(h2d=12e9, d2h=12e9, disk_read=2e9, disk_write=1e9))
     """
 
     h2d: float | None = None
@@ -57,10 +65,34 @@ class Links:
     latency: float = 0.0
     more_disks: tuple[tuple[float | None, float | None], ...] = ()
 
+    def __post_init__(self) -> None:
+        for name in ("h2d", "d2h", "disk_read", "disk_write"):
+            _check_rate(name, getattr(self, name))
+        pairs = isinstance(self.more_disks, list | tuple) and all(
+            isinstance(pair, list | tuple) and len(pair) == 2 for pair in self.more_disks
+        )
+        if not pairs:
+            raise InvalidInput(f"more_disks is {self.more_disks!r}; it must hold a pair (read, write) of rates for"
+                               " each further offload directory")  # fmt: skip
+        for rate in (rate for pair in self.more_disks for rate in pair):
+            _check_rate("a rate of more_disks", rate)
+        if not _is_number(self.latency) or not 0 <= self.latency < math.inf:
+            raise InvalidInput(f"latency is {self.latency!r}; it must be a number of seconds of at least 0")
+
     def of_disk(self, number: int) -> tuple[float | None, float | None]:
         """Return the rates (read, write) of a disk, by its number from 0."""
         rates = ((self.disk_read, self.disk_write), *self.more_disks)
         return rates[number] if number < len(rates) else (None, None)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_rate(name: str, value: Any) -> None:
+    if value is not None and not (_is_number(value) and value > 0):
+        raise InvalidInput(f"{name} is {value!r}; it must be a positive number of bytes per second, or None for no"
+                           " limit")  # fmt: skip
 
 
 @dataclass

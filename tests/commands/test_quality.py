@@ -208,8 +208,9 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
     def entry(token: int) -> dict[str, Any]:
         return {"logprob": -1.0 - bool(lossy), "top_logprobs": [{"token_id": token + bool(lossy)}]}
 
-    def score(rows: Any) -> list[Result]:
-        return [Result(i, error=error, logprobs=[entry(t) for t in rest]) for i, (_, rest) in enumerate(rows)]
+    def score(contexts: Any, continuations: Any) -> list[Result]:
+        assert len(contexts) == len(continuations)
+        return [Result(i, error=error, logprobs=[entry(t) for t in rest]) for i, rest in enumerate(continuations)]
 
     layers = SimpleNamespace(tensors=[SimpleNamespace(held_bytes=100)] * 3, kv_token=64, layers=[()] * 4)
     core = SimpleNamespace(
@@ -217,7 +218,7 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         machine=SimpleNamespace(kind="cpu", compute=torch.device("cpu")), options=SimpleNamespace(policy=None),
         dtype=torch.float32, cache_form="", opened=SimpleNamespace(refusal=lambda each: None),
     )  # fmt: skip
-    return SimpleNamespace(core=core, score=score, facts=layers, summary={"total_seconds": 2.5})
+    return SimpleNamespace(core=core, score=score, facts=layers, summary=SimpleNamespace(total_seconds=2.5))
 
 
 def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:
@@ -357,16 +358,16 @@ def test_seconds_are_without_reading_what_stays(speaker: Any, monkeypatch: pytes
         found = quality.score(engine, speaker.rows, PROMPT)
         apart = engine.summary
     with Engine(speaker.directory, policy=POLICY, device="cpu") as engine:
-        engine.score([(row[:PROMPT], row[PROMPT:]) for row in speaker.rows])
+        engine.score([row[:PROMPT] for row in speaker.rows], [row[PROMPT:] for row in speaker.rows])
         within = engine.summary
     units = 2  # layers; the rest comes with the first, or is a third
-    assert apart["load_seconds"] >= units * slow
-    assert "loading" not in apart["busy"]
-    assert within["load_seconds"] < slow
-    assert within["prefill_seconds"] >= units * slow
-    assert within["busy"]["loading"] * within["total_seconds"] >= units * slow
-    assert apart["prefill_seconds"] < units * slow
-    assert found.seconds == apart["total_seconds"]
+    assert apart.load_seconds >= units * slow
+    assert "loading" not in apart.busy
+    assert within.load_seconds < slow
+    assert within.prefill_seconds >= units * slow
+    assert within.busy["loading"] * within.total_seconds >= units * slow
+    assert apart.prefill_seconds < units * slow
+    assert found.seconds == apart.total_seconds
 
 
 def test_lossy_choices_cost(speaker: Any) -> None:

@@ -38,8 +38,8 @@ def test_weights_from_host_cross_the_link_once_per_sweep(families: Any, tmp_path
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0), slots=slots)
     _, summary = run(families("llama"), policy, tmp_path)
     rows = sum(len(set(ids)) for ids in _sweep_ids(families("llama")))
-    assert summary["sweeps"] == NEW
-    assert summary["bytes"] == {
+    assert summary.sweeps == NEW
+    assert summary.bytes == {
         "h2d": FP32 * (NEW * (LAYERS * LAYER + HEAD) + rows * HIDDEN), "d2h": 0, "disk_read": 0, "disk_write": 0
     }  # fmt: skip
 
@@ -49,8 +49,8 @@ def test_weights_from_disk_cross_both_links(families: Any, tmp_path: Path) -> No
     _, summary = run(families("llama"), Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 0, 1)), tmp_path)
     rows = sum(len(set(ids)) for ids in _sweep_ids(families("llama")))
     layers = FP32 * NEW * (LAYERS * LAYER + HEAD)
-    assert summary["bytes"]["h2d"] == layers
-    assert summary["bytes"]["disk_read"] == layers + FP32 * rows * HIDDEN
+    assert summary.bytes["h2d"] == layers
+    assert summary.bytes["disk_read"] == layers + FP32 * rows * HIDDEN
 
 
 def _sweep_ids(family: Any) -> list[list[int]]:
@@ -73,7 +73,7 @@ def test_cache_traffic(families: Any, tmp_path: Path, home: str) -> None:
     reads = LAYERS * len(LENGTHS) * (NEW - 1) * page * token
     written = NEW * page if home == "disk" else page + NEW - 1
     writes = LAYERS * len(LENGTHS) * written * token
-    moved = summary["bytes"]
+    moved = summary.bytes
     assert (moved["h2d"], moved["d2h"]) == (reads, writes)
     assert (moved["disk_read"], moved["disk_write"]) == ((reads, writes) if home == "disk" else (0, 0))
 
@@ -84,7 +84,7 @@ def test_hidden_traffic(families: Any, tmp_path: Path) -> None:
     _, summary = run(families("llama"), policy, tmp_path)
     tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
     moved = (LAYERS - 1) * tokens * HIDDEN * FP32
-    assert (summary["bytes"]["h2d"], summary["bytes"]["d2h"]) == (moved, moved)
+    assert (summary.bytes["h2d"], summary.bytes["d2h"]) == (moved, moved)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_ledger_peaks_are_the_layouts(families: Any, tmp_path: Path, fields: dic
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
         layout = engine.plan(_workload(known))
-        assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
+        assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
         assert layout.total("device") > 0
         for tier in ("device", "host", "disk"):  # after the job only weights are left, after close nothing
             assert set(engine.core.machine.tier(tier).ledger.entries) <= {"weights", "weight slots", "weight staging"}
@@ -119,10 +119,11 @@ def test_device_capacity_is_enough_at_the_predicted_peak_and_not_a_byte_less(fam
     known = families("llama")
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1, weights=(0, 1, 0))
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
-        need = engine.plan(_workload(known)).total("device")
+        layout = engine.plan(_workload(known))
+    need = layout.total("device")
     _, summary = run(known, policy, tmp_path, device_mem=need + 4096)
-    assert summary["peak_bytes"]["device"] == need
-    fixed = need - engine.plan(_workload(known)).account["device"]["KV cache"]
+    assert summary.peak_bytes["device"] == need
+    fixed = need - layout.account["device"]["KV cache"]
     with (
         Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path, device_mem=fixed - 1) as small,
         pytest.raises(OutOfMemory, match="device memory"),
@@ -138,7 +139,7 @@ def test_less_memory_than_the_block_wants_means_fewer_at_a_time(families: Any, t
         layout = engine.plan(_workload(known))
     half = layout.total("device") - layout.account["device"]["KV cache"] // 2
     _, summary = run(known, policy, tmp_path, device_mem=half)
-    assert summary["sweeps"] > NEW
+    assert summary.sweeps > NEW
 
 
 def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path: Path) -> None:
@@ -154,7 +155,7 @@ def test_a_row_too_long_for_the_machine_is_an_error_row(families: Any, tmp_path:
         assert [r.token_ids for r in good] == known.expected
         assert bad.error is not None
         assert "prompt of 100 tokens + max_tokens 150 cannot be held" in bad.error
-        assert (engine.summary["rows"], engine.summary["failed"]) == (8, 1)
+        assert (engine.summary.rows, engine.summary.failed) == (8, 1)
 
 
 def test_a_later_job_gets_a_block_of_its_own(families: Any, tmp_path: Path) -> None:
@@ -162,10 +163,10 @@ def test_a_later_job_gets_a_block_of_its_own(families: Any, tmp_path: Path) -> N
     known = families("llama")
     with Engine(known.directory, device="sim", offload_dir=tmp_path, device_mem="3M") as engine:
         engine.generate(known.rows[:1], GREEDY)
-        homes = engine.summary["policy"]["weights"]
+        homes = engine.summary.policy.weights
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        assert engine.summary["policy"]["gpu_batch_size"] == 8
-        assert engine.summary["policy"]["weights"] == homes
+        assert engine.summary.policy.gpu_batch_size == 8
+        assert engine.summary.policy.weights == homes
 
 
 @pytest.mark.slow
@@ -187,13 +188,13 @@ def test_law_of_the_busiest_lane(tmp_path: Path) -> None:
             e.generate(rows[:2], SamplingParams(max_tokens=3, ignore_eos=True))  # warm
             e.generate(rows, params)
             s = e.summary
-            busy = {lane: share * s["total_seconds"] for lane, share in s["busy"].items()}
-            seconds[overlap] = s["total_seconds"]
+            busy = {lane: share * s.total_seconds for lane, share in s.busy.items()}
+            seconds[overlap] = s.total_seconds
             if overlap:
-                assert s["total_seconds"] <= 1.15 * max(busy.values()), busy
+                assert s.total_seconds <= 1.15 * max(busy.values()), busy
             else:
-                assert s["total_seconds"] >= 0.9 * sum(busy.values()), busy
-                assert s["total_seconds"] <= 1.15 * sum(busy.values()), busy
+                assert s.total_seconds >= 0.9 * sum(busy.values()), busy
+                assert s.total_seconds <= 1.15 * sum(busy.values()), busy
     assert seconds[False] > seconds[True]
 
 
@@ -208,9 +209,9 @@ from flexengine import Engine, SamplingParams
 with Engine(sys.argv[1], device="cpu", device_mem=int(sys.argv[2])) as engine:
     rows = [{"prompt_token_ids": list(range(10, 74))} for _ in range(8)]
     results = engine.generate(rows, SamplingParams(max_tokens=3, ignore_eos=True))
-    print(json.dumps({"grew": rss("VmHWM") - base, "ledger": engine.summary["peak_bytes"]["device"],
-                      "disk_read": engine.summary["bytes"]["disk_read"], "sweeps": engine.summary["sweeps"],
-                      "tokens": [r.token_ids for r in results], "policy": engine.summary["policy"]}))
+    print(json.dumps({"grew": rss("VmHWM") - base, "ledger": engine.summary.peak_bytes["device"],
+                      "disk_read": engine.summary.bytes["disk_read"], "sweeps": engine.summary.sweeps,
+                      "tokens": [r.token_ids for r in results], "policy": engine.summary.policy.to_json()}))
 """
 
 
@@ -303,9 +304,9 @@ def test_peaks_are_those_of_the_job(families: Any, tmp_path: Path) -> None:
     policy = Policy(gpu_batch_size=8, num_gpu_batches=1)
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         engine.generate(known.rows, GREEDY)
-        large = engine.summary["peak_bytes"]["device"]
+        large = engine.summary.peak_bytes["device"]
         engine.generate(known.rows[:1], SamplingParams(max_tokens=1))
-        assert 0 < engine.summary["peak_bytes"]["device"] < large
+        assert 0 < engine.summary.peak_bytes["device"] < large
 
 
 def test_closing_under_a_stream_ends_it(families: Any, tmp_path: Path) -> None:
@@ -374,7 +375,7 @@ def test_one_stream_at_a_time_whatever_comes_first(families: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("call", [
-    lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.generate("one prompt"),
+    lambda e: e.generate(None), lambda e: e.generate(5), lambda e: e.stream("one prompt"),
     lambda e: e.generate([], {"max_tokens": 3}), lambda e: Engine(e.core.source.directory, policy={"slots": 2}),
 ])  # fmt: skip
 def test_arguments_of_the_wrong_kind(families: Any, call: Any) -> None:

@@ -55,7 +55,7 @@ def test_grid(families: Any, tmp_path: Any, family: str, case: int) -> None:
         assert [r.error for r in results] == [None] * len(LENGTHS)
         assert [r.token_ids for r in results] == known.expected
         for tier in ("device", "host", "disk"):  # everything booked as planned
-            assert engine.summary["peak_bytes"][tier] <= engine.core.machine.tier(tier).ledger.peak
+            assert engine.summary.peak_bytes[tier] <= engine.core.machine.tier(tier).ledger.peak
     assert not list(tmp_path.iterdir())
 
 

@@ -52,7 +52,7 @@ def test_tokens(
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         assert [r.token_ids for r in engine.generate(known.rows[:3], GREEDY)] == known.expected[:3]  # weights stay
         layout = engine.plan(Workload.of((len(p), NEW) for p in known.prompts[:3]))
-        peaks = engine.summary["peak_bytes"]
+        peaks = engine.summary.peak_bytes
         assert {"disk", "disk2", "disk3"} < set(peaks)
         for place in ("disk", "disk2", "disk3"):
             assert peaks[place] == layout.total(place)
@@ -65,7 +65,7 @@ def test_weights_of_the_second_disk_are_copied_once_and_read_in_every_sweep(fami
     known, policy = families("llama"), Policy(gpu_batch_size=8, num_gpu_batches=1, weights=SECOND)
     with Engine(known.directory, policy=policy, device="sim", offload_dir=directories(tmp_path)[:2]) as engine:
         engine.generate(known.rows, GREEDY)
-        moved = engine.summary["bytes"]
+        moved = engine.summary.bytes
         first = [t for prompt in known.prompts for t in prompt]
         sweeps = [first, *([answer[i] for answer in known.expected] for i in range(NEW - 1))]
         rows = sum(len(set(ids)) for ids in sweeps)  # of the embedding
@@ -75,7 +75,7 @@ def test_weights_of_the_second_disk_are_copied_once_and_read_in_every_sweep(fami
         assert moved["disk2_write"] == FP32 * (LAYERS * LAYER + 2 * VOCAB * HIDDEN)
         assert moved["disk_read"] == moved["disk_write"] == moved["d2h"] == 0  # the copy's reads are not a sweep's
         engine.generate(known.rows, GREEDY)
-        assert engine.summary["bytes"]["disk2_write"] == 0  # the second job finds the copy
+        assert engine.summary.bytes["disk2_write"] == 0  # the second job finds the copy
 
 
 def test_cache_on_two_disks(families: Any, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_cache_on_two_disks(families: Any, tmp_path: Path) -> None:
     policy = Policy(gpu_batch_size=4, num_gpu_batches=2, cache=(0, 0, 0.5, 0.5))
     with Engine(known.directory, policy=policy, device="sim", offload_dir=directories(tmp_path)[:2]) as engine:
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
-        moved = engine.summary["bytes"]
+        moved = engine.summary.bytes
     page = -(-(max(LENGTHS) + NEW - 1) // 16) * 16
     while page * token % 4096:
         page += 16

@@ -303,6 +303,6 @@ def test_sharing_lets_more_samples_in(families: Any, counted: Counter[str]) -> N
     with Engine(known.directory, policy=policy, device="sim", device_mem=enough) as tight:
         (result,) = tight.generate([{"prompt_token_ids": prompt[0]}], params)
         assert [s.token_ids for s in result.samples or ()] == reference(known.model, prompt, 4) * 8
-        assert tight.summary["sweeps"] == 4
+        assert tight.summary.sweeps == 4
     assert counted["prompt"] == 205
     assert counted["device"] == 12 + 8

@@ -183,7 +183,7 @@ def generated(
         assert [r.error for r in results] == [None] * len(rows)
         layout = engine.plan(Workload.of((n, NEW) for n in LENGTHS))
         if device == "sim":
-            assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
+            assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
         return [r.token_ids for r in results], engine
 
 
@@ -250,7 +250,7 @@ def test_bytes_moved_are_those_of_pages_in_sight(long: Any, family: str, home: s
         first = {s // page for s in range(max(0, length + 1 - window), length)}
         written += 2 * token * (whole + page * len(first))
         written += 2 * token * (NEW - 1) * ((whole if home == "disk" else 1) + step)
-    moved = engine.summary["bytes"]
+    moved = engine.summary.bytes
     assert (moved["h2d"], moved["d2h"]) == (read, written)
     assert (moved["disk_read"], moved["disk_write"]) == ((read, written) if home == "disk" else (0, 0))
 
@@ -272,4 +272,4 @@ def test_bytes_booked_are_those_of_pages_in_sight(long: Any, family: str, window
     rest = layout.total("device") - layout.account["device"]["KV cache"]
     found, tight = generated(directory, rows, Policy(5, 1), device_mem=rest + small + 4096)
     assert found == expected
-    assert tight.summary["sweeps"] > engine.summary["sweeps"]  # one sequence had to wait
+    assert tight.summary.sweeps > engine.summary.sweeps  # one sequence had to wait

@@ -126,7 +126,7 @@ def scores(known: Any, lossy: Lossy) -> float:
     """Mean log probability of random continuations."""
     rows = [(row["prompt_token_ids"], [5, 9, 17, 31]) for row in known.rows]
     with Engine(known.directory, policy=WHOLE, device="sim", lossy=lossy) as engine:
-        found = [entry["logprob"] for r in engine.score(rows) for entry in r.logprobs or []]
+        found = [entry["logprob"] for r in engine.score(*zip(*rows, strict=True)) for entry in r.logprobs or []]
     assert len(found) == 4 * len(rows)
     return sum(found) / len(found)
 
@@ -171,14 +171,16 @@ def test_scores_are_those_of_transformers(families: Any) -> None:
         logits = model(torch.tensor([prompt + rest])).logits[0, len(prompt) - 1 : -1].double()
     expected = logits.log_softmax(-1)[range(len(rest)), rest].tolist()
     with Engine(known.directory, policy=WHOLE, device="cpu") as engine:
-        (found,) = engine.score([(prompt, rest)])
+        (found,) = engine.score([prompt], [rest])
         assert found.token_ids == rest
         assert [e["logprob"] for e in found.logprobs or []] == pytest.approx(expected, abs=1e-4)
         best = [e["top_logprobs"][0]["token_id"] for e in found.logprobs or []]
         assert best == logits.argmax(-1).tolist()
-        for bad in ([([], [1])], [([1], [])], [([1], [601])], [([1] * 250, [1] * 20)]):
-            with pytest.raises(InvalidInput, match="row 0 has"):
-                engine.score(bad)
+        bad = [([], [1]), ([1], []), ([1], [601]), ([1] * 250, [1] * 20)]
+        for result, (context, continuation) in zip(engine.score(*zip(*bad, strict=True)), bad, strict=True):
+            assert result.token_ids == []
+            says = "the context is empty" if not context else f"has {len(context)} + {len(continuation)} tokens"
+            assert str(result.error).startswith(f"prompt {result.index}: {says}")
 
 
 class TestEncoding:
@@ -259,7 +261,7 @@ class TestPlanner:
         with Engine(known.directory, device="sim", device_mem="1M", **options) as engine:
             found = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
             assert engine.lossy == Lossy(weights="int4")
-            assert engine.summary["lossy"] == {"weights": "int4"}
+            assert engine.summary.lossy == Lossy(weights="int4")
             assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == found
         assert answers(known.directory, known.rows, Lossy(weights="int4")) == found
 

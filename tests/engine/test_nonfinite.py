@@ -44,7 +44,7 @@ def test_one_row(families: Any, tmp_path: Path, fields: dict[str, Any], value: f
     model = poisoned(family, tmp_path / "model", EMBEDDING, POISON, value)
     with Engine(model, policy=ONE_BATCH, device="cpu", device_mem="1G") as engine:
         found = engine.generate(rows, params)
-        assert engine.summary["failed"] == 2
+        assert engine.summary.failed == 2
     for i, (one, other) in enumerate(zip(found, expected, strict=True)):
         if i in bad:
             assert one.error == f"row {i}: {AFTER_NONE}"
@@ -59,7 +59,7 @@ def test_score(families: Any, tmp_path: Path) -> None:
     model = poisoned(family, tmp_path / "model", EMBEDDING, POISON, float("nan"))
     rows = [([7, 8], [9, 10, 11, 12]), ([7, 8], [9, POISON, 11, 12]), ([7, 8], [9, 10, 11, 12])]
     with Engine(model, policy=ONE_BATCH, device="cpu", device_mem="1G") as engine:
-        first, bad, last = engine.score(rows)
+        first, bad, last = engine.score(*zip(*rows, strict=True))
     assert bad.error == "row 1: its logits are not finite after 2 tokens"
     assert first.error is last.error is None
     assert first.logprobs == last.logprobs

@@ -46,7 +46,7 @@ def test_ledger_peaks_of_any_policy_are_those_predicted(families: Any, tmp_path:
         prediction = engine.planner.cost(work).predict(engine.plan(work))
         assert [r.token_ids for r in engine.generate(known.rows, GREEDY)] == known.expected
         predicted = {tier: prediction.layout.total(tier) for tier in ("device", "host", "disk")}
-        assert engine.summary["peak_bytes"] == predicted
+        assert engine.summary.peak_bytes == predicted
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -90,8 +90,8 @@ def test_auto_fits_every_capacity_and_is_exact(families: Any, tmp_path: Path, ki
             results = engine.generate(known.rows, GREEDY)
             done = [(r.token_ids, known.expected[r.index]) for r in results if not r.error]
             assert all(found == right for found, right in done)
-            assert engine.summary["peak_bytes"]["device"] <= options["device_mem"]
-            streamed += engine.summary["policy"]["weights"][0] < 1
+            assert engine.summary.peak_bytes["device"] <= options["device_mem"]
+            streamed += engine.summary.policy.weights[0] < 1
     assert 0.02 in refused
     assert max(refused) < 0.4
     assert streamed

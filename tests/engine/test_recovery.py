@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine import Engine, Policy, SamplingParams
+from flexengine import Engine, Policy, SamplingParams, Summary
 from flexengine.commands import exit_codes, run
 from flexengine.engine.recovery import REPLANS, halved
 from flexengine.errors import OutOfMemory, RanOut
@@ -84,14 +84,18 @@ def test_a_smaller_block_and_the_same_tokens(families: Any, faults: Faults, kind
     assert faults.raised == 1
     assert [r.token_ids for r in found] == family.expected
     assert block == 4
-    assert summary["replanned"] == told
-    assert (summary["rows"], summary["failed"], summary["generated_tokens"]) == (8, 0, 8 * NEW)
+    assert list(summary.replanned) == told
+    assert (summary.rows, summary.failed, summary.generated_tokens) == (8, 0, 8 * NEW)
     what = "activations" if kind == "ledger" else "compute, Cell(sweep=3, layer="
     (said,) = told
     assert said.startswith("device memory ran out: there was no room for " + what)
     assert "instead of a block of 8" in said
     assert "continuing with a block of 4" in said
     assert "8 unfinished rows are computed again (replanned 1 of at most 3 times)" in said
+
+
+def counted(summary: Summary) -> list[int]:
+    return [summary.rows, summary.failed, summary.prompt_tokens, summary.generated_tokens]
 
 
 @pytest.mark.slow
@@ -105,8 +109,8 @@ def test_any_task(families: Any, faults: Faults) -> None:
         expected = made.generate(rows, params)
         assert made.layout is not None
         assert made.layout.policy.block_size > 1
-        moved = {link for link, nbytes in made.summary["bytes"].items() if nbytes}
-        counts = [made.summary[name] for name in ("rows", "failed", "prompt_tokens", "generated_tokens")]
+        moved = {link for link, nbytes in made.summary.bytes.items() if nbytes}
+        counts = counted(made.summary)
         tasks = faults.count
         assert {"h2d", "disk_read"} <= moved
         capacity = made.core.machine.capacity
@@ -114,8 +118,8 @@ def test_any_task(families: Any, faults: Faults) -> None:
             faults.at(number)
             made.core.machine.capacity = capacity
             assert made.generate(rows, params) == expected
-            assert len(made.summary["replanned"]) == faults.raised == 1
-            assert [made.summary[name] for name in ("rows", "failed", "prompt_tokens", "generated_tokens")] == counts
+            assert len(made.summary.replanned) == faults.raised == 1
+            assert counted(made.summary) == counts
 
 
 def test_memory_that_is_not_there(families: Any, faults: Faults) -> None:
@@ -134,7 +138,7 @@ def test_memory_that_is_not_there(families: Any, faults: Faults) -> None:
     faults.when = too_much
     with engine(family) as made:
         assert [r.token_ids for r in made.generate(family.rows, GREEDY)] == family.expected
-        assert 1 <= len(made.summary["replanned"]) <= REPLANS
+        assert 1 <= len(made.summary.replanned) <= REPLANS
         faults.raised = 0
         assert [r.token_ids for r in made.generate(family.rows, GREEDY)] == family.expected
         assert not faults.raised  # what has been learned holds for the next job
@@ -150,7 +154,7 @@ def test_rows_that_are_finished_stay(families: Any, faults: Faults) -> None:
     with engine(family) as made:
         with pytest.raises(RanOut, match=r"a block of 1 .* smaller 3 times; end other programs that use") as caught:
             made.generate(rows, GREEDY)
-        assert len(made.summary["replanned"]) == REPLANS == faults.raised - 1
+        assert len(made.summary.replanned) == REPLANS == faults.raised - 1
         done = caught.value.results
         assert [r.index for r in done] == [0, 1]  # of 2 and 3 tokens; all others want a fourth sweep
         assert [r.token_ids for r in done] == [family.expected[i][: 2 + i] for i in (0, 1)]
@@ -164,7 +168,7 @@ def test_a_policy_is_not_changed(families: Any, faults: Faults) -> None:
     with engine(family, policy=Policy(gpu_batch_size=2, num_gpu_batches=4)) as made:
         with pytest.raises(RanOut) as caught:
             made.generate(family.rows, GREEDY)
-        assert made.summary["replanned"] == []
+        assert made.summary.replanned == ()
     assert faults.raised  # other gpu_batches may have failed before anybody looked
     said = str(caught.value)
     assert "no room for activations (4,096 bytes); the policy has a block of 8 (4 gpu_batches of 2)" in said

@@ -66,7 +66,7 @@ def test_weights_that_are_brought_home_are_expected_and_no_work_of_a_lane() -> N
     watch = Watch(cost, layout)
     watch.expect_loading()
     reading, told = cost.reading(layout), cost.predict(layout)
-    assert watch.report()["predicted_seconds"] == told.load_seconds > 0
+    assert watch.report().predicted_seconds == told.load_seconds > 0
     assert watch.slowed["device"] == 0.5 * reading > 0
     assert watch.slowed["h2d"] == 0.0
     assert watch.expected == {"loading": reading}
@@ -83,10 +83,10 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
     hardware = replace(machine_of(random.Random(6), "cpu"), checkpoint_read=((1.0, 1e3),))
     with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         expected = [r.token_ids for r in engine.generate(rows, params)]
-        whole, alone = engine.summary["plan"], engine.core._weights
+        whole, alone = engine.summary.plan, engine.core._weights
         assert alone is not None
         every = alone.loaded_bytes
-    assert whole["lanes"]["loading"]["predicted"] == pytest.approx(every / 1e3)
+    assert whole.lanes["loading"].predicted == pytest.approx(every / 1e3)
     with Engine(tmp_path / "m", policy=Policy(3, 1, weights=(0.8, 0, 0.2)), hardware=hardware) as engine:
         with pytest.MonkeyPatch.context() as patch:
             load = Weights.load_resident
@@ -101,9 +101,9 @@ def test_what_an_earlier_job_has_read_is_not_expected_again(tmp_path: Path) -> N
         assert [r.token_ids for r in engine.generate(rows, params)] == expected
         assert weights.loaded_bytes == every
         assert weights.missing == 0
-        rest = engine.summary["plan"]
-    assert rest["lanes"]["loading"]["predicted"] == pytest.approx((every - there) / 1e3)
-    fewer = whole["predicted_seconds"] - rest["predicted_seconds"]
+        rest = engine.summary.plan
+    assert rest.lanes["loading"].predicted == pytest.approx((every - there) / 1e3)
+    fewer = whole.predicted_seconds - rest.predicted_seconds
     assert fewer == pytest.approx(there / 1e3, rel=0.05)  # so slow that the disk is what the sweep waits for
 
 
@@ -126,9 +126,9 @@ def test_a_job_tells_loading_apart(tmp_path: Path) -> None:
         one = engine.summary
         assert [r.token_ids for r in engine.generate(rows, params)] == first
         two = engine.summary
-    assert one["busy"]["loading"] > 0
-    assert "loading" not in two["busy"]
-    assert one["bytes"]["disk_read"] == two["bytes"]["disk_read"] > 0
+    assert one.busy["loading"] > 0
+    assert "loading" not in two.busy
+    assert one.bytes["disk_read"] == two.bytes["disk_read"] > 0
 
 
 def test_factors_name_the_lanes_that_are_persistently_off() -> None:
@@ -200,9 +200,9 @@ def test_summary_compares_lane_by_lane(families: Any, tmp_path: Path) -> None:
     options = {"device": "sim", "offload_dir": tmp_path, "links": links, "hardware": hardware}
     with Engine(known.directory, policy=policy, **options) as engine:
         engine.generate(known.rows[:2], SamplingParams(max_tokens=4, ignore_eos=True))
-        plan = engine.summary["plan"]
-        lane = plan["lanes"]["h2d"]
-        assert lane["predicted"] == pytest.approx(engine.summary["bytes"]["h2d"] / rate, rel=0.02)
-        assert lane["measured"] == pytest.approx(lane["predicted"], rel=0.1)
-        assert plan["error"] == pytest.approx(plan["predicted_seconds"] / plan["measured_seconds"] - 1)
-        assert plan["measured_seconds"] == pytest.approx(engine.summary["total_seconds"])
+        plan = engine.summary.plan
+        lane = plan.lanes["h2d"]
+        assert lane.predicted == pytest.approx(engine.summary.bytes["h2d"] / rate, rel=0.02)
+        assert lane.measured == pytest.approx(lane.predicted, rel=0.1)
+        assert plan.error == pytest.approx(plan.predicted_seconds / plan.measured_seconds - 1)
+        assert plan.measured_seconds == pytest.approx(engine.summary.total_seconds)

@@ -37,7 +37,7 @@ def runs(directory: Path, rows: list[Any], **options: Any) -> list[tuple[int, ..
     with Engine(directory, **options) as engine:
         results = engine.generate(rows, GREEDY)
         assert not any(r.error for r in results)
-        used = engine.summary["peak_bytes"]
+        used = engine.summary.peak_bytes
         assert used["device"] <= int(options["device_mem"])
         return [tuple(r.token_ids) for r in results]
 

@@ -231,7 +231,7 @@ def test_a_job_runs_with_an_attender_at_another_place(
         results = engine.generate(known.rows, SamplingParams(max_tokens=NEW, ignore_eos=True))
         assert [r.error for r in results] == [None] * len(LENGTHS)
         assert [r.token_ids for r in results] == known.expected
-        busy = engine.summary["busy"]
+        busy = engine.summary.busy
     assert min(busy[lane] for lane in ("out", "cpu beside", "back")) > 0
     assert "cpu" not in busy
     (attender,) = made

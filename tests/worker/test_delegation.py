@@ -51,7 +51,7 @@ def test_tokens_are_those_of_transformers(families: Any, tmp_path: Path, family:
         results = engine.generate(known.rows, GREEDY)
         assert [r.error for r in results] == [None] * len(LENGTHS)
         assert [r.token_ids for r in results] == known.expected
-        assert engine.summary["busy"]["cpu"] > 0
+        assert engine.summary.busy["cpu"] > 0
         if case == 1:  # a second job, with other places
             assert [r.token_ids for r in engine.generate(known.rows[2:5], GREEDY)] == known.expected[2:5]
     assert not list(tmp_path.iterdir())
@@ -80,10 +80,10 @@ def measured(family: Any, policy: Policy, tmp_path: Path, **options: Any) -> dic
     with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, **options) as engine:
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
         layout = engine.plan(Workload.of((len(p), NEW) for p in family.prompts))
-        assert engine.summary["peak_bytes"] == {t: layout.total(t) for t in ("device", "host", "disk")}
+        assert engine.summary.peak_bytes == {t: layout.total(t) for t in ("device", "host", "disk")}
         facts = engine.facts
         shape = {"layers": len(facts.layers), "heads": facts.heads, "kv": facts.kv_heads, "dim": facts.head_dim}
-        return {**engine.summary, **shape, "page": layout.page_bytes["host"][0], "layout": layout}
+        return {**engine.summary.to_json(), **shape, "page": layout.page_bytes["host"][0], "layout": layout}
 
 
 @pytest.mark.parametrize("family", ["llama", "opt", "gemma2"])
@@ -135,7 +135,7 @@ def test_host_memory_is_enough_at_the_predicted_peak_and_not_a_page_less(familie
 def measured_sweeps(family: Any, policy: Policy, tmp_path: Path, host_mem: int) -> int:
     with Engine(family.directory, policy=policy, device="sim", offload_dir=tmp_path, host_mem=host_mem) as engine:
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
-        return int(engine.summary["sweeps"])
+        return int(engine.summary.sweeps)
 
 
 def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None:

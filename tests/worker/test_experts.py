@@ -114,7 +114,7 @@ def test_bytes_of_experts_are_those_of_the_routers_choices(
     with Engine(known.directory, policy=policy, device="sim", offload_dir=tmp_path) as engine:
         results = engine.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(NEW, ignore_eos=True))
         assert [r.token_ids for r in results] == answers
-        moved = engine.summary["bytes"]
+        moved = engine.summary.bytes
     most = {"mixtral-8x7b": 2, "qwen3-30b-a3b": 10, "gpt-oss-20b": 5}[name]  # 1 - (1 - k / E)^t <= 1 / 2
     head = 601 * HIDDEN
     assert engine.layout is not None
@@ -212,7 +212,7 @@ def test_encoded_experts_come_alone_too(
         with Engine(known.directory, policy=policy, device="cpu", offload_dir=tmp_path, lossy=Lossy(weights)) as engine:
             rows = LoadedRows(engine, monkeypatch)
             results = engine.generate([{"prompt_token_ids": p} for p in prompts], SamplingParams(NEW, ignore_eos=True))
-            found.append(([r.token_ids for r in results], engine.summary["bytes"]["disk_read"]))
+            found.append(([r.token_ids for r in results], engine.summary.bytes["disk_read"]))
             counts.append(dict(rows.experts))
             each = {j: sum(t.encoded // t.experts for t in layer if t.experts)
                     for j, layer in enumerate(engine.facts.layers)}  # fmt: skip

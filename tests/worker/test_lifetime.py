@@ -167,7 +167,7 @@ def test_the_failed_pool_is_gone_before_the_smaller_one_is_made(
         engine.planner.smaller = spy  # type: ignore[method-assign]
         fail.append(MemoryError())
         assert [r.token_ids for r in engine.generate(family.rows, GREEDY)] == family.expected
-        assert len(engine.summary["replanned"]) == 1
+        assert len(engine.summary.replanned) == 1
         weights = booked(engine)["weights"]
     assert left == [(weights, weights)]
 

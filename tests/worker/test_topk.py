@@ -76,7 +76,7 @@ def run(
         for tier in ("device", "host", "disk") if device == "sim" else ():
             booked = engine.layout.account[tier] if engine.layout else {}
             assert engine.core.machine.tier(tier).ledger.peak == sum(booked.values())
-        return [r.token_ids for r in results], engine.summary["bytes"]
+        return [r.token_ids for r in results], engine.summary.bytes
 
 
 class Counting:
@@ -155,7 +155,7 @@ def test_bytes(long: Path, cache: str | None, home: str) -> None:
     lossy, policy = Lossy(cache=cache, sparse_attention=0.1), Policy(4, 1, cache=HOMES[home], prefill_tokens=4096)
     with Engine(long, policy=policy, device="sim", lossy=lossy) as engine:
         found = [r.token_ids for r in engine.generate(rows_of(LONG), GREEDY)]
-        bytes_, layout, model = engine.summary["bytes"], engine.layout, engine.facts
+        bytes_, layout, model = engine.summary.bytes, engine.layout, engine.facts
     assert layout
     kv, layers, tokens = model.kv_token, len(model.layers), layout.pools[home][0].page_tokens
     count: Any = Counting(tokens)
@@ -178,7 +178,7 @@ def test_exact_and_delegated_caches_move_as_ever(families: Any) -> None:
     with Engine(known.directory, policy=replace(policy, delegate=True), device="sim", lossy=lossy) as engine:
         delegated = [r.token_ids for r in engine.generate(known.rows, GREEDY)]
         model, layers = engine.facts, len(engine.facts.layers)
-        assert engine.summary["bytes"]["h2d"] == layers * len(known.rows) * (NEW - 1) * model.fetched
+        assert engine.summary.bytes["h2d"] == layers * len(known.rows) * (NEW - 1) * model.fetched
     assert run(known.directory, known.rows, policy, Lossy(sparse_attention=0.3))[0] == delegated
     pages = sum(-(-n // 16) for p in known.prompts for n in range(len(p), len(p) + NEW - 1))
     assert bytes_["h2d"] == layers * pages * 16 * model.kv_token

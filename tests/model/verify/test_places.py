@@ -154,7 +154,7 @@ def test_those_of_an_earlier_version_are_used_but_not_verified(tmp_path: Path, c
 def answers(model: Path, **options: Any) -> tuple[list[int], Any]:
     with Engine(model, device="cpu", **options) as engine:
         (result,) = engine.generate([PROMPT], PARAMS)
-        return result.token_ids, engine.summary["verified"]
+        return result.token_ids, engine.summary.verified
 
 
 def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path, cache: Path) -> None:
@@ -163,14 +163,14 @@ def test_results_are_the_same_and_the_summary_says_what_was_verified(model: Path
     tokens, verified = answers(model, verify=True)
     size = sum(f.stat().st_size for f in model.iterdir() if f.name != SUMS)
     assert tokens == plain
-    assert (verified["files"], verified["bytes"]) == (3, size)
-    assert verified["seconds"] > 0
+    assert (verified.files, verified.bytes) == (3, size)
+    assert verified.seconds > 0
     lossy = Lossy(weights="int4")
     for _ in range(2):  # prepared now, prepared before
         tokens, verified = answers(model, verify=True, lossy=lossy)
         assert tokens == answers(model, lossy=lossy)[0]
         files = [f for f in made(cache).iterdir() if f.name != SUMS]
-        assert (verified["files"], verified["bytes"]) == (3 + len(files), size + sum(f.stat().st_size for f in files))
+        assert (verified.files, verified.bytes) == (3 + len(files), size + sum(f.stat().st_size for f in files))
 
 
 class Job:

@@ -1,0 +1,213 @@
+"""An opened model on which one job at a time runs: the part of `Engine` that all its methods share."""
+
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from flexengine.config import Result, SamplingParams, shown
+from flexengine.engine import fingerprint
+from flexengine.engine.calibration import Calibrator, ExactEngine
+from flexengine.engine.core import Core
+from flexengine.engine.job import Job
+from flexengine.engine.options import EngineOptions
+from flexengine.engine.planner import Planner
+from flexengine.engine.summary import Summary
+from flexengine.engine.survey import Reader
+from flexengine.errors import InvalidInput, RanOut
+from flexengine.lossy import Lossy
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import Layout
+from flexengine.plan.workload import Workload
+
+
+class BaseEngine(ABC):
+    """A model opened on a machine, and the job that runs on it.
+
+    Attributes:
+        options: the options that were given.
+        on_sweep: see EngineOptions; may be changed between jobs.
+        core: the opened model and machine.
+        planner: chooses the policy of each job; `planner.say` is called with messages.
+        calibrator: measures importances, if weights are calibrated.
+        reader: encodes prompts.
+        load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        """Open the model. Raise as `Engine`."""
+        self.options = options
+        self.core = core = Core(options)
+        self.planner = Planner(
+            core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
+        )
+        self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
+        self.calibrator = Calibrator(core, self._exact, lambda message: self.planner.say(message))
+        core.opened.importances = lambda: self.calibrator.importances
+        self.on_sweep = options.on_sweep
+        self.load_first = False
+        self._job: Job | None = None  # the last one
+        self._running: Generator[Result] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    @abstractmethod
+    def _exact(self) -> ExactEngine:
+        """Return an engine for the same model with the checkpoint's own weights."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Return the model's tokenizer, of `transformers`; None if the checkpoint has none."""
+        return self.core.tokenizer
+
+    @property
+    def facts(self) -> ModelFacts:
+        """Return the model in numbers, with the present lossy switches."""
+        return self.core.facts
+
+    @property
+    def lossy(self) -> Lossy:
+        """Return the present lossy switches."""
+        return self.core.lossy
+
+    @property
+    def layout(self) -> Layout | None:
+        """Return the layout of the last job; None if there was none, or if no row of it could be run."""
+        return self._job.layout if self._job else None
+
+    @property
+    def summary(self) -> Summary:
+        """Return counts, seconds and bytes of the last job. The counts are 0 before a job has ended."""
+        return self._job.summary if self._job else self.core.empty_summary()
+
+    @property
+    def switches(self) -> dict[str, Any]:
+        """Return the lossy switches that are set, as a job's manifest names them."""
+        return fingerprint.switches(self.core, self.calibrator)
+
+    def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
+        return fingerprint.fingerprint(self.core, known_files)
+
+    def use(self, lossy: Lossy) -> None:
+        """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for
+        switches that this model or machine does not support, and while a job runs."""
+        self._check_idle()
+        self.core.drop_weights()
+        self.planner.use(lossy)
+        self.planner.choices = ()
+
+    def prepare(self) -> None:
+        """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
+        full."""
+        self._check_open()
+        _ = self.core.opened.origins
+
+    def plan(self, workload: Workload) -> Layout:
+        """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
+        self._check_open()
+        return self.planner.layout(workload, self.core.resident)
+
+    def close(self) -> None:
+        """End the running job, if any, and free memory and files. Further calls do nothing.
+
+        Raises:
+            InvalidInput: another thread runs a job.
+        """
+        if (running := self._running) is not None:
+            try:
+                running.close()
+            except ValueError as error:
+                raise InvalidInput("another thread is generating with this engine; let it end first") from error
+            self._running = None
+        self._closed = True
+        self.core.close()
+
+    def _check_idle(self) -> None:
+        self._check_open()
+        if self._running is not None:
+            raise InvalidInput("this engine is generating already; finish or close the other stream first")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidInput("this engine is closed; open a new Engine")
+
+    def stream(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Generator[Result]:
+        """Yield results as rows finish, in any order; `index` is the number of the row.
+
+        Memory does not grow with the number of rows, if `prompts` is no iterator. If memory runs out although the plan
+        fits the given sizes, the job continues with a smaller block and the same results; see `Summary.replanned`.
+
+        Args:
+            prompts: an iterable of prompts as for `generate`. It is iterated twice, first for the sizes of all rows and
+                then to run them, and not stored. An iterator, which can be iterated only once, is copied to a list.
+            params: as for `generate`.
+
+        Returns:
+            A generator of a Result per row. A row that cannot be run has a Result with `error`. Closing the generator
+            ends the job.
+
+        Raises:
+            InvalidInput: as for `generate`. Errors of arguments are raised by the call, others with the first result.
+            OutOfMemory: as for `generate`.
+            RanOut: as for `generate`, without results.
+
+        Example:
+            >>> for result in engine.stream(prompts, SamplingParams(max_tokens=32)):
+            ...     print(result.index, result.generated_text)
+        """
+        self._check_open()
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+            raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
+        if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
+            prompts = list(prompts)
+            if len(params) != len(prompts):
+                raise InvalidInput(f"params has {len(params)} entries, but prompts has {len(prompts)}; give one"
+                                   " SamplingParams for each prompt, or one for all")  # fmt: skip
+        elif not isinstance(params, SamplingParams | None):
+            raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
+        return self._stream(prompts, SamplingParams() if params is None else params)
+
+    def _stream(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
+    ) -> Generator[Result]:
+        with self._lock:
+            self._check_idle()
+            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first)
+            self._running = running = self._job.results(prompts, params)
+        try:
+            yield from running
+            if self._running is not running:
+                raise InvalidInput("the engine was closed before this stream had ended")
+        finally:
+            running.close()
+            if self._running is running:
+                self._running = None
+
+    def _all(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Return the results of a job, in the order of their indices."""
+        results: list[Result] = []
+        try:
+            with contextlib.closing(self.stream(prompts, params)) as stream:
+                for result in stream:
+                    results.append(result)
+        except RanOut as error:
+            error.results = results
+            raise
+        finally:
+            results.sort(key=lambda result: result.index)
+        return results
