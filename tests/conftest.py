@@ -85,7 +85,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-# Examples are the same in every run, and a slow machine fails no test. A fixture may serve all examples of a test.
+# A slow machine fails no test, and a fixture may serve all examples of a test. Examples are drawn with the same seed in
+# every run, but hypothesis also draws constants that it finds in the project's loaded modules: other files before a
+# test, or a changed constant in any module, give other examples.
 settings.register_profile(
     "flexengine", derandomize=True, database=None, deadline=None, max_examples=50, print_blob=False,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large],

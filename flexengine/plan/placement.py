@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 from flexengine.errors import OutOfMemory
 from flexengine.plan.layout import Layout
@@ -35,6 +36,11 @@ class Choice:
     cache: bool
     hidden: bool
     delegate: bool = False
+
+    @classmethod
+    def of(cls, policy: Policy) -> Self:
+        """Return the data that leave the device under a policy."""
+        return cls(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
 
 
 @dataclass

@@ -254,19 +254,21 @@ def never_waits(each: Unit, rows: int, schedule: str, shape: tuple[int, int], ro
 def walk(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float = np.inf) -> Walk:
     """Return the entries of a job's sequences. Arguments as in `profile`.
 
-    Without a limit on pages, the result depends on the workload, `schedule` and `shape` alone.
+    Without a limit on pages, the result depends on the workload, `schedule` and `shape` alone. At least one mean
+    sequence fits, even if `room` is less: smaller parts of a sequence would take endlessly many sweeps.
     """
     block = min(shape[0] if schedule == "row" else shape[0] * shape[1], rows)
     each_peak = float(each.held.max())
     if room < block * each_peak and not each.alike:
         room -= IDLE_PAGE_SHARE * min(each_peak, max(0.0, room - each_peak))
+    room = max(room, each_peak)
     return (_rounds if schedule in ("row", "zigzag") else _stream)(each, rows, schedule, shape, room)
 
 
 def _rounds(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: float) -> Walk:
     """Return the entries if a block enters when the previous one has ended: full blocks, then the remaining rows."""
     allowed = float(entrants(schedule, 0, *shape))
-    block = min(max(1.0, _whole(each, min(allowed, room / float(each.held.max())))), float(rows))
+    block = min(_whole(each, min(allowed, room / float(each.held.max()))), float(rows))
     full = float(np.floor(rows / block + 1e-9))
     sizes = [(block, full), (rows - full * block, 1.0)]
     entered = np.concatenate([np.append(size, np.zeros(len(each.live) - 1)) for size, _ in sizes if size > 1e-6])
@@ -285,7 +287,8 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
         step = len(entered)
         if step + horizon > future.shape[1]:
             future = np.concatenate([future, np.zeros_like(future)], axis=1)
-        if len(entered) >= PERIODIC_LIVES * horizon and not repeated and (period := sum(entered[-horizon:])) > 1e-6:
+        if step >= PERIODIC_LIVES * horizon and not repeated:
+            period = sum(entered[-horizon:])
             whole, repeated = float(np.floor(left / period + 1e-9)), True
             times[-horizon:] = [1.0 + whole] * horizon
             left -= whole * period
@@ -296,8 +299,6 @@ def _stream(each: Unit, rows: int, schedule: str, shape: tuple[int, int], room: 
         if now > 0 and limited:
             fits = float(((room - future[1, step : step + horizon]) / least).min())
             now = max(0.0, min(now, _whole(each, fits)))
-        if now <= 0 and not alive:
-            now = min(1.0, left)  # less than one sequence fits; layouts exclude this case, but the loop must end
         entered.append(now)
         times.append(1.0)
         left -= now

@@ -5,7 +5,7 @@ from itertools import product
 from operator import attrgetter
 
 from flexengine.places import TIERS
-from flexengine.plan.placement import ON_DEVICE, Choice, Placement
+from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.shapes import Shapes
 from flexengine.plan.tried import Tried
@@ -90,12 +90,11 @@ class Refinement:
         if policy in self.explored:
             return
         self.explored.add(policy)
-        cache, hidden = policy.cache != ON_DEVICE, policy.activations != ON_DEVICE
+        choice = Choice.of(policy)
         # The second choice needs no buffers. The program counts buffers as soon as a kind of data may leave the device.
-        choices = [Choice(cache, hidden, policy.delegate), Choice(False, False)]
-        for other, choice in product(self.shapes.neighbours(policy), dict.fromkeys(choices)):
-            self.placement.solve_placement(other, choice)
-        if policy.cache[1] and not hidden and self.placement.delegates:
+        for other, allowed in product(self.shapes.neighbours(policy), dict.fromkeys((choice, Choice(False, False)))):
+            self.placement.solve_placement(other, allowed)
+        if policy.cache[1] and not choice.hidden and self.placement.delegates:
             self.tried.attempt(replace(policy, delegate=not policy.delegate))
         same = [self.tried.attempt(replace(policy, prefill_tokens=tokens)) for tokens in self.shapes.tokens]
         self._move_weights(min((p for p in (prediction, *same) if p is not None), key=attrgetter("total_seconds")))
@@ -104,10 +103,8 @@ class Refinement:
         """Solve block sizes one step below and above that of the best policy, while the job gets faster."""
         while True:
             before = self.tried.leader()
-            policy = before.policy
-            choice = Choice(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
-            for shape, tokens in product(self.shapes.steps(policy), self.shapes.tokens):
-                self.placement.solve_placement(replace(shape, prefill_tokens=tokens), choice)
+            for shape, tokens in product(self.shapes.steps(before.policy), self.shapes.tokens):
+                self.placement.solve_placement(replace(shape, prefill_tokens=tokens), Choice.of(before.policy))
             if self.tried.leader() is before:
                 break
 

@@ -18,7 +18,7 @@ from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.least import capacity_for, smallest, smallest_layout
-from flexengine.plan.placement import ON_DEVICE, Choice, Placement
+from flexengine.plan.placement import Choice, Placement
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import Problem
 from flexengine.plan.refinement import Refinement
@@ -92,8 +92,7 @@ def placement_problem(
     """
     shapes = Shapes(Cost(model, hardware, workload), options or Options())
     tried = Tried(shapes, capacity_for(model, shapes.smallest(), workload, hardware.capacity))
-    choice = Choice(policy.cache != ON_DEVICE, policy.activations != ON_DEVICE, policy.delegate)
-    return Placement(tried).problem(policy, choice)
+    return Placement(tried).problem(policy, Choice.of(policy))
 
 
 def frontier(found: Search) -> list[Prediction]:

@@ -1,15 +1,18 @@
 """plan.profile against the schedule's own sweeps, walked sequence by sequence."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from flexengine.plan import profile as profiles
 from flexengine.plan.profile import MAX_SIZES, LayerPages, Pages, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
+from flexengine.schedule.admission import entrants
 from flexengine.schedule.order import Piece
 from flexengine.schedule.pages import Pool, pages_for
 from flexengine.schedule.sweeps import Sequence, Sweeps
@@ -232,20 +235,54 @@ def test_many_rows_are_many_times_few(schedule: str, uniform: bool) -> None:
     assert len(many.times) < 500
 
 
+@pytest.fixture
+def limit_steps(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Return a function that lets the profiles after its call take so many steps: one more fails at once."""
+    left = 0
+
+    def counted(*args: int) -> int:
+        nonlocal left
+        assert (left := left - 1) >= 0, "the profile takes more steps than it may"
+        return entrants(*args)  # type: ignore[arg-type]
+
+    def limit(steps: int) -> None:
+        nonlocal left
+        left = steps
+
+    monkeypatch.setattr(profiles, "entrants", counted)
+    return limit
+
+
 @given(rng=RANDOMS)
 @settings(max_examples=100)
-def test_pools_too_small_end_all_the_same(rng: random.Random) -> None:
+def test_pools_too_small_end_all_the_same(rng: random.Random, limit_steps: Callable[[int], None]) -> None:
     """Pools for less than one sequence, or hardly one: such a plan is refused elsewhere, but the profile must not
     hang."""
     rows = [(rng.randint(1, 400), rng.randint(1, 60)) for _ in range(rng.randint(1, 30))]
     each = unit(Workload.of(rows), rng.choice([16, 512]), Pages(PAGES, rng.random()))
     room = rng.choice([0, 1, 16, 400, 1e9]) * rng.random()
     shape = (rng.randint(1, 9), rng.randint(1, 4))
+    limit_steps(10 * 60)  # ten of the longest lives
     found = profile(each, rng.choice([1, 3, 10_000, 10**9]), rng.choice(SCHEDULES), shape, room)
     assert float((found.entering * found.times).sum()) == pytest.approx(found.rows)
     assert all(np.isfinite(getattr(found, name)).all() for name in SUMS)
     assert (found.times > 0).all()
     assert (found.decoding >= 0).all()
+
+
+@pytest.mark.parametrize("room", [0.0, 5e-324, 1e-9, 1e-5, 0.1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_room_for_a_tiny_part_of_a_sequence(schedule: str, room: float, limit_steps: Callable[[int], None]) -> None:
+    """One sequence at a time: entries by parts of 1e-11 sequences would take 1e20 steps."""
+    uniform, mixed = ([(100, 20)], [(100, 20), (100, 30)])
+    limit_steps(10 * 30)
+    alike = profile(unit(Workload.of(uniform), 512, Pages(PAGES, 0.0)), 10**9, schedule, (4, 2), room)
+    assert alike.times.sum() == pytest.approx(20 * 10**9)
+    assert alike.live == pytest.approx(np.ones(len(alike.times)))
+    limit_steps(10 * 30)
+    found = profile(unit(Workload.of(mixed), 512, Pages(PAGES, 0.0)), 10**9, schedule, (4, 2), room)
+    assert float((found.entering * found.times).sum()) == pytest.approx(10**9)
+    assert float((found.decoding * found.times).sum()) == pytest.approx((19 + 29) / 2 * 10**9)
 
 
 def test_classes_keep_means() -> None:
