@@ -97,8 +97,8 @@ def test_map_batches(form: str, cluster: str, llama: Any) -> None:
         assert {name: block.schema.field(name).type for name in TYPES} == TYPES
     found = sorted((r for block in blocks for r in block.to_pylist()), key=lambda r: r["index"])
     assert [r["index"] for r in found] == list(range(30))
-    assert [r["token_ids"] for r in found] == in_process(llama.directory, given)
-    assert [r["prompt_token_ids"] for r in found] == columns["prompt_token_ids"]
+    assert [list(r["token_ids"]) for r in found] == in_process(llama.directory, given)
+    assert [list(r["prompt_token_ids"]) for r in found] == columns["prompt_token_ids"]
     assert [r["name"] for r in found] == table["name"].to_pylist()
     assert [r["index"] for r in found if r["error"] is not None] == [11]
 

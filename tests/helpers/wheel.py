@@ -96,6 +96,7 @@ def closure(requirements: Iterable[str]) -> Sequence[Distribution]:
 
 
 def _if_installed(name: str) -> Sequence[Distribution]:
+    """Return the distribution of this name, or nothing."""
     try:
         return [distribution(name)]
     except PackageNotFoundError:
