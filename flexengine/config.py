@@ -5,6 +5,7 @@ import math
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,10 @@ def cache_root() -> Path:
         return Path(text).expanduser()
     except RuntimeError as error:
         raise InvalidInput(f"{text} is no directory: {error}; set FLEXENGINE_CACHE to a directory") from error
+
+
+def mark_used(path: Path) -> None:
+    """Set the modification time of a file or directory in the cache to now, as `flexengine cache` shows the time of
+    last use. Nothing happens if the cache cannot be written."""
+    with suppress(OSError):
+        os.utime(path)

@@ -225,10 +225,10 @@ def test_from_fields() -> None:
 
 
 def test_shipped_policies_load() -> None:
-    for path in (Path(__file__).parents[1] / "policies").glob("*.json"):
-        values = json.loads(path.read_text())
-        if "gpu_batch_size" in values:
-            assert Policy.load(path).to_json() == Policy(**values).to_json()
+    paths = list((Path(__file__).parents[1] / "flexengine" / "shipped" / "policies").glob("*.json"))
+    assert len(paths) == 6
+    for path in paths:
+        assert Policy.load(path).to_json() == Policy(**json.loads(path.read_text())).to_json()
 
 
 # Placement.

@@ -7,7 +7,7 @@ from importlib import import_module
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.parser import Parser
 
-SHELLS = ("bash", "zsh", "tcsh")
+SHELLS = ("bash", "zsh")
 _FILES = ("INPUT", "FILE", "OUT")  # an option or positional whose metavar begins so is a file
 
 

@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:2], "--help"]
+    if words[:2] == ["plan", "measure"]:  # its name before measure was a command
+        words = words[1:]
     name = words[0] if words else ""
     if name in COMMANDS:
         code: int = import_module(f"flexengine.commands.{name}").main(words[1:])

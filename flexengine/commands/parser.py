@@ -43,10 +43,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog=f"flexengine {command}", usage=f"flexengine {command} [options]", description=about,
                          epilog=end, allow_abbrev=False)  # fmt: skip
         self.command = command
-        self._words: list[str] = []
         self._twins: list[str] = []  # attributes that a positional or an option sets
         self._file: str | None = None  # the --config file, while its options are parsed
-        self._checking = False  # whether errors raise _Invalid
         self.add_argument("--version", action="version", version=f"flexengine {__version__}")
         self.add_argument("-q", "--quiet", action="store_true", help="print no messages but errors")
         self.add_argument("-v", "--verbose", action="store_true", help="print more")
@@ -59,11 +57,17 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Return the options, those of --config included, and set the verbosity. Exit with code 2 if an option is
         wrong."""
-        words = self._words = list(sys.argv[1:] if args is None else args)
-        found = super().parse_args(words, self._unset())
+        words = list(sys.argv[1:] if args is None else args)
+        try:
+            return self._parse(words)
+        except _Invalid as error:
+            self._refuse(str(error), words)
+
+    def _parse(self, words: list[str]) -> argparse.Namespace:
+        found = super().parse_intermixed_args(words, self._unset())
         if found.config is not _UNSET:
             words = self._configured(found) + words
-        options = super().parse_args(words)
+        options = super().parse_intermixed_args(words)
         self._merge_twins(options)
         if options.quiet and options.verbose:
             self.error("-q and -v are both given; leave one out")
@@ -87,22 +91,21 @@ class Parser(argparse.ArgumentParser):
 
     def accepts(self, words: Sequence[str]) -> bool:
         """Return whether the words are a valid command line."""
-        self._checking = True
         try:
-            super().parse_args(list(words))
+            super().parse_intermixed_args(list(words))
         except _Invalid:
             return False
-        finally:
-            self._checking = False
         return True
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the command line. `parse_args` prints the message."""
+        raise _Invalid(message)
+
+    def _refuse(self, message: str, words: Sequence[str]) -> NoReturn:
         """Print one line: the right command if the words have an option of another program, else the message."""
-        if self._checking:
-            raise _Invalid(message)
         if self._file is not None:
             say_error(f"{self._file}: {_plain(message)}")
-        elif (right := correct(self, self._words)) is not None:
+        elif (right := correct(self, words)) is not None:
             say_error(right)
         else:
             say_error(f"{self._near(_plain(message))}; {self.prog} --help lists the options")
@@ -133,7 +136,7 @@ class Parser(argparse.ArgumentParser):
             same = (dest, dest.removesuffix(_TWIN))  # a positional may stand for the option
             if all(getattr(found, name) in (_UNSET, None) for name in same):
                 words += self._option(action, key, value)
-        super().parse_args(words, self._unset())  # names the file if a value is not allowed
+        super().parse_intermixed_args(words, self._unset())  # names the file if a value is not allowed
         self._file = None
         return words
 

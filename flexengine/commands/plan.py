@@ -8,6 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from flexengine import shipped
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
@@ -27,7 +28,7 @@ from flexengine.commands.options import (
 from flexengine.commands.parser import Parser
 from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
-from flexengine.errors import FlexError, InvalidInput
+from flexengine.errors import FlexError, InvalidInput, ModelNotFound
 from flexengine.lossy import Lossy, choices
 from flexengine.plan import explain, lp
 from flexengine.plan.capacity import check_places
@@ -57,7 +58,8 @@ def parser() -> Parser:
     p = Parser("plan", "Choose and explain the policy of a job, without loading weights.",
                "MODEL may be a directory that holds only config.json. flexengine measure measures this"
                " machine.")  # fmt: skip
-    p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
+    about = {"help": f"{MODEL['help']}, or a shape: {shipped.listed('models')}"}
+    p.add_twin(p.add_argument_group("model"), "-m", "--model", **(MODEL | about))
     job = p.add_argument_group("job")
     job.add_argument("-i", "--input", **INPUT)
     add_rows(job)
@@ -68,13 +70,15 @@ def parser() -> Parser:
     add_lengths(job)
     machine = p.add_argument_group("machine")
     machine.add_argument("--hardware", metavar="FILE.json",
-                         help="rates and capacities of a machine (default: this machine, measured)")  # fmt: skip
+                         help="rates and capacities of a machine (default: this machine, measured): a file, or one of"
+                              f" {shipped.listed('hardware')}")  # fmt: skip
     add_machine(machine)
     add_lossy(p.add_argument_group("lossy", "as for run"))
     report = p.add_argument_group("report")
     report.add_argument("--policy", **POLICY)
     report.add_argument("--compare", metavar="FILE.json", action="append",
-                        help="rank this policy and the chosen one; may be repeated")  # fmt: skip
+                        help="rank this policy and the chosen one; may be repeated; a file, or one of"
+                             f" {shipped.listed('policies')}")  # fmt: skip
     report.add_argument("--frontier", action="store_true", help="print latency against throughput")
     report.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     report.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
@@ -104,9 +108,9 @@ def plan(args: argparse.Namespace) -> None:
     names = allowed(args, lossy, given)
     if lossy.calibrate:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
-    compared = [(path, Policy.load(path)) for path in args.compare or ()]
+    compared = [(path, Policy.load(shipped.find_file("policies", path))) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
-    opened = open_bare(args, other.kind if other else machine_kind(args), lossy)
+    opened = _opened(args, other.kind if other else machine_kind(args), lossy)
     rows = _workload(args, opened)
     among = _choices(opened, names)
     if among:
@@ -234,6 +238,16 @@ def _check(args: argparse.Namespace) -> None:
     check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read)
 
 
+def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
+    """Open the model, or the shipped shape of this name, without weights."""
+    if args.model is not None:
+        args.model = shipped.find("models", args.model)
+    try:
+        return open_bare(args, kind, lossy)
+    except ModelNotFound as error:
+        raise ModelNotFound(f"{error}; {shipped.listed('models')}") from error
+
+
 def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
     """Return the switches that the planner may choose from, exact first; [] if it may not choose."""
     made = choices(names) if names else ()
@@ -281,7 +295,7 @@ def _measured(
 
 def _other_machine(args: argparse.Namespace) -> Hardware:
     """Return the machine of a hardware file. Sizes given as options replace those of the file."""
-    hardware = Hardware.load(args.hardware)
+    hardware = Hardware.load(shipped.find_file("hardware", args.hardware))
     if args.device not in ("auto", hardware.kind):
         raise InvalidInput(f"--device is {args.device}, but {args.hardware} is of kind {hardware.kind}; leave one out")
     if args.host_mem and hardware.shared:

@@ -72,7 +72,8 @@ class Calibration:
             save(importances, directory / FILE)
 
         what = json.dumps({"calibration": VERSION, "rows": self.digest, "dtype": str(dtype)})
-        return load(prepared(source, files, build, what, verifier) / FILE)
+        label = str(dtype).removeprefix("torch.")
+        return load(prepared(source, files, build, what, verifier, label) / FILE)
 
     def measure(self, skeleton: Skeleton, score: Callable[[list[Scorable]], list[Result]]) -> dict[str, Tensor]:
         """Return the importances of the matrices of an engine's skeleton.

@@ -19,12 +19,13 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from flexengine.config import cache_root
+from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 
 SOURCES = sorted(Path(__file__).parent.glob("*.cpp"))
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-fPIC",
          "-ffp-contract=off")  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
+COMPILERS = ("c++", "g++", "clang++")  # names to look for
 SECONDS = 300  # limit of one compiler run
 QUIET = 5  # seconds of waiting for another process before a message says so
 
@@ -45,9 +46,8 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
     Raises:
         BuildFailed: no compiler could build the library.
     """
-    compilers = list(dict.fromkeys([os.environ.get("CXX", ""), "c++", "g++", "clang++"]))
     problems = []
-    for compiler in filter(None, compilers):
+    for compiler in _compilers():
         try:
             command = shlex.split(compiler)
             if shutil.which(command[0]) is not None:
@@ -55,6 +55,23 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
         except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
             problems.append(f"{compiler}: {error}")
     raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+
+
+def compiled() -> Path | None:
+    """Return the kernels' library if the cache has it for this machine; None if `load` would compile it."""
+    for compiler in _compilers():
+        with contextlib.suppress(BuildFailed, OSError, ValueError, subprocess.SubprocessError):
+            command = shlex.split(compiler)
+            if shutil.which(command[0]) is not None:
+                portable = [flag for flag in FLAGS if flag != "-march=native"]
+                names = [_name(command, flags, SOURCES) for flags in ([*FLAGS], portable)]
+                return next((path for name in names if (path := cache_root() / "kernels" / name).exists()), None)
+    return None
+
+
+def _compilers() -> list[str]:
+    """Return the compilers to try: $CXX, if it is set, and the usual names."""
+    return list(filter(None, dict.fromkeys([os.environ.get("CXX", ""), *COMPILERS])))
 
 
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
@@ -129,19 +146,23 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     The file is written under a temporary name and renamed, so several processes can build it at the same time. A lock
     on the folder avoids this where the file system supports locks.
     """
-    built_by = _run([*compiler, "--version"])
-    openmp = openmp_runtime()
-    key = hashlib.sha256("\0".join([_code(sources), built_by, *flags, str(openmp), _cpu()]).encode()).hexdigest()
-    name = f"cpu-{key[:32]}.so"
+    name = _name(compiler, flags, sources)
     with contextlib.suppress(OSError, InvalidInput):
         if (library := cache_root() / "kernels" / name).exists():
+            mark_used(library)
             return library
     library = _folder() / name
     with _alone(library):
         if not library.exists():
             log.warning("compiling kernels into %s: 20 to 60 s", library.parent)
-            _compile(compiler, flags, sources, openmp, library)
+            _compile(compiler, flags, sources, openmp_runtime(), library)
     return library
+
+
+def _name(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> str:
+    """Return the file name of the library, which is a hash of all that it depends on."""
+    parts = [_code(sources), _run([*compiler, "--version"]), *flags, str(openmp_runtime()), _cpu()]
+    return f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 
 @contextlib.contextmanager

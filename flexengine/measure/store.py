@@ -17,7 +17,7 @@ import torch
 
 from flexengine import __version__
 from flexengine import kernels as available
-from flexengine.config import cache_root
+from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.delegation import measure_delegation
@@ -235,7 +235,9 @@ def _file(key: str) -> Path:
 def cached(key: str) -> Hardware | None:
     """Return the rates saved under this key; None if there are none, or the file is not valid."""
     try:
-        return Hardware.load(_file(key))
+        hardware = Hardware.load(_file(key))
+        mark_used(_file(key))
+        return hardware
     except (ValueError, TypeError, ArithmeticError, AttributeError):
         return None
 

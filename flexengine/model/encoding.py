@@ -103,7 +103,7 @@ def encoded(
     def build(directory: Path) -> None:
         _write(directory, stored, chosen, say, importances)
 
-    directory = prepared(source, files, build, what, verifier)
+    directory = prepared(source, files, build, what, verifier, _label(chosen, importances))
     origins: dict[str, Origin] = {}
     for file in directory.glob("*.safetensors"):
         for name, tensor in read_header(file).items():
@@ -112,6 +112,12 @@ def encoded(
         if name not in origins or origins[name].shape != form.shape:
             raise BadCheckpoint(f"{directory} lacks {name}; remove the directory, and it will be made again")
     return origins
+
+
+def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) -> str:
+    """Return the format that most parameters have, and whether the weights are fitted to importances."""
+    names = [form.packed.codec.name for form in chosen.values()]
+    return f"{max(names, key=names.count, default='')}{', calibrated' if importances else ''}"
 
 
 def _write(

@@ -2,7 +2,7 @@
 
 $FLEXENGINE_CACHE or ~/.cache/flexengine
   prepared/<key>/           a model directory, or encoded weights of one, and SHA256SUMS of all files in it; always
-                            complete, as it is made by a rename
+                            complete, as it is made by a rename; locked by the processes that use it (in_use.py)
   prepared/<key>.part/      unfinished encoded weights; the next run continues with them, within ABANDONED seconds
   prepared/<key>.tmp-<pid>/ written by the process that holds the lock; garbage if no process holds it
   prepared/<key>.lock       flock: one writer per key; never deleted, so every process locks the same inode
@@ -22,12 +22,14 @@ from pathlib import Path
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import regular_file
+from flexengine.model.in_use import hold
 from flexengine.model.pickled import bin_shards, convert_bin
 from flexengine.model.verify import Verifier, write_sums
 from flexengine.read_retries import opened
 
 FORMAT = 1  # part of every key; raise it when the conversion changes
 ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished weights are removed
+NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _MIB = 2**20
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 
@@ -95,11 +97,13 @@ def fingerprint(files: Iterable[Path], what: str = "") -> str:
 
 
 def prepared(
-    source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "", verifier: Verifier | None = None
-) -> Path:
+    source: Path, files: Sequence[Path], build: Callable[[Path], None], what: str = "",
+    verifier: Verifier | None = None, label: str = "",
+) -> Path:  # fmt: skip
     """Return the finished directory for `files`; if it does not exist, `build` fills one under a temporary name first.
 
-    Processes that need the same directory wait for each other. Remains of killed processes are removed.
+    The directory is locked for use until this process ends, so `flexengine cache clear` does not remove it. Processes
+    that need the same directory wait for each other. Remains of killed processes are removed.
 
     Args:
         source: the model, for messages.
@@ -108,6 +112,7 @@ def prepared(
         what: kind of data made from the files; "" for a converted model. If it is not "", an interrupted `build`
             is called again with the unfinished directory.
         verifier: compares the directory with its checksums; None for no check.
+        label: format of the data, such as "int4", for `flexengine cache`.
 
     Raises:
         InvalidInput: the cache cannot be written.
@@ -121,12 +126,12 @@ def prepared(
     except OSError as error:
         raise BadCheckpoint(f"{source} cannot be read: {error}") from error
     try:
-        if not final.is_dir():
+        while not hold(final):
             _private_directory(root)
             with _lock(final):
                 if not final.is_dir():
                     _sweep(final)
-                    _build(source, final, build, keep=bool(what))
+                    _build(source, final, build, what, label)
     except OSError as error:
         name = Path(error.filename) if isinstance(error.filename, str) else root
         if name in map(Path, files) or not (name.is_relative_to(root) or root.is_relative_to(name)):
@@ -141,15 +146,16 @@ def prepared(
     return final
 
 
-def _build(source: Path, final: Path, build: Callable[[Path], None], keep: bool) -> None:
-    """Fill a temporary directory by `build` and rename it to `final`. keep: do not remove it after an error."""
+def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, label: str) -> None:
+    """Fill a temporary directory by `build` and rename it to `final`. If `what` is not "", keep it after an error."""
+    keep = bool(what)
     temporary = final.with_name(f"{final.name}.part" if keep else f"{final.name}.tmp-{os.getpid()}")
     temporary.mkdir(mode=0o700, exist_ok=keep)
     try:
         log.warning("preparing %s in %s", source, final)
         build(temporary)
-        note = {"source": str(source.resolve()), "format": FORMAT}
-        (temporary / "prepared.json").write_text(json.dumps(note), encoding="utf-8")
+        note = {"source": str(source.resolve()), "format": FORMAT, "label": label}
+        (temporary / NOTE).write_text(json.dumps(note), encoding="utf-8")
         write_sums(temporary)
         _seal(temporary)
         temporary.rename(final)

@@ -46,8 +46,25 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifi
         UnsupportedModel: the model cannot be converted.
         OutOfMemory: the disk is full.
     """
+    path, name = located(model, trust_remote_code)
+    if path.is_file():
+        return _gguf(path, verifier)
+    return _directory(path, name, trust_remote_code, verifier)
+
+
+def located(model: str | None, trust_remote_code: bool = False, download: bool = True) -> tuple[Path, str]:
+    """Return the user's model, a directory or a .gguf file, and its name. Nothing is converted, or read from it.
+
+    Args:
+        model: a directory, a .gguf file or a hub id; None for the demo model.
+        trust_remote_code: download the model's .py files, too.
+        download: download a model of the hub if necessary.
+
+    Raises:
+        ModelNotFound: there is no such model; the message says what to type.
+    """
     if model is None:
-        return _gguf(demo_file(), verifier)
+        return demo_file(), demo_file().stem
     try:
         path = Path(model).expanduser()
         is_directory, is_file = path.is_dir(), path.is_file()
@@ -55,14 +72,14 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifi
         raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
-        return _directory(path, path.resolve().name, trust_remote_code, verifier)
+        return path, path.resolve().name
     if is_file:
         if path.suffix.lower() == ".gguf":
-            return _gguf(path, verifier)
+            return path, path.stem
         raise ModelNotFound(f"{model} is a {path.suffix or 'plain'} file; a model is a directory or a .gguf file")
     if _looks_like_path(model):
         raise ModelNotFound(f"there is no model at {path}; a model is a directory, a .gguf file or a hub id")
-    return _directory(_download(model, trust_remote_code), model, trust_remote_code, verifier)
+    return _download(model, trust_remote_code, download), model
 
 
 def demo_file() -> Path:
@@ -92,26 +109,30 @@ def _gguf(path: Path, verifier: Verifier | None) -> Source:
     return Source(prepare.prepared_gguf(path, verifier), path.stem, (path,))
 
 
-def _directory(path: Path, name: str, trust_remote_code: bool, verifier: Verifier | None) -> Source:
+def check_directory(path: Path) -> None:
+    """Raise ModelNotFound if a directory lacks a config or weights."""
     if not (path / "config.json").is_file():
         ggufs = sorted(file.name for file in path.glob("*.gguf"))
         hint = f"; it holds {ggufs[0]}: give that file as the model" if ggufs else "; a model directory has one"
         raise ModelNotFound(f"{path} has no config.json{hint}")
-    ready = any(path.glob("*.safetensors"))
-    if not ready and not any(path.glob("pytorch_model*.bin")):
+    if not any(path.glob("*.safetensors")) and not any(path.glob("pytorch_model*.bin")):
         raise ModelNotFound(f"{path} has a config.json but no weights (*.safetensors or pytorch_model*.bin)")
+
+
+def _directory(path: Path, name: str, trust_remote_code: bool, verifier: Verifier | None) -> Source:
+    check_directory(path)
     if verifier:
         verifier.directory(path)
-    if ready:
+    if any(path.glob("*.safetensors")):
         return Source(path, name)
     shards, copied = prepare.bin_files(path, trust_remote_code)
     return Source(prepare.prepared_bin(path, trust_remote_code, verifier), name, (*shards, *copied))
 
 
-def _download(model: str, trust_remote_code: bool) -> Path:
+def _download(model: str, trust_remote_code: bool, download: bool) -> Path:
     """Return a snapshot of a hub repository: safetensors, JSON and tokenizer files at its top level.
 
-    If the hub does not respond, the local cache of the hub is used.
+    If the hub does not respond, or `download` is false, the local cache of the hub is used.
 
     Raises:
         ModelNotFound: the repository cannot be downloaded and is not in the cache, or has no safetensors.
@@ -122,14 +143,19 @@ def _download(model: str, trust_remote_code: bool) -> Path:
         from huggingface_hub import model_info, snapshot_download
 
         try:  # the same request in snapshot_download has no time limit, and hangs if a firewall drops packets
-            model_info(model, timeout=_HUB_SECONDS)
+            if download:
+                model_info(model, timeout=_HUB_SECONDS)
         except Exception as error:
             silent = error
         path = Path(snapshot_download(
-            model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=silent is not None
+            model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP,
+            local_files_only=not download or silent is not None,
         ))  # fmt: skip
     except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
+        if not download:
+            raise ModelNotFound(f"{model} is no path, and not all of it is in the hub's cache; check the id, or run"
+                                " the model once, which downloads it") from cause  # fmt: skip
         reason = " ".join(str(cause).split())[:300]
         raise ModelNotFound(
             f"{model} is neither here nor could it be downloaded from the hub ({type(cause).__name__}: {reason});"

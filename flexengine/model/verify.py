@@ -12,7 +12,7 @@ import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from shlex import quote
@@ -38,6 +38,11 @@ _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 Tick = Callable[[int], Any]
+OnFault = Callable[[Path, str], None]
+
+
+class NoSums(InvalidInput):
+    """A model has no checksums to compare it with."""
 
 
 class Verifier:
@@ -49,27 +54,32 @@ class Verifier:
         seconds: spent so far.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_fault: OnFault | None = None) -> None:
+        """Args:
+        on_fault: called with the path of each file that is missing, differs or is not listed, and the reason; the
+            comparison then continues. None raises BadCheckpoint instead.
+        """
         self.files, self.bytes, self.seconds = 0, 0, 0.0
+        self._on_fault = on_fault
 
     def directory(self, directory: Path) -> None:
         """Verify a model directory: every file in its sums must match, and every file that may be read must be listed.
 
         Raises:
-            InvalidInput: the directory has no sums.
+            NoSums: the directory has no sums.
             BadCheckpoint: a file is missing, differs or is not listed; the message names it.
         """
         read = _files(directory, READ if any(directory.glob("*.safetensors")) else (*READ, _BIN))
         if is_snapshot(directory.resolve()):
             says = f"the names of their blobs in {directory} say"
             indexes = _indexes(directory)
-            self._compare({file: _blob(file) for file in indexes}, directory, says, len(read))
-            all_read = {*read, *_named(indexes)}
-            others = {file: _blob(file) for file in sorted(all_read.difference(indexes))}
+            self._compare(self._blobs(indexes), directory, says, len(read))
+            all_read = {*read, *self._named(indexes)}
+            others = self._blobs(sorted(all_read.difference(indexes)))
             return self._compare(others, directory, says, len(all_read))
         if not os.path.lexists(sums := directory / SUMS):
-            raise InvalidInput(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
-                               f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
+            raise NoSums(f"there are no checksums to verify {directory} with; as long as it is known to be good,"
+                         f" make them: cd {quote(str(directory))} && {_RECIPE}")  # fmt: skip
         with _remedy("get what is damaged again, or make the sums again if it was changed on purpose"):
             self._listed(directory, read_sums(sums), read)
 
@@ -77,23 +87,14 @@ class Verifier:
         """Verify a GGUF file by FILE.sha256 or SHA256SUMS beside it, its blob's name or its package.
 
         Raises:
-            InvalidInput: there is no sum of the file.
+            NoSums: there is no sum of the file.
             BadCheckpoint: the file differs.
         """
-        lists = [path for path in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS))
-                 if os.path.lexists(path)]  # fmt: skip
-        if lists:
-            if (digest := read_sums(lists[0]).get(file.name)) is None:
-                raise BadCheckpoint(f"{lists[0]} does not list {file.name}")
-            says = f"{lists[0]} says"
-        elif (target := file.resolve()).parent.name == "blobs" and _HASH.fullmatch(target.name):
-            digest, says = target.name, "the name of its blob says"
-        elif (digest := _installed(file)) is not None:
-            says = f"was installed with {DEMO_PACKAGE}"
-        else:
+        if (found := _gguf_sum(file)) is None:
             name = quote(file.name)
-            raise InvalidInput(f"there is no checksum to verify {file} with; as long as it is known to be good, make"
-                               f" one: cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")  # fmt: skip
+            raise NoSums(f"there is no checksum to verify {file} with; as long as it is known to be good, make one:"
+                         f" cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")  # fmt: skip
+        digest, says = found
         with _remedy("get it again"):
             self._compare({file: digest}, None, says)
 
@@ -109,10 +110,10 @@ class Verifier:
 
     def _listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
         says, indexes = f"{directory / SUMS} says", _indexes(directory)
-        _check_listed(directory, sums, read)
-        first = {index: sums[index.name] for index in indexes}
+        self._check_listed(directory, sums, read)
+        first = {index: sums[index.name] for index in indexes if index.name in sums}
         self._compare(first, directory, says, len(sums))
-        _check_listed(directory, sums, _named(indexes))
+        self._check_listed(directory, sums, self._named(indexes))
         others = {directory / name: digest for name, digest in sums.items()}
         self._compare({f: digest for f, digest in others.items() if f not in first}, directory, says, len(sums))
 
@@ -137,20 +138,51 @@ class Verifier:
                     actual = digest_of(file, tick, git=len(digest) == 40)
                     sizes += file.stat().st_size
                 except (BadCheckpoint, OSError) as error:
-                    faults.append(f"{name} ({error if os.path.lexists(file) else 'missing'})")
+                    fault = str(error) if os.path.lexists(file) else "missing"
                 else:
-                    if actual != digest:
-                        faults.append(f"{name} (has {actual}, expected {digest})")
+                    fault = "" if actual == digest else f"has {actual}, expected {digest}"
+                if fault and self._on_fault:
+                    self._on_fault(file, fault)
+                elif fault:
+                    faults.append(f"{name} ({fault})")
         if faults:
             raise BadCheckpoint(f"{len(faults)} of {count} files are not as {says}: {_some(faults)}")
         self.files, self.bytes = self.files + len(sums), self.bytes + sizes
         self.seconds += time.perf_counter() - began
 
+    def _check_listed(self, directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
+        names = (file.relative_to(directory).as_posix() for file in read)
+        unlisted = sorted(set(names) - {*sums, SUMS})
+        if unlisted and not self._on_fault:
+            raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
+        for name in unlisted:
+            self._report(directory / name, f"not listed in {SUMS}")
 
-def _check_listed(directory: Path, sums: Mapping[str, str], read: Iterable[Path]) -> None:
-    names = (file.relative_to(directory).as_posix() for file in read)
-    if unlisted := sorted(set(names) - {*sums, SUMS}):
-        raise BadCheckpoint(f"{directory / SUMS} does not list {_some(unlisted)}")
+    def _named(self, indexes: Iterable[Path]) -> list[Path]:
+        """Return the weight files that shard indexes name; a file can have any name."""
+        found: set[Path] = set()
+        for index in indexes:
+            try:
+                found.update(indexed_files(index))
+            except BadCheckpoint as error:
+                self._report(index, error)
+        return sorted(found)
+
+    def _blobs(self, files: Iterable[Path]) -> dict[Path, str]:
+        """Return the hash that names each file's blob in the hub's cache."""
+        found = {}
+        for file in files:
+            try:
+                found[file] = _blob(file)
+            except BadCheckpoint as error:
+                self._report(file, error)
+        return found
+
+    def _report(self, file: Path, fault: str | BadCheckpoint) -> None:
+        """Call `on_fault`. Raise the fault if there is none."""
+        if self._on_fault is None:
+            raise fault if isinstance(fault, BadCheckpoint) else BadCheckpoint(f"{file}: {fault}")
+        self._on_fault(file, str(fault))
 
 
 def _indexes(directory: Path) -> list[Path]:
@@ -158,17 +190,18 @@ def _indexes(directory: Path) -> list[Path]:
     return [directory / name for name in _INDEXES if os.path.lexists(directory / name)]
 
 
-def _named(indexes: Iterable[Path]) -> list[Path]:
-    """Return the weight files that shard indexes name; a file can have any name."""
-    return sorted({file for index in indexes for file in indexed_files(index)})
-
-
 def write_sums(directory: Path) -> None:
     """Write SHA256SUMS of all files below a directory, with the digests of their present contents."""
     files = [file for file in _files(directory, ("**/*",)) if file != directory / SUMS]
+    (directory / SUMS).write_bytes(sums_of(directory, files))
+
+
+def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
+    """Return the content of SHA256SUMS in a directory for files below it, with the digests of their present contents.
+    """
     with _progress("checksums", files) as tick:
         lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
-    (directory / SUMS).write_bytes(os.fsencode("".join(lines)))
+    return os.fsencode("".join(lines))
 
 
 def read_sums(file: Path) -> dict[str, str]:
@@ -252,6 +285,33 @@ def _blob(file: Path) -> str:
         raise BadCheckpoint(f"{file} is no link to a blob that is named by its hash, so there is nothing to verify it"
                             f" with; download it again, or give a copy of the directory a {SUMS}")  # fmt: skip
     return target.name
+
+
+def has_sums(model: Path) -> bool:
+    """Return whether a model directory or GGUF file has checksums to verify it with."""
+    if model.is_dir():
+        return is_snapshot(model.resolve()) or os.path.lexists(model / SUMS)
+    try:
+        return _gguf_sum(model) is not None
+    except BadCheckpoint:  # a list without this file
+        return False
+
+
+def _gguf_sum(file: Path) -> tuple[str, str] | None:
+    """Return the digest of a GGUF file and its source, for messages; None if there is none.
+
+    Raises:
+        BadCheckpoint: the list beside the file cannot be read, or does not list the file.
+    """
+    lists = [path for path in (file.with_name(f"{file.name}.sha256"), file.with_name(SUMS)) if os.path.lexists(path)]
+    if lists:
+        if (digest := read_sums(lists[0]).get(file.name)) is None:
+            raise BadCheckpoint(f"{lists[0]} does not list {file.name}")
+        return digest, f"{lists[0]} says"
+    if (target := file.resolve()).parent.name == "blobs" and _HASH.fullmatch(target.name):
+        return target.name, "the name of its blob says"
+    installed = _installed(file)
+    return None if installed is None else (installed, f"was installed with {DEMO_PACKAGE}")
 
 
 def _installed(file: Path) -> str | None:

@@ -3,6 +3,7 @@
 import contextlib
 import resource
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,6 +147,33 @@ def total_memory() -> int:
 def available() -> bool:
     """Return whether torch can use a CUDA GPU."""
     return torch.cuda.is_available()
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch sees.
+
+    Attributes:
+        name: of the product.
+        total: bytes of its memory.
+        free: bytes of its memory that no process uses.
+        capability: compute capability, such as "9.0".
+    """
+
+    name: str
+    total: int
+    free: int
+    capability: str
+
+
+def gpus() -> list[Gpu]:
+    """Return all GPUs that torch sees. The CUDA runtime then keeps some hundred MB of each until the process ends."""
+    found = []
+    for number in range(torch.cuda.device_count()):
+        about = torch.cuda.get_device_properties(number)
+        free, total = torch.cuda.mem_get_info(number)
+        found.append(Gpu(about.name, total, free, f"{about.major}.{about.minor}"))
+    return found
 
 
 def give_back() -> None:

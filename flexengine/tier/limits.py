@@ -1,8 +1,9 @@
-"""Memory and disk space that this process may use: free RAM, limits of cgroup v1 and v2, free disk space."""
+"""Memory, cores and disk space that this process may use: free RAM, limits of cgroup v1 and v2, free disk space."""
 
 import contextlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -34,27 +35,48 @@ def cgroup_memory(root: Path = Path("/")) -> list[tuple[int, int]]:
 
     `used` does not count inactive page cache, which the kernel can drop.
     """
-    limits: list[tuple[int, int]] = []
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    entries = (_read(folder, *names[version]) for version, folder in _cgroups(root, "memory"))
+    return [entry for entry in entries if entry is not None]
+
+
+def cgroup_cores(root: Path = Path("/")) -> float | None:
+    """Return the cores that this process's cgroups let it use, as CPU seconds per second; None if there is no limit."""
+    quotas = [_quota(version, folder) for version, folder in _cgroups(root, "cpu")]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def _quota(version: int, folder: Path) -> float | None:
+    try:
+        if version == 2:
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is a ValueError: no limit
+        return None
+
+
+def _cgroups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
+    """Yield (cgroup version, directory) of the cgroups of this process for a controller, the innermost first."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
-        return limits
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
+        if controllers and controller not in controllers.split(","):
             continue
+        version = 1 if controllers else 2
+        base = root / "sys/fs/cgroup" / (controller if controllers else "")
         here = base / path.lstrip("/")
         for folder in (here, *here.parents):
             if folder == base.parent:
                 break
-            if (entry := _read(folder, *names)) is not None:
-                limits.append(entry)
-    return limits
+            yield version, folder
 
 
 def _read(folder: Path, limit_file: str, used_file: str, cached: str) -> tuple[int, int] | None:

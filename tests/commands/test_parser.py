@@ -1,6 +1,9 @@
 """The argument parser: --config, options with a twin, -q and -v, and messages of one line."""
 
 import argparse
+import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,3 +180,33 @@ class TestFront:
         assert all(name in text for name in COMMANDS)
         assert "--max-tokens" in text
         assert "--sparse-attention" in text
+
+    @pytest.mark.parametrize(("words", "found"), [
+        (["flexengine", "pl"], ["plan"]), (["flexengine", "run", "--max-t"], ["--max-tokens"]),
+        (["flexengine", "run", "--weights", "int"], ["int8", "int4", "int3", "int2"]),
+        (["flexengine", "cache", "cl"], ["clear"]),
+    ])  # fmt: skip
+    def test_completion_in_bash(self, words: list[str], found: list[str], tmp_path: Path) -> None:
+        """The script, read by bash, completes the last word."""
+        (tmp_path / "s").write_text(script("bash"))
+        line = f"""
+            source {tmp_path / "s"}
+            COMP_WORDS=({" ".join(words)}); COMP_CWORD={len(words) - 1}
+            $(complete -p flexengine | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+            echo "${{COMPREPLY[@]}}"
+        """
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
+        assert done.stdout.split() == found
+
+    @pytest.mark.parametrize(("module", "words", "usage"), [
+        ("flexengine", ["plan"], "flexengine plan MODEL"), ("flexengine.run", [], "flexengine run INPUT"),
+        ("flexengine.plan", [], "flexengine plan MODEL"), ("flexengine.plan", ["measure"], "flexengine measure MODEL"),
+    ])  # fmt: skip
+    def test_python_m(
+        self, module: str, words: list[str], usage: str, monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:  # fmt: skip
+        monkeypatch.setattr(sys, "argv", [module, *words, "--help"])
+        with pytest.raises(SystemExit, match="0"):
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        assert capsys.readouterr().out.startswith(f"usage: {usage} [options]")

@@ -28,6 +28,25 @@ def list_sums(directory: Path, names: Iterable[str] | None = None) -> Path:
     return directory
 
 
+def git_name(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def snapshot_of(model: Path, place: Path) -> Path:
+    """The model as huggingface_hub lays it out: large files named by SHA-256, small ones as git names them."""
+    top = place / "models--org--name"
+    snapshot = top / "snapshots" / "0a1b"
+    snapshot.mkdir(parents=True)
+    (top / "blobs").mkdir()
+    for file in (f for f in model.iterdir() if f.name != SUMS):
+        data = file.read_bytes()
+        large = file.suffix in (".safetensors", ".gguf")
+        blob = hashlib.sha256(data).hexdigest() if large else git_name(data)
+        (top / "blobs" / blob).write_bytes(data)
+        (snapshot / file.name).symlink_to(f"../../blobs/{blob}")
+    return snapshot
+
+
 def made(place: Path) -> Path:
     """The only prepared directory."""
     (found,) = (p for p in place.iterdir() if p.is_dir())

@@ -15,7 +15,7 @@ from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware, Table, at
 from flexengine.policy import Policy
 
-POLICIES = Path(__file__).parents[2] / "policies"
+SHIPPED = Path(__file__).parents[2] / "flexengine" / "shipped"
 GPU: dict[str, Any] = dict(
     name="small", kind="cuda", device_bytes=10**9, host_bytes=4 * 10**9, disk_bytes=None,
     links={"disk_read": [[4096, 1e8], [2**20, 1e9]], "disk_write": 5e8, "h2d": 1e10, "d2h": 1e10},
@@ -236,12 +236,12 @@ SHEETS = {
 
 
 def shipped(name: str) -> Hardware:
-    return Hardware.load(POLICIES / "hardware" / f"{name}.json")
+    return Hardware.load(SHIPPED / "hardware" / f"{name}.json")
 
 
 def test_all_shipped_files_are_known() -> None:
-    assert {p.stem for p in (POLICIES / "hardware").iterdir()} == set(SHEETS)
-    assert all(p.suffix == ".json" for p in (POLICIES / "hardware").iterdir())
+    assert {p.stem for p in (SHIPPED / "hardware").iterdir()} == set(SHEETS)
+    assert all(p.suffix == ".json" for p in (SHIPPED / "hardware").iterdir())
 
 
 @pytest.mark.parametrize("name", SHEETS)
@@ -311,7 +311,7 @@ def top(table: Table) -> float:
     return table[-1][1]
 
 
-# The T4 file against what FlexGen published for 512 tokens in, 32 out (policies/README.md has the arithmetic).
+# The T4 file against what FlexGen published for 512 tokens in, 32 out (docs/machines.md has the arithmetic).
 
 
 class Opt(NamedTuple):
@@ -369,7 +369,7 @@ def test_model_configs(name: str) -> None:
     import torch
     import transformers
 
-    config = transformers.AutoConfig.from_pretrained(POLICIES / "models" / f"opt-{name}")
+    config = transformers.AutoConfig.from_pretrained(SHIPPED / "models" / f"opt-{name}")
     shape = (config.hidden_size, config.num_hidden_layers, config.num_attention_heads)
     assert shape == OPT[name]
     assert (config.ffn_dim, config.word_embed_proj_dim) == (4 * config.hidden_size, config.hidden_size)
@@ -387,7 +387,7 @@ def test_model_configs(name: str) -> None:
 )  # fmt: skip
 def test_published_policies(name: str, percent: tuple[int, ...], shape: tuple[int, int]) -> None:
     """FlexGen's --percent: weights, cache and activations on GPU and CPU; the rest is on disk."""
-    policy = Policy.load(POLICIES / "published" / f"opt-{name}.json")
+    policy = Policy.load(SHIPPED / "policies" / f"opt-{name}.json")
     splits = [(g / 100, c / 100, 1 - (g + c) / 100) for g, c in zip(percent[::2], percent[1::2], strict=True)]
     assert [policy.weights, policy.cache, policy.activations] == splits
     assert (policy.gpu_batch_size, policy.num_gpu_batches) == shape

@@ -1,4 +1,4 @@
-"""policies/README.md on FlexGen's machine: its commands are run, and its tables compared with their output."""
+"""docs/machines.md on FlexGen's machine: its commands are run, and its tables compared with their output."""
 
 import json
 import re
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flexengine import shipped
 from flexengine.commands import plan as command
 from flexengine.errors import OutOfMemory
 from flexengine.plan.cost import Cost
@@ -22,14 +23,13 @@ from flexengine.policy import Policy
 from flexengine.worker.opened import open_model
 
 ROOT = Path(__file__).parents[2]
-POLICIES = ROOT / "policies"
 # The paper's table of 512 tokens in and 32 out, without and with compression.
 PUBLISHED = {"OPT-6.7B": 25.26, "OPT-30B": 7.32, "OPT-175B": 0.69,
              "OPT-6.7B, 4 bits": 29.12, "OPT-30B, 4 bits": 8.38, "OPT-175B, 4 bits": 1.12}  # fmt: skip
 NAMES = tuple(PUBLISHED)
-PAGE = (POLICIES / "README.md").read_text(encoding="utf-8").partition("## Chosen by flexengine")[2]
+PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").partition("## Chosen by flexengine")[2]
 COMMANDS = dict(zip(NAMES, re.findall(r"^python -m flexengine\.plan (.+)$", PAGE, re.M), strict=True))
-T4 = Hardware.load(POLICIES / "hardware" / "t4-16gb_208gb_ssd.json")
+T4 = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
 
 
 @cache
@@ -52,10 +52,9 @@ def said(row: str, name: str) -> list[float]:
 
 @cache
 def answers(name: str) -> list[dict[str, Any]]:
-    """What a column's command prints: the chosen policy and the published one. Paths are those of the project."""
-    words = [str(ROOT / word) if word.startswith("policies/") else word for word in COMMANDS[name].split()]
+    """What a column's command prints: the chosen policy and the published one."""
     with redirect_stdout(StringIO()) as out:
-        assert command.main([*words, "--json"]) == 0
+        assert command.main([*COMMANDS[name].split(), "--json"]) == 0
     policies: list[dict[str, Any]] = json.loads(out.getvalue())["policies"]
     return policies
 
@@ -69,9 +68,9 @@ def options(name: str) -> Iterator[tuple[str, str]]:
 def test_the_commands_ask_for_flexgens_jobs(name: str) -> None:
     given = dict(options(name))
     model = name.split(",")[0].lower()
-    assert COMMANDS[name].split()[0] == f"policies/models/{model}"
+    assert COMMANDS[name].split()[0] == model
     assert (given["--prompt-tokens"], given["--max-tokens"]) == ("512", "32")
-    policy = Policy.load(ROOT / given["--compare"])
+    policy = Policy.load(shipped.find("policies", given["--compare"]))
     assert int(given["--rows"]) % policy.block_size == 0
     switches = {key for key in given if key in ("--weights", "--cache", "--compute", "--sparse-attention")}
     narrow = {"--cache"} if "30B" in name else {"--weights", "--cache"}  # FlexGen compressed no weights of 30B
@@ -104,9 +103,9 @@ def test_the_table_is_what_the_commands_print(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_published_policies_are_predicted_within_a_factor_of_two(name: str) -> None:
     """In 16 bits, where both compute alike; that of 30B with the device memory that it needs here."""
-    policy = Policy.load(ROOT / dict(options(name))["--compare"])
+    policy = Policy.load(shipped.find("policies", dict(options(name))["--compare"]))
     machine = replace(T4, device_bytes=19_000_000_000) if name == "OPT-30B" else T4
-    facts = open_model(str(POLICIES / "models" / name.lower()), None, "cuda", False, weights=False).facts
+    facts = open_model(shipped.find("models", name.lower()), None, "cuda", False, weights=False).facts
     work = Workload({(512, 32): policy.block_size})
     predicted = Cost(facts, machine, work).predict(lay_out(facts, policy, work, machine.capacity)).tok_s
     assert PUBLISHED[name] / 2 <= predicted <= 2 * PUBLISHED[name]

@@ -73,6 +73,24 @@ def test_no_cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert limits.cgroup_memory(root) == []
 
 
+@pytest.mark.parametrize(("lines", "files", "cores"), [
+    ("0::/a/b\n", {"a/cpu.max": "150000 100000\n", "a/b/cpu.max": "max 100000\n"}, 1.5),
+    ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "50000 100000\n"}, 0.5),
+    ("0::/a\n", {"a/cpu.max": "max 100000\n"}, None),
+    ("4:memory:/a\n2:cpu,cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "300000\n", "cpu/a/cpu.cfs_period_us": "100000"}, 3),
+    ("2:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "-1\n", "cpu/a/cpu.cfs_period_us": "100000\n"}, None),
+    ("2:cpu:/a\n", {"cpu/a/cpu.cfs_quota_us": "x\n"}, None),
+    ("2:cpuacct:/a\n", {"cpu/a/cpu.cfs_quota_us": "1\n", "cpu/a/cpu.cfs_period_us": "1\n"}, None),
+])  # fmt: skip
+def test_cores_of_cgroups(tmp_path: Path, lines: str, files: dict[str, str], cores: float | None) -> None:
+    root = root_of(tmp_path, lines)
+    for name, text in files.items():
+        path = root / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert limits.cgroup_cores(root) == cores
+
+
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 @pytest.mark.parametrize(("given", "ram", "disk"), [(None, 8050, 1150), (4000, 4000, 5200), (9199, 9199, 8.192)])
 def test_an_offload_directory_in_ram_takes_from_the_same_memory(

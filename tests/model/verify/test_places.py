@@ -1,6 +1,5 @@
 """Checksums of the hub's cache, of GGUF files and of prepared weights; the command."""
 
-import hashlib
 import json
 import shutil
 import subprocess
@@ -16,30 +15,11 @@ from flexengine.model.importance import load
 from flexengine.model.prepare import prepared
 from flexengine.model.source import demo_file, resolve
 from flexengine.model.verify import SUMS, Verifier, read_sums
-from tests.helpers.sums import DIGEST, PARAMS, PROMPT, encoded, flip, list_sums, made
+from tests.helpers.sums import DIGEST, PARAMS, PROMPT, encoded, flip, git_name, list_sums, made, snapshot_of
 from tests.helpers.tiny_bin import bin_model
 from tests.helpers.tiny_gguf import tiny_gguf
 
 # The hub's cache.
-
-
-def git_name(data: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def snapshot_of(model: Path, place: Path) -> Path:
-    """The model as huggingface_hub lays it out: large files named by SHA-256, small ones as git names them."""
-    top = place / "models--org--name"
-    snapshot = top / "snapshots" / "0a1b"
-    snapshot.mkdir(parents=True)
-    (top / "blobs").mkdir()
-    for file in (f for f in model.iterdir() if f.name != SUMS):
-        data = file.read_bytes()
-        large = file.suffix in (".safetensors", ".gguf")
-        blob = hashlib.sha256(data).hexdigest() if large else git_name(data)
-        (top / "blobs" / blob).write_bytes(data)
-        (snapshot / file.name).symlink_to(f"../../blobs/{blob}")
-    return snapshot
 
 
 def test_git_names_are_git_s() -> None:

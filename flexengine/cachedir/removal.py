@@ -1,0 +1,83 @@
+"""Removal of items of the cache, with locks, and relative to open directories so that no link leads outside."""
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from flexengine.cachedir.items import IN_USE, WRITTEN, Item, key_of
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class Kept(Exception):
+    """An item was not removed; the message gives the reason."""
+
+
+def remove(root: Path, item: Item) -> None:
+    """Remove an item of the cache directory `root`.
+
+    A prepared directory is renamed while it is locked, so that no job finds a part of it, and then removed. If this
+    process is killed meanwhile, the next job that prepares something removes the rest.
+
+    Raises:
+        Kept: a process uses or writes the item, or it has changed since it was listed.
+        OSError: it cannot be removed.
+    """
+    if item.busy:
+        raise Kept(item.busy)
+    top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        place = os.open(item.folder, _FOLDER, dir_fd=top)
+        try:
+            _check_same(place, item)
+            if item.folder == "prepared":
+                _remove_prepared(place, item)
+            elif item.kind == "leftovers" and item.folder == "kernels":
+                shutil.rmtree(item.file, dir_fd=place)
+            else:
+                os.unlink(item.file, dir_fd=place)
+        finally:
+            os.close(place)
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP, errno.ENOTDIR):
+            raise Kept("changed since it was listed") from error
+        raise
+    finally:
+        os.close(top)
+
+
+def _remove_prepared(place: int, item: Item) -> None:
+    key = key_of(item.file)
+    garbage = f"{key}.tmp-{os.getpid()}"
+    with _locked(f"{key}.lock", place, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, WRITTEN):
+        with _locked(item.file, place, _FOLDER, IN_USE):
+            _check_same(place, item)
+            if item.file != garbage:
+                shutil.rmtree(garbage, ignore_errors=True, dir_fd=place)
+                os.rename(item.file, garbage, src_dir_fd=place, dst_dir_fd=place)
+        shutil.rmtree(garbage, dir_fd=place)
+
+
+@contextmanager
+def _locked(name: str, place: int, flags: int, reason: str) -> Iterator[None]:
+    """Hold the exclusive lock of a file or directory in `place` while the block runs. Raise Kept with the reason if
+    another process holds a lock."""
+    handle = os.open(name, flags, 0o600, dir_fd=place)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise Kept(reason) from error
+        yield
+    finally:
+        os.close(handle)
+
+
+def _check_same(place: int, item: Item) -> None:
+    about = os.stat(item.file, dir_fd=place, follow_symlinks=False)
+    if (about.st_dev, about.st_ino) != item.inode:
+        raise Kept("changed since it was listed")

@@ -1,0 +1,195 @@
+"""flexengine cache: list and clear what was prepared: converted models, encoded weights, kernels, rates."""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
+from flexengine.commands.messages import say
+from flexengine.commands.parser import Parser
+from flexengine.commands.text import ago, plain, table
+from flexengine.config import cache_root, shown
+from flexengine.errors import InvalidInput
+from flexengine.plan.words import count, size
+
+if TYPE_CHECKING:
+    from flexengine.cachedir.items import Contents, Item
+
+_UNITS = {"m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}  # seconds
+_MIN_KEY = 4  # characters of a key that `clear` accepts
+_ABOUT = """\
+KIND is models (converted), weights (encoded), calibrations, kernels, rates (of the machine), unfinished (encoding that
+was interrupted; a job continues with it) or leftovers (of killed jobs). NAME is a name in the list, or that of a model.
+"""
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("cache", "List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again"
+                        " what they need.", _ABOUT)  # fmt: skip
+    p.add_argument("action", nargs="?", choices=("list", "clear"), default="list",
+                   help="list (default), or clear: remove what no job uses")  # fmt: skip
+    p.add_argument("names", nargs="*", metavar="KIND|NAME", help="only these (default: all)")
+    p.add_argument("--older-than", metavar="AGE", help="only what was not used for this time, such as 12h, 30d or 8w")
+    p.add_argument("--yes", action="store_true", help="clear without a question")
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 1 some items could not be removed, 2 refused, 3 failed."""
+    args = parser().parse_args(argv)
+    return exit_code(lambda: run(args))
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or clear the cache and return the exit code. Raise InvalidInput if an option is wrong."""
+    from flexengine.cachedir.items import contents
+
+    seconds = None if args.older_than is None else age(args.older_than)
+    if args.yes and args.action != "clear":
+        raise InvalidInput("--yes has no effect without clear; remove it, or write: flexengine cache clear --yes")
+    try:
+        found = contents(cache_root())
+    except OSError as error:
+        raise InvalidInput(f"the cache {error.filename or cache_root()} cannot be read: {error.strerror}; set"
+                           " FLEXENGINE_CACHE to a directory") from error  # fmt: skip
+    items = [item for item in selected(found, args.names) if seconds is None or time.time() - item.used > seconds]
+    if args.action == "list":
+        _print_list(found, items, args.json)
+        return DONE
+    return _clear(found, items, args)
+
+
+def age(text: str) -> float:
+    """Return the seconds of an age such as 30d. Raise InvalidInput if the text is no age."""
+    match = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)([mhdw])", text.strip())
+    if match is None:
+        raise InvalidInput(f"--older-than is {shown(text)}; it must be a number with m, h, d or w (minutes, hours, days"
+                           " or weeks), such as 30d")  # fmt: skip
+    return float(match[1]) * _UNITS[match[2]]
+
+
+def selected(found: "Contents", names: Sequence[str]) -> list["Item"]:
+    """Return the items of these kinds and names, or all if no name is given. Raise InvalidInput if a name is unknown.
+    """
+    from flexengine.cachedir.items import KINDS
+
+    if not names:
+        return list(found.items)
+    chosen = set()
+    for name in names:
+        ours = {item for item in found.items if _is_named(item, name)}
+        if not ours and name not in KINDS:
+            raise InvalidInput(f"{shown(name)} is not in the cache {found.root}; give a kind ({', '.join(KINDS)}) or a"
+                               " name that flexengine cache lists")  # fmt: skip
+        chosen |= ours
+    return [item for item in found.items if item in chosen]
+
+
+def _is_named(item: "Item", name: str) -> bool:
+    if name == item.kind or (item.source and name in (item.model, Path(item.source).name, item.source)):
+        return True
+    return len(name) >= _MIN_KEY and (item.file.startswith(name) or item.file.removeprefix("cpu-").startswith(name))
+
+
+# Listing.
+
+
+def _print_list(found: "Contents", items: Sequence["Item"], as_json: bool) -> None:
+    from flexengine.cachedir.hub import hub_cache
+
+    hub = hub_cache()
+    if as_json:
+        print(json.dumps({
+            "cache": str(found.root), "bytes": sum(item.bytes for item in items), "items": list(map(_fields, items)),
+            "ignored": [{"path": path, "reason": reason} for path, reason in found.ignored],
+            "hub": {"path": str(hub.path), "bytes": hub.bytes},
+        }))  # fmt: skip
+        return
+    print(f"{plain(found.root)}: {count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}")
+    if items:
+        print(f"\n{table([_HEAD, *map(_cells, items)], right=(3,))}\n")
+    for path, reason in found.ignored:
+        print(f"ignored: {plain(path)} ({reason})")
+    print(f"not included: downloads from the hub, {size(hub.bytes)} in {plain(hub.path)}; `hf cache` manages them")
+
+
+_HEAD = ("kind", "name", "model", "size", "last use", "state", "path")
+
+
+def _cells(item: "Item") -> tuple[str, ...]:
+    model = plain(item.model) + (f" ({plain(item.label)})" if item.label else "")
+    return (item.kind, item.name, model, size(item.bytes), ago(item.used), item.busy, f"{item.folder}/{item.file}")
+
+
+def _fields(item: "Item") -> dict[str, Any]:
+    return {"kind": item.kind, "name": item.name, "path": f"{item.folder}/{item.file}", "model": item.source or None,
+            "format": item.label or None, "bytes": item.bytes, "last_use": item.used,
+            "busy": item.busy or None}  # fmt: skip
+
+
+# Clearing.
+
+
+def _clear(found: "Contents", items: Sequence["Item"], args: argparse.Namespace) -> int:
+    """Remove items, print what was freed, and return the exit code."""
+    free = [item for item in items if not item.busy]
+    if free and not args.yes and not _agreed(found, free):
+        say("nothing was removed")
+        return DONE
+    removed, kept, failed = _remove(found.root, items)
+    freed = sum(item.bytes for item in removed)
+    if args.json:
+        print(json.dumps({
+            "cache": str(found.root), "freed_bytes": freed, "removed": list(map(_fields, removed)),
+            "kept": [_fields(item) | {"reason": reason} for item, reason in kept + failed],
+        }))  # fmt: skip
+    else:
+        for item, reason in kept + failed:
+            print(f"kept: {_title(item)} ({plain(reason)})")
+        print(f"removed {count(len(removed), 'item', 'items')}, {size(freed)} freed")
+    return SOME_FAILED if failed else DONE
+
+
+def _agreed(found: "Contents", items: Sequence["Item"]) -> bool:
+    """Ask on a terminal whether to remove the items. Raise InvalidInput if standard input is no terminal."""
+    what = f"{count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}, from {plain(found.root)}"
+    if not sys.stdin.isatty():
+        raise InvalidInput(f"clear would remove {what}; without a terminal it needs --yes")
+    for item in items:
+        print(_title(item), file=sys.stderr)
+    print(f"Remove {what}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+Reasons = list[tuple["Item", str]]
+
+
+def _remove(root: Path, items: Iterable["Item"]) -> tuple[list["Item"], Reasons, Reasons]:
+    """Remove items. Return those that were removed, those that stay because they are used, and failures."""
+    from flexengine.cachedir.removal import Kept, remove
+
+    removed: list[Item] = []
+    kept: Reasons = []
+    failed: Reasons = []
+    for item in items:
+        try:
+            remove(root, item)
+            removed.append(item)
+        except Kept as reason:
+            kept.append((item, str(reason)))
+        except OSError as error:
+            failed.append((item, f"cannot be removed: {error.strerror}"))
+    return removed, kept, failed
+
+
+def _title(item: "Item") -> str:
+    model = f" of {plain(item.model)}" if item.model else ""
+    label = f" ({plain(item.label)})" if item.label else ""
+    return f"{item.kind} {item.name}{model}{label}, {size(item.bytes)}"

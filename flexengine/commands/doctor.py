@@ -1,0 +1,202 @@
+"""flexengine doctor: facts about this machine and installation, and what stops or slows jobs here."""
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+from flexengine import __version__
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
+from flexengine.commands.messages import say
+from flexengine.commands.options import named
+from flexengine.commands.parser import Parser
+from flexengine.commands.text import ago, plain, table
+from flexengine.plan.words import digits, size
+
+if TYPE_CHECKING:
+    from flexengine.doctor.disks import Disk
+    from flexengine.doctor.facts import Facts
+    from flexengine.doctor.findings import Finding
+
+_LINES = ("system", "cpu", "memory", "gpu", "kernels", "compiler", "python", "extras", "cache", "environment")
+_WIDTH = 105  # characters of a line beside its subject
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("doctor", "Print what this machine and installation offer, and what stops or slows jobs here.",
+               "Exit code 0: jobs can run; 1: something stops them.")  # fmt: skip
+    p.add_argument("--measure", action="store_true",
+                   help="measure the rates of the disks and the memory now; takes ten seconds or more")  # fmt: skip
+    p.add_argument("--offload-dir", type=named, metavar="DIR", action="append",
+                   help="offload directory to examine; may be repeated (default: offload in the cache)")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 if jobs can run, 1 if something stops them."""
+    return exit_code(lambda: run(parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print facts and findings and return the exit code."""
+    from flexengine.doctor.facts import collect
+    from flexengine.doctor.findings import STOPS, findings
+
+    if args.measure:
+        say("measuring disks and memory")
+    facts = collect(list(map(Path, args.offload_dir or [])), args.measure)
+    found = findings(facts)
+    if args.json:
+        print(json.dumps(facts.to_json() | {"findings": list(map(asdict, found))}))
+    else:
+        print(report(facts, found))
+    return SOME_FAILED if any(one.level == STOPS for one in found) else DONE
+
+
+def report(facts: "Facts", found: Sequence["Finding"]) -> str:
+    """Return facts and findings as text."""
+    lines = [(name, line) for name in _LINES for line in _tried(name, facts)]
+    shown = [(name if i == 0 or lines[i - 1][0] != name else "", line) for i, (name, line) in enumerate(lines)]
+    parts = [f"flexengine {__version__}", table(shown), _disk_table(facts), *_rates(facts), _findings(found)]
+    return "\n\n".join(filter(None, parts))
+
+
+def _tried(name: str, facts: "Facts") -> list[str]:
+    """Return the lines of one subject. Facts that could not be found out are among the findings."""
+    try:
+        return [part for line in _SUBJECTS[name](facts) for part in wrap(plain(line), _WIDTH, break_long_words=False)]
+    except (AttributeError, TypeError, KeyError, ValueError):
+        return ["unknown"]
+
+
+# Subjects. Each raises AttributeError or TypeError if its facts are missing.
+
+
+def _system(facts: Any) -> Iterator[str]:
+    yield facts.software.system
+
+
+def _cpu(facts: Any) -> Iterator[str]:
+    cpu = facts.cpu
+    quota = "" if cpu.quota is None else f", at most {cpu.quota:g} at a time (cgroup)"
+    yield f"{cpu.model}, {cpu.usable} of {cpu.cores} cores{quota}"
+    yield ", ".join(cpu.features) or f"{cpu.machine} without vector instructions that kernels use"
+
+
+def _memory(facts: Any) -> Iterator[str]:
+    memory = facts.memory
+    yield f"{size(memory.total)}, {size(memory.free)} free"
+    if memory.limit is not None:
+        yield f"cgroup limit {size(memory.limit)}, {size(memory.limit_used)} of it used"
+    yield f"swap {size(memory.swap)}, {size(memory.swap_used)} used" if memory.swap else "no swap"
+
+
+def _gpu(facts: Any) -> Iterator[str]:
+    if not facts.part("torch"):
+        raise ValueError("torch cannot be imported")
+    if not facts.gpus:
+        yield "none"
+    for gpu in facts.gpus:
+        yield (f"{gpu['name']}, {size(gpu['total'])}, {size(gpu['free'])} free, compute capability"
+               f" {gpu['capability']}")  # fmt: skip
+
+
+def _kernels(facts: Any) -> Iterator[str]:
+    kernels, threads = facts.part("kernels"), facts.part("torch")["threads"]
+    if kernels["name"] == "reference":
+        state = "plain torch"
+    elif not kernels["compiled"]:
+        state = "native, not compiled yet"
+    else:
+        width = f"vectors of {kernels['simd']} bits" if kernels["simd"] else "portable code"
+        state = f"native, compiled, {width}"
+    yield f"{state}; {threads} threads"
+
+
+def _compiler(facts: Any) -> Iterator[str]:
+    for compiler in facts.compilers:
+        known = compiler.version.startswith(compiler.command)
+        yield compiler.version if known else f"{compiler.command}: {compiler.version}"
+    if not facts.compilers:
+        yield "none"
+
+
+def _python(facts: Any) -> Iterator[str]:
+    software = facts.software
+    yield f"{software.python} ({software.executable})"
+    yield _versions({library.name: library.version for library in software.libraries})
+
+
+def _extras(facts: Any) -> Iterator[str]:
+    yield _versions(facts.software.extras)
+
+
+def _versions(versions: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or '-'}" for name, version in versions.items())
+
+
+def _cache(facts: Any) -> Iterator[str]:
+    cache = facts.cache
+    kinds = ", ".join(f"{kind} {size(nbytes)}" for kind, nbytes in cache.by_kind.items())
+    yield f"{cache.path}: {size(cache.bytes)}{f' ({kinds})' if kinds else ''}"
+    yield f"{cache.hub_path}: {size(cache.hub_bytes)} from the hub"
+
+
+def _environment(facts: Any) -> Iterator[str]:
+    variables = facts.software.environment
+    yield " ".join(f"{name}={value}" for name, value in variables.items()) or "no variable that matters is set"
+
+
+_SUBJECTS = {"system": _system, "cpu": _cpu, "memory": _memory, "gpu": _gpu, "kernels": _kernels,
+             "compiler": _compiler, "python": _python, "extras": _extras, "cache": _cache,
+             "environment": _environment}  # fmt: skip
+
+
+# Tables.
+
+
+def _disk_table(facts: "Facts") -> str:
+    from flexengine.doctor.attempt import Failed
+
+    lines = [_disk_cells(each) for each in facts.disks if not isinstance(each, Failed)]
+    return table([("directory for", "free", "of", "on", "path"), *lines], right=(1, 2))
+
+
+def _disk_cells(disk: "Disk") -> tuple[str, ...]:
+    kinds = {"RAM": disk.in_ram, "network": disk.network, "hard disk": disk.rotational, "SSD": disk.rotational is False,
+             "read-only": not disk.writable}  # fmt: skip
+    about = ", ".join([disk.filesystem, *(name for name, is_so in kinds.items() if is_so)])
+    missing = "" if disk.exists else " (missing)"
+    use = {"current": "input, output", "hub": "hub downloads"}.get(disk.use, disk.use)
+    return use, size(disk.free), size(disk.total), about, f"{plain(disk.path)}{missing}"
+
+
+def _rates(facts: "Facts") -> Iterator[str]:
+    for name, title in (("measured", "measured now"), ("rates", "measured")):
+        if rates := facts.part(name):
+            when = f" {ago(rates['when'])}" if "when" in rates else ""
+            yield f"{title}{when}, in GB/s\n{table(list(_rate_cells(rates)), right=(1, 2))}"
+
+
+def _rate_cells(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    def gb(number: float | None) -> str:
+        return digits(number / 1e9) if number else ""
+
+    yield "", "read", "write"
+    for directory, disk in rates["disks"].items():
+        yield plain(directory), gb(disk["read"]), gb(disk["write"])
+        if "checkpoint_read" in disk:
+            yield "files of models", gb(disk["checkpoint_read"]), ""
+    yield ("RAM to GPU, and back" if "d2h" in rates else "RAM, copies"), gb(rates.get("h2d")), gb(rates.get("d2h"))
+    yield "RAM, first writes", "", gb(rates["touch"])
+
+
+def _findings(found: Sequence["Finding"]) -> str:
+    if not found:
+        return "nothing stops or slows jobs here"
+    return table([(one.level, plain(one)) for one in found])

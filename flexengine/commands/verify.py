@@ -1,0 +1,220 @@
+"""flexengine verify [MODEL]: compare a model, and what was prepared from it, with checksums; or write checksums."""
+
+import argparse
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
+from flexengine.commands.messages import say, say_error
+from flexengine.commands.options import MODEL
+from flexengine.commands.parser import Parser
+from flexengine.commands.text import plain
+from flexengine.errors import BadCheckpoint, InvalidInput
+from flexengine.plan.words import clock, count, size
+
+if TYPE_CHECKING:
+    from flexengine.cachedir.items import Item
+
+INTACT, DAMAGED, NO_SUMS = "intact", "damaged", "no checksums"
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("verify", "Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file"
+                         " names of the hub's cache), and weights that were prepared from it with their own. Nothing is"
+                         " downloaded.",
+               "Exit code 0: intact; 2: damaged, or there are no checksums.")  # fmt: skip
+    p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
+    p.add_argument("--write", action="store_true",
+                   help="write checksums beside a model that is known to be good: SHA256SUMS, for FILE.gguf"
+                        " FILE.gguf.sha256")  # fmt: skip
+    p.add_argument("--json", action="store_true", help="print one JSON object")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 intact, 2 damaged, without checksums or refused, 3 failed."""
+    return exit_code(lambda: run(parser().parse_args(argv)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify the model, or write its checksums. Return the exit code. Raise FlexError if there is no such model."""
+    from flexengine.model.source import located
+
+    model, name = located(args.model, download=False)
+    if args.write:
+        return _write(model, args.json)
+    report = verified(model, name)
+    if args.json:
+        print(json.dumps(asdict(report)))
+    else:
+        _print(report)
+    return DONE if report.result == INTACT else REFUSED
+
+
+# Comparing.
+
+
+@dataclass
+class Report:
+    """Result of a comparison.
+
+    Attributes:
+        model: path of the model.
+        name: of the model.
+        result: INTACT, DAMAGED or NO_SUMS (of the model; what was prepared from it is then intact).
+        files: number of files compared.
+        bytes: of these files.
+        seconds: that the comparison took.
+        damaged: path and reason of each file that is missing, differs or is not listed.
+        prepared: kind, format and path of each prepared directory that was compared.
+        problem: why the model, or a prepared directory, could not be compared; "" if all were.
+    """
+
+    model: str
+    name: str
+    result: str = INTACT
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    damaged: list[dict[str, str]] = field(default_factory=list)
+    prepared: list[dict[str, str | None]] = field(default_factory=list)
+    problem: str = ""
+
+
+def verified(model: Path, name: str) -> Report:
+    """Return the comparison of a model, and of all that the cache has of it, with their checksums."""
+    from flexengine.model.verify import NoSums, Verifier
+
+    report = Report(str(model), name)
+
+    def note(file: Path, reason: str) -> None:
+        if str(file) not in {entry["file"] for entry in report.damaged}:
+            report.damaged.append({"file": str(file), "reason": reason})
+
+    verifier = Verifier(note)
+    try:
+        (verifier.gguf if model.is_file() else verifier.directory)(model)
+    except NoSums:
+        report.result = NO_SUMS
+        report.problem = (f"there are no checksums to verify {model} with; if it is known to be good, write them:"
+                          f" flexengine verify {quote(str(model))} --write")  # fmt: skip
+    except BadCheckpoint as error:
+        note(model, str(error))
+    for item, directory in _prepared(model):
+        report.prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
+        try:
+            verifier.prepared(directory)
+        except BadCheckpoint as error:
+            note(directory, str(error))
+    if report.damaged:
+        report.result = DAMAGED
+    report.files, report.bytes, report.seconds = verifier.files, verifier.bytes, verifier.seconds
+    return report
+
+
+def _prepared(model: Path) -> list[tuple["Item", Path]]:
+    """Return the finished directories in the cache that were made from a model."""
+    from flexengine.cachedir.items import PREPARED, contents
+    from flexengine.config import cache_root
+
+    try:
+        found = contents(cache_root())
+    except (OSError, InvalidInput):
+        return []
+    ours = (item for item in found.items if item.kind in PREPARED and item.source == str(model.resolve()))
+    return [(item, found.root / item.folder / item.file) for item in ours]
+
+
+def _print(report: Report) -> None:
+    for entry in report.damaged:
+        print(f"damaged: {plain(entry['file'])}: {plain(entry['reason'])}")
+    names = [report.name, *(_title(each) for each in report.prepared)]
+    compared = f"{count(report.files, 'file', 'files')}, {size(report.bytes)}, compared in {clock(report.seconds)}"
+    damaged = f", {len(report.damaged)} damaged" if report.damaged else ""
+    print(f"{report.result}: {plain(', '.join(names))}: {compared}{damaged}")
+    if report.problem:
+        say_error(report.problem)
+    paths = [Path(entry["file"]) for entry in report.damaged]
+    cached = [Path(str(each["path"])) for each in report.prepared]
+    if bad := [each.name[:8] for each in cached if any(path.is_relative_to(each) for path in paths)]:
+        say(f"remove the damaged prepared weights, and they are made again: flexengine cache clear {' '.join(bad)}")
+    if not all(any(path.is_relative_to(each) for each in cached) for path in paths):
+        say("get the damaged files again, or write the checksums again if the model was changed on purpose")
+
+
+def _title(prepared: Mapping[str, str | None]) -> str:
+    label = f" ({prepared['format']})" if prepared["format"] else ""
+    return f"prepared {prepared['kind']}{label}"
+
+
+# Writing.
+
+
+def _write(model: Path, as_json: bool) -> int:
+    """Write the checksums of a model. Raise InvalidInput if it has some, or if they cannot be written."""
+    from flexengine.model.verify import SUMS, sums_of
+
+    target = model.with_name(f"{model.name}.sha256") if model.is_file() else model / SUMS
+    _check_needed(model, target)
+    files = [model] if model.is_file() else _listed(model)
+    if not os.access(target.parent, os.W_OK):
+        raise InvalidInput(_unwritable(target, "no permission"))
+    content = sums_of(target.parent, files)
+    try:
+        with target.open("xb") as sums:
+            try:
+                sums.write(content)
+                sums.flush()
+            except BaseException:
+                target.unlink()
+                raise
+    except FileExistsError as error:
+        raise InvalidInput(_exists(target)) from error
+    except OSError as error:
+        raise InvalidInput(_unwritable(target, str(error.strerror))) from error
+    nbytes = sum(file.stat().st_size for file in files)
+    if as_json:
+        print(json.dumps({"written": str(target), "files": len(files), "bytes": nbytes}))
+    else:
+        print(f"wrote {plain(target)}: {count(len(files), 'file', 'files')}, {size(nbytes)}")
+    return DONE
+
+
+def _check_needed(model: Path, target: Path) -> None:
+    """Raise InvalidInput if the model has checksums, and ModelNotFound if it is a directory without a model."""
+    from flexengine.model.source import check_directory
+    from flexengine.model.verify import has_sums
+
+    if model.is_dir():
+        check_directory(model)
+    if os.path.lexists(target):
+        raise InvalidInput(_exists(target))
+    if has_sums(model):
+        raise InvalidInput(f"{model} has checksums: the names of its files in the hub's cache, a list beside it, or"
+                           " those of the installed package; leave out --write")  # fmt: skip
+
+
+def _unwritable(target: Path, reason: str) -> str:
+    return f"{target} cannot be written: {reason}; copy the model to a directory that can be written"
+
+
+def _exists(target: Path) -> str:
+    return f"{target} exists; compare with it (leave out --write), or remove it if the model was changed on purpose"
+
+
+def _listed(directory: Path) -> list[Path]:
+    """Return all files below a directory, except those in hidden directories. Raise BadCheckpoint if one is not
+    regular or leads out of the directory."""
+    from flexengine.model.files import regular_file
+
+    found = []
+    for folder, folders, files in os.walk(directory):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        found += [regular_file(Path(folder, name), directory) for name in sorted(files)]
+    return found

@@ -1,0 +1,180 @@
+"""All facts of `flexengine doctor`, collected."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from flexengine import __version__
+from flexengine.config import cache_root
+from flexengine.doctor.attempt import Failed, attempt
+from flexengine.doctor.disks import Disk, disk
+from flexengine.doctor.machine import Cpu, Memory, cpu, memory
+from flexengine.doctor.software import Compiler, Software, compilers, software
+from flexengine.places import MOST_DISKS
+
+_TORCH_SECONDS, _MEASURE_SECONDS = 120, 900  # limits of the process that imports torch
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The cache directory.
+
+    Attributes:
+        path: of the directory.
+        bytes: of its items.
+        by_kind: bytes of each kind of item.
+        leftovers: bytes of killed jobs' files that can be removed.
+        hub_path: directory of downloads from the hub.
+        hub_bytes: of the downloads.
+        problem: why jobs cannot write to the cache; "" if they can.
+    """
+
+    path: str
+    bytes: int
+    by_kind: dict[str, int]
+    leftovers: int
+    hub_path: str
+    hub_bytes: int
+    problem: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about machine and installation. Failed stands for facts that could not be found out.
+
+    Attributes:
+        engine: facts that need torch, as `probe` prints them: torch, kernels, gpus, rates, measured.
+    """
+
+    cpu: Cpu | Failed
+    memory: Memory | Failed
+    disks: tuple[Disk | Failed, ...]
+    software: Software | Failed
+    compilers: tuple[Compiler, ...] | Failed
+    cache: Cache | Failed
+    engine: dict[str, Any] | Failed
+
+    def part(self, name: str) -> dict[str, Any]:
+        """Return a part of `engine`; {} if it is missing or failed."""
+        found = self.engine.get(name) if isinstance(self.engine, dict) else None
+        return found if isinstance(found, dict) and "error" not in found else {}
+
+    @property
+    def gpus(self) -> list[dict[str, Any]]:
+        found = self.engine.get("gpus") if isinstance(self.engine, dict) else None
+        return found if isinstance(found, list) else []
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the facts as one JSON-able object."""
+        plain = {name: _plain(getattr(self, name)) for name in ("cpu", "memory", "software", "compilers", "cache")}
+        engine = {"engine": asdict(self.engine)} if isinstance(self.engine, Failed) else self.engine
+        return {"flexengine": __version__, **plain, "disks": [_plain(each) for each in self.disks], **engine}
+
+
+def collect(offload: Sequence[Path] = (), measure: bool = False) -> Facts:
+    """Return all facts.
+
+    Args:
+        offload: offload directories; default: the one in the cache.
+        measure: measure the rates of the disks and the memory, which takes about ten seconds.
+    """
+    cached = attempt(cache_root)
+    root = None if isinstance(cached, Failed) else cached
+    directories = list(offload) or ([root / "offload"] if root else [])
+    hub = attempt(_hub)
+    named = [("cache", root), *(("offload", path) for path in directories),
+             ("hub", None if isinstance(hub, Failed) else hub), ("current", Path())]  # fmt: skip
+    disks = tuple(attempt(partial(_disk, use, path)) for use, path in named if path is not None)
+    return Facts(
+        attempt(cpu), attempt(memory), disks, attempt(software), attempt(compilers),
+        attempt(_cache), attempt(lambda: _engine(directories, disks, measure)),
+    )  # fmt: skip
+
+
+def _disk(use: str, path: Path) -> Disk:
+    try:
+        return disk(use, path)
+    except Exception as error:
+        raise RuntimeError(f"the {use} directory cannot be examined: {error}") from error
+
+
+def _hub() -> Path:
+    from flexengine.cachedir.hub import hub_directory
+
+    return hub_directory()
+
+
+def _cache() -> Cache:
+    from flexengine.cachedir.hub import hub_cache
+    from flexengine.cachedir.items import contents
+
+    root, hub = cache_root(), hub_cache()
+    problem = _unwritable(root)
+    try:
+        found = contents(root)
+    except OSError as error:
+        return Cache(str(root), 0, {}, 0, str(hub.path), hub.bytes, problem or f"cannot be read: {error.strerror}")
+    by_kind: dict[str, int] = {}
+    for item in found.items:
+        by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes
+    garbage = sum(item.bytes for item in found.items if item.kind == "leftovers" and not item.busy)
+    return Cache(str(root), found.bytes, by_kind, garbage, str(hub.path), hub.bytes, problem)
+
+
+def _unwritable(root: Path) -> str:
+    """Return why no file can be written to the cache, or to a folder in it; "" if files can be written."""
+    from flexengine.tier.limits import nearest
+
+    places = [root / name for name in ("prepared", "kernels", "hardware") if (root / name).exists()]
+    for place in places or [nearest(root)]:
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(b"x")
+        except OSError as error:
+            return f"{place} cannot be written: {error.strerror or error}"
+    return ""
+
+
+def _engine(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bool) -> dict[str, Any]:
+    """Return the facts that need torch, from a process of their own. Raise RuntimeError if the process fails."""
+    first = str(offload[0]) if offload else os.devnull
+    request = json.dumps({"offload": first, "disks": _apart(disks), "measure": measure})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(entry or os.getcwd() for entry in sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "flexengine.doctor.probe", request], env=environment, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=None if measure else subprocess.PIPE, stdin=subprocess.DEVNULL,
+        timeout=_MEASURE_SECONDS if measure else _TORCH_SECONDS,
+    )  # fmt: skip
+    if ran.returncode:
+        lines = (ran.stderr or "").strip().splitlines() or ["see above"]
+        how = f"signal {signal.Signals(-ran.returncode).name}" if ran.returncode < 0 else lines[-1]
+        raise RuntimeError(f"torch and the kernels cannot be loaded: {how}")
+    found = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert isinstance(found, dict)
+    return found
+
+
+def _apart(disks: Sequence[Disk | Failed]) -> list[str]:
+    """Return one writable directory for each disk, that of the offload directory first. Of those in RAM only the
+    offload directory is taken, as RAM is no disk."""
+    usable = [each for each in disks if isinstance(each, Disk) and each.writable and each.free]
+    usable.sort(key=lambda each: each.use != "offload")
+    found: dict[int, str] = {}
+    for each in usable:
+        if each.use == "offload" or not each.in_ram:
+            found.setdefault(each.device, each.path)
+    return list(found.values())[:MOST_DISKS]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value

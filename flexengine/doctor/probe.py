@@ -1,0 +1,130 @@
+"""Facts that need torch, printed as one line of JSON by a process of its own: importing a damaged torch, or starting a
+damaged GPU driver, can end or stop the process that does it.
+
+    python -m flexengine.doctor.probe '{"offload": "/path", "disks": ["/path", ...], "measure": false}'
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from flexengine import kernels
+from flexengine.config import cache_root
+from flexengine.doctor.attempt import Failed, attempt
+from flexengine.doctor.software import compilers
+from flexengine.kernels import build
+from flexengine.kernels.reference import has_onednn
+from flexengine.places import disk_lanes, is_disk
+from flexengine.plan.hardware import Hardware, Table
+from flexengine.tier import cuda
+from flexengine.tier.machine import Machine, make_machine
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def torch_facts() -> dict[str, Any]:
+    """Return version, build and threads of torch."""
+    return {
+        "version": torch.__version__, "cuda_build": torch.version.cuda, "hip_build": torch.version.hip,
+        "cuda_available": cuda.available(), "threads": torch.get_num_threads(), "onednn": has_onednn(),
+        "openmp": build.openmp_runtime(),
+    }  # fmt: skip
+
+
+def kernel_facts() -> dict[str, Any]:
+    """Return which kernels jobs use: name (native, or reference: plain torch), and of compiled native kernels the
+    library and the width of vectors in bits; `compiled` is false if the first job compiles them."""
+    if kernels.choice() == "reference":
+        return {"name": "reference", "compiled": False, "library": None, "simd": None, "bf16": None}
+    library = build.compiled()
+    if library is None:
+        name = "native" if any(compiler.works for compiler in compilers()) else "reference"
+        return {"name": name, "compiled": False, "library": None, "simd": None, "bf16": None}
+    loaded: Any = kernels.load()
+    return {"name": loaded.name, "compiled": True, "library": str(library), "simd": getattr(loaded, "simd", None),
+            "bf16": getattr(loaded, "bf16", None)}  # fmt: skip
+
+
+def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
+    """Return the latest rates of this machine in the cache; None if there are none.
+
+    Args:
+        machine: with the offload directory that jobs use.
+        disks: directories where models may lie.
+    """
+    if not any((cache_root() / "hardware").glob("*.json")):
+        return None
+    if not kernel_facts()["compiled"] and kernel_facts()["name"] != "reference":
+        return None  # rates belong to kernels, and finding their key would compile them
+    from flexengine.measure import store  # imported here, as it imports transformers
+
+    keys = {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}
+    files = [file for key in keys if (file := cache_root() / "hardware" / f"{key}.json").is_file()]
+    found = [(file.stat().st_mtime, hardware) for file in files if (hardware := _loaded(file)) is not None]
+    if not found:
+        return None
+    when, hardware = max(found, key=lambda pair: pair[0])
+    best = {dtype: _best(table) for dtype, table in hardware.products.items()}
+    return {"when": when, "flops": best} | _rates(machine, hardware.links, hardware.checkpoint_read, hardware.touch)
+
+
+def measured_rates(machine: Machine) -> dict[str, Any]:
+    """Measure and return the rates of the disks and the memory. Takes about ten seconds; kernels are compiled first
+    if necessary."""
+    from flexengine.measure.links import measure_links  # imported here, as it imports transformers
+
+    links = measure_links(machine)
+    return _rates(machine, links.links, links.checkpoint_read, links.touch)
+
+
+def _rates(machine: Machine, links: Any, checkpoint: Table, touch: float) -> dict[str, Any]:
+    """Return bytes per second: of each directory (read, write), of the links and of page faults."""
+    disks = {}
+    for place, directory in zip(filter(is_disk, machine.tiers), machine.directories, strict=True):
+        read, write = (_best(links[lane]) if lane in links else None for lane in disk_lanes(place))
+        disks[str(directory)] = {"read": read, "write": write}
+    disks[str(machine.directories[0])]["checkpoint_read"] = _best(checkpoint)
+    others = {lane: _best(table) for lane, table in links.items() if lane in ("h2d", "d2h")}
+    return {"disks": disks, "touch": touch, **others}
+
+
+def _best(table: Table) -> float:
+    return max(rate for _, rate in table)
+
+
+def _loaded(file: Path) -> Hardware | None:
+    try:
+        return Hardware.load(file)
+    except ValueError:
+        return None
+
+
+def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
+    """Return all facts; a failed probe is {"error": text}.
+
+    Args:
+        offload: the offload directory that jobs use.
+        disks: directories on disks of their own.
+        measure: measure the rates of these disks, too.
+    """
+    found: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
+    found["gpus"] = attempt(lambda: list(map(asdict, cuda.gpus())))
+    found["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
+    found["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
+    return {name: asdict(value) if isinstance(value, Failed) else value for name, value in found.items()}
+
+
+def _on(directories: list[Path], probe: Callable[[Machine], Any]) -> Any:
+    with closing(make_machine("auto", None, None, directories)) as machine:
+        return probe(machine)
+
+
+if __name__ == "__main__":
+    wanted = json.loads(sys.argv[1])
+    print(json.dumps(facts(Path(wanted["offload"]), list(map(Path, wanted["disks"])), wanted["measure"])), flush=True)
