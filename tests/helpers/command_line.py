@@ -62,7 +62,7 @@ def _shown(action: argparse.Action) -> bool:
 
 
 def _row(made: argparse.ArgumentParser, action: argparse.Action) -> str:
-    names = ", ".join(f"`{text}`" for text in _names(action))
+    names = ", ".join(f"`{text}`" for text in _names(action)).replace("|", "\\|")
     help_text = made._get_formatter()._expand_help(action) if action.help else ""
     return f"| {names} | {_text(help_text)} |"
 
