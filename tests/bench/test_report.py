@@ -1,4 +1,4 @@
-"""bench.report: docs/benchmarks.md is what the records say, the latest counts, and plots can be had without matplotlib."""
+"""bench.report: docs/benchmarks.md is what the records say, the latest counts, and plots work without matplotlib."""
 
 import json
 from dataclasses import replace

@@ -12,7 +12,9 @@ from tests.helpers.pages import ROOT
 
 CONFIG = ROOT / "docs" / "site" / "mkdocs.yml"
 # Elements that a browser loads by itself; <a> and <link rel="canonical"> are followed by readers only.
-LOADED = re.compile(r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*rel="stylesheet"[^>]*href="([^"]+)"')
+LOADED = re.compile(
+    r'<(?:script|img|iframe|source)\b[^>]*\bsrc="([^"]+)"|<link\b[^>]*\brel="stylesheet"[^>]*\bhref="([^"]+)"'
+)
 
 
 def pages_of(entry: object) -> list[str]:

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 
-
-
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 GENERAL = {"help", "version", "quiet", "verbose", "config"}  # dests of the options of every command
 _BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of \2 -->)", re.S)

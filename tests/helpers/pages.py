@@ -4,7 +4,7 @@ A block of a language in RUN is run, in the order of its page, in a folder that 
 run in this process. A comment of the form <!-- not run: REASON --> on the line above a block exempts the block. After a
 block that is run,
 
-* each line of a `text` block must occur in the output of the block before, unless <!-- differs: REASON --> stands above;
+* each line of a `text` block must occur in the output of the block before, unless <!-- differs: REASON --> is above;
 * a `json` block has rows, which must be those of the job before, without `token_ids`.
 """
 
@@ -15,9 +15,9 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
-from io import StringIO
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryFile
+from typing import IO, Any
 
 from flexengine.commands.main import main
 
@@ -77,14 +77,14 @@ class Runner:
 
     def run(self, block: Block) -> None:
         """Run a block. Raise AssertionError if a command fails."""
-        out, err = StringIO(), StringIO()
-        with redirect_stdout(out), redirect_stderr(err):
-            if block.kind == "python":
-                exec(compile(block.text, "block", "exec"), self._names)
-            else:
-                for command in commands(block.text):
-                    self._command(command, out)
-        self.printed = out.getvalue() + err.getvalue()
+        with TemporaryFile("w+") as out, TemporaryFile("w+") as err:
+            with redirect_stdout(out), redirect_stderr(err):
+                if block.kind == "python":
+                    exec(compile(block.text, "block", "exec"), self._names)
+                else:
+                    for command in commands(block.text):
+                        self._command(command, out)
+            self.printed = _written(out) + _written(err)
 
     def compare(self, block: Block) -> None:
         """Compare a `text` or `json` block with the output of the block before."""
@@ -94,15 +94,21 @@ class Runner:
             else:
                 assert line in self.printed.splitlines()
 
-    def _command(self, command: str, out: StringIO) -> None:
+    def _command(self, command: str, out: IO[str]) -> None:
         words = shlex.split(command)
         if words[0] != "flexengine":
             subprocess.run(command, shell=True, check=True, capture_output=True, timeout=60)
             return
-        began = out.tell()
+        began = len(_written(out))
         assert main(words[1:]) == 0, command
         if words[1] == "run":
             named = {"-o", "--output"} & set(words)
-            text = Path(words[words.index(named.pop()) + 1]).read_text() if named else out.getvalue()[began:]
+            text = Path(words[words.index(named.pop()) + 1]).read_text() if named else _written(out)[began:]
             rows = [json.loads(line) for line in text.splitlines()]
             self.rows = [{name: value for name, value in row.items() if name != "token_ids"} for row in rows]
+
+
+def _written(file: IO[str]) -> str:
+    file.flush()
+    file.seek(0)
+    return file.read()
