@@ -214,7 +214,7 @@ def test_every_quantisation(tmp_path, kind, monkeypatch):
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("kind", [Q.Q8_1, Q.Q8_K, Q.Q1_0, Q.I8], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [q for q in Q if q.name in ("Q8_1", "Q8_K", "Q1_0", "I8")], ids=lambda kind: kind.name)
 def test_what_the_package_cannot_decode_is_refused(tmp_path, kind, monkeypatch):
     monkeypatch.setitem(FAMILIES, "llama", (MODEL_ARCH.LLAMA, LlamaConfig(**BLOCKS)))
     block, size = GGML_QUANT_SIZES[kind]
