@@ -45,7 +45,7 @@ LONGEST = (
     "kernels/test_cache", "e2e/test_demo", "plan/test_command", "worker/test_topk", "engine/test_lossy",
     "e2e/test_accounting", "e2e/test_stages", "plan/test_policies", "plan/test_clock", "plan/test_profile",
     "plan/test_explain", "engine/calibration/test_jobs", "kernels/test_kernels", "schedule/test_delegation",
-    "e2e/test_invariance", "worker/test_waiting", "worker/test_delegation", "e2e/test_readme", "measure/test_model",
+    "e2e/test_invariance", "worker/test_waiting", "worker/test_delegation", "docs/test_blocks", "measure/test_model",
     "measure/test_store", "engine/test_planning", "bench/test_harness", "bench/test_compare", "bench/test_plan",
     "engine/test_recovery", "kernels/test_build", "schedule/test_edges", "e2e/hostile/test_configs", "e2e/test_wheel",
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""README's tables and the plots, made from the committed records alone.
+"""The tables of docs/benchmarks.md and the plots, made from the committed records alone.
 
-python -m bench.report            write README's tables and docs/plots/*.svg (needs matplotlib; else prints text)
-python -m bench.report --check    exit with 1 if README's tables or the plots differ from the records; write nothing
+python -m bench.report            write tables and docs/plots/*.svg (needs matplotlib; else prints text)
+python -m bench.report --check    exit with 1 if tables or plots differ from the records; write nothing
 
 The latest record of every case, choice of switches and peer counts, even if it is a failure. Of records of one day, the
 record with most rounds counts.
@@ -17,7 +17,7 @@ from bench.harness import REPO
 from bench.report import plots
 from bench.report.blocks import BLOCKS
 
-README = REPO / "README.md"
+PAGE = REPO / "docs" / "benchmarks.md"
 
 
 def between(name: str) -> re.Pattern[str]:
@@ -26,19 +26,19 @@ def between(name: str) -> re.Pattern[str]:
 
 
 def updated(text: str, blocks: dict[str, Callable[[], str]] | None = None) -> str:
-    """Return README with new blocks. Raise ValueError if a marker is missing."""
+    """Return the page with new blocks. Raise ValueError if a marker is missing."""
     for name, block in (blocks or BLOCKS).items():
         made = block().replace("\\", "\\\\")  # re.subn interprets backslashes in the replacement
         text, n = between(name).subn(rf"\g<1>{made}\n\g<2>", text)
         if n != 1:
-            raise ValueError(f"README has the markers of {name} {n} times, not once")
+            raise ValueError(f"the page has the markers of {name} {n} times, not once")
     return text
 
 
-def stale(readme: Path = README) -> list[str]:
+def stale(page: Path = PAGE) -> list[str]:
     """Return the tables and plots that differ from the records."""
-    text = readme.read_text()
-    wrong = [f"{readme.name}: the table of {name}" for name, block in BLOCKS.items()
+    text = page.read_text()
+    wrong = [f"{page.name}: the table of {name}" for name, block in BLOCKS.items()
              if updated(text, {name: block}) != text]  # fmt: skip
     return wrong + [f"plot {name}" for name, drawn in plots.drawn().items() if drawn != plots.digest(name)]
 
@@ -54,7 +54,7 @@ def main() -> int:
         for what in wrong:
             print(f"stale: {what}; run python -m bench.report", file=sys.stderr)
         return int(bool(wrong))
-    README.write_text(updated(README.read_text()))
+    PAGE.write_text(updated(PAGE.read_text()))
     for name in plots.measured():
         print(plots.text(name) if args.text or not plots.draw(name) else f"drawn: {name}")
     return 0

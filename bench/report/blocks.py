@@ -1,4 +1,4 @@
-"""The blocks of README that are made from records, in Markdown: one function per block."""
+"""The blocks of docs/benchmarks.md that are made from records, in Markdown: one function per block."""
 
 import statistics
 from collections.abc import Callable
@@ -38,7 +38,8 @@ def compare_block(folder: Path = RESULTS) -> str:
     for line in lines:
         groups.setdefault((line.case.name, line.time), []).append(line)
     commands = [command(group) for group in groups.values()]
-    return table(head, rows) + "\n\nCommands:\n\n```sh\n" + "\n".join(dict.fromkeys(commands)) + "\n```"
+    listed = "\n".join(dict.fromkeys(commands))
+    return f"{table(head, rows)}\n\nCommands:\n\n<!-- not run: hours -->\n```sh\n{listed}\n```"
 
 
 def attention_block(folder: Path = RESULTS) -> str:

@@ -1,4 +1,4 @@
-"""bench.report: README is what the records say, the latest counts, and plots can be had without matplotlib."""
+"""bench.report: docs/benchmarks.md is what the records say, the latest counts, and plots work without matplotlib."""
 
 import json
 from dataclasses import replace
@@ -22,15 +22,15 @@ OLD = {
 }  # fmt: skip
 
 
-def test_readme_is_what_the_records_say() -> None:
+def test_the_page_is_what_the_records_say() -> None:
     assert report.stale() == []
 
 
 def test_a_stale_table_and_a_missing_marker_are_told(tmp_path: Path) -> None:
-    text = report.README.read_text()
-    altered = tmp_path / "README.md"
+    text = report.PAGE.read_text()
+    altered = tmp_path / "benchmarks.md"
     altered.write_text(text.replace("| (a) SmolLM2", "| (a) SmallLM2", 1))
-    assert report.stale(altered) == ["README.md: the table of compare"]
+    assert report.stale(altered) == ["benchmarks.md: the table of compare"]
     assert report.updated(altered.read_text()) == text
     with pytest.raises(ValueError, match="markers of compare 0 times"):
         report.updated("nothing")
