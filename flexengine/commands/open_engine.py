@@ -35,7 +35,7 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
         on_sweep: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "lossy", "allow", "verify")  # fmt: skip
+             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     engine = engine_class()(args.model, on_sweep=on_sweep, **options)
     engine.planner.say = say

@@ -3,6 +3,7 @@
 import argparse
 
 from flexengine.errors import InvalidInput
+from flexengine.job.source import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
@@ -16,10 +17,18 @@ def named(text: str) -> str:
     return text
 
 
+def add_input_format(group: "argparse._ActionsContainer") -> None:
+    """Add the option of the input's format."""
+    group.add_argument("--input-format", choices=FORMATS,
+                       help="format of the input (default: by its suffix; jsonl for a stream without one)")  # fmt: skip
+
+
 def add_machine(group: "argparse._ArgumentGroup") -> None:
     """Add the options of the machine, and those of dtype and remote code."""
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
+    group.add_argument("--allow-symlinks", action="store_true",
+                       help="read files of the model's directory that are links to files outside of it")  # fmt: skip
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     group.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda", "sim"))
     group.add_argument("--device-mem", metavar="SIZE", help="device memory to use, e.g. 800M or 16GiB (cpu: RAM)")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine.commands.exit_codes import DONE, exit_code, say
-from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
+from flexengine.commands.options import AUTO, add_input_format, add_lossy, add_machine, allowed, lossy_of
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", metavar="MODEL", help="as for run; a directory with config.json suffices, without weights")
     job = p.add_argument_group("job")
     job.add_argument("--input", metavar="FILE", help="prompts, as for run")
+    add_input_format(job)
     job.add_argument("--prompt-column", metavar="NAME", help="column or field that holds the prompt")
     job.add_argument("--limit", type=int, metavar="N", help="only the first N rows of FILE")
     job.add_argument("--prompt-tokens", type=int, metavar="N",
@@ -108,8 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> None:
     """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
     _check_written(args, ("save",), [])
-    if args.model is None and args.trust_remote_code:
-        raise InvalidInput("--trust-remote-code has no effect without --model; remove it")
+    for option in ("trust_remote_code", "allow_symlinks"):
+        if args.model is None and getattr(args, option):
+            raise InvalidInput(f"--{option.replace('_', '-')} has no effect without --model; remove it")
     from flexengine.engine import planner as planners
 
     opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
@@ -243,7 +245,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
-    for option, needed in (("limit", "input"), ("prompt_column", "input")):
+    for option, needed in (("limit", "input"), ("prompt_column", "input"), ("input_format", "input")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --{needed}, too")
     for option, other in (("frontier", "compare"), ("verbose", "compare"), ("offload_dir", "hardware")):
@@ -293,7 +295,8 @@ def _kind(args: argparse.Namespace) -> str:
 def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":
     from flexengine.worker.opened import open_model
 
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy,
+                      allow_symlinks=args.allow_symlinks)  # fmt: skip
 
 
 def _choices(opened: "Opened", names: Sequence[str]) -> list[Lossy]:
@@ -372,7 +375,7 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     from flexengine.job.inputs import Rows
 
     refused = Refused()
-    with Rows(args.input, args.prompt_column, args.limit) as rows:
+    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
     refused.report(workload, args.input, say)
     return workload

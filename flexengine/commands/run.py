@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from flexengine import __version__
 from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code, say
 from flexengine.commands.open_engine import open_engine
-from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
+from flexengine.commands.options import AUTO, add_input_format, add_lossy, add_machine, allowed, lossy_of, named
 from flexengine.commands.run_job import run_job
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
@@ -34,7 +34,9 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     p.add_argument("input", metavar="INPUT",
                    help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines;"
-                        " .txt, .csv, .tsv, .parquet or .arrow; - is JSON lines from standard input")  # fmt: skip
+                        " .txt, .csv, .tsv, .parquet or .arrow; text may be compressed (.gz, .zst); - is standard"
+                        " input")  # fmt: skip
+    add_input_format(p)
     p.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     p.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
     _add_output(p.add_argument_group("output"))
@@ -119,11 +121,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.inputs import STDIN, Rows
+    from flexengine.job.inputs import Rows
     from flexengine.job.results import check_output
+    from flexengine.job.streams import STDIN, output_name
 
     args.input = STDIN if args.input == "-" else args.input
+    args.output = output_name(args.output)
     check_output(args.output, args.input)
+    if args.json or args.dry_run:
+        check_output(None)
     _check_apart(args)
     if args.limit is not None and args.limit < 1:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
@@ -138,7 +144,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
-    with Rows(args.input, args.prompt_column, args.limit) as rows, _open_job(args, rows) as job:
+    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows, _open_job(args, rows) as job:
         with interrupts.guarding(job.save, job.standing):
             summary = run_job(args, job, params, interrupts)
         failed = job.failed
@@ -155,7 +161,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import helps, instead
 
-    with Rows(args.input, args.prompt_column, args.limit) as rows, open_engine(args) as engine:
+    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows, open_engine(args) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input, say)
@@ -191,6 +197,7 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
 def _check_apart(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
     from flexengine.job.results import journal_path, part_path
+    from flexengine.job.streams import is_stream
 
     policy = None if args.policy == AUTO else args.policy
     text = None if args.calibrate == BUNDLED else args.calibrate
@@ -198,7 +205,7 @@ def _check_apart(args: argparse.Namespace) -> None:
             "--trace": args.trace}  # fmt: skip
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
-    paths = {what: Path(name).resolve() for what, name in used.items() if name}
+    paths = {what: Path(name).resolve() for what, name in used.items() if name and not is_stream(name)}
     for what, other in combinations(paths, 2):
         written = {what, other} - {"INPUT", "--policy", "--calibrate"}
         if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):

@@ -37,6 +37,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         bar.show(progress)
 
     with open_engine(args, sweep_ended) as engine:
+        engine.reader.check(params)
         rows = job.begin(lambda known: _manifest(args, job, params, engine, known), engine.core.source.name)
         _print_note(job)
         if job.resumed:
@@ -46,7 +47,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         if args.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
             _check_cache(engine, job.settings.get("cache", ""))
-        if rows:
+        if rows and job.total:
             _check_importances(engine, job.settings.get("importances"))
             with bar:
                 for result in engine.stream(rows, params):
@@ -105,8 +106,8 @@ def _manifest(
 
     if not known and not args.allow:
         _check_memory(engine, job.rows, params)
-    given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "prompt_column": args.prompt_column,
-             "output_format": "jsonl"}  # fmt: skip
+    given = {"input": Path(args.input).name, INPUT_DIGEST: job.rows.sha256(), "input_format": job.rows.form,
+             "prompt_column": args.prompt_column, "output_format": "jsonl"}  # fmt: skip
     made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
     lossy = {"allow": sorted(args.allow)} if args.allow else engine.switches
     return make_manifest(params, given, made, lossy)

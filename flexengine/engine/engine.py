@@ -42,7 +42,7 @@ class Engine:
         Args:
             model: a directory, a .gguf file or a hub id; None is the demo model.
             options: fields of EngineOptions: policy, device, device_mem, host_mem, offload_dir, links, dtype, overlap,
-                trace, on_sweep, trust_remote_code, hardware, lossy, allow, verify.
+                trace, on_sweep, trust_remote_code, allow_symlinks, hardware, lossy, allow, verify.
 
         Raises:
             InvalidInput: an option is wrong, or this machine cannot serve it.

@@ -65,6 +65,7 @@ class EngineOptions(MachineOptions):
         trace: file for Chrome trace JSON of all lanes.
         on_sweep: called with a Progress after every sweep.
         trust_remote_code: run Python code that comes with the checkpoint, if the model needs it.
+        allow_symlinks: read files of the model's directory that are links to files outside of it.
         hardware: rates to plan with instead of this machine's measured rates.
         lossy: switches whose results differ from the checkpoint's own numbers.
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
@@ -81,6 +82,7 @@ class EngineOptions(MachineOptions):
     trace: str | Path | None = None
     on_sweep: Callable[[Progress], None] | None = None
     trust_remote_code: bool = False
+    allow_symlinks: bool = False
     hardware: Hardware | None = None
     lossy: Lossy = EXACT
     allow: Sequence[str] = ()

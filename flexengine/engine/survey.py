@@ -89,6 +89,14 @@ class Reader:
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
+        be refused."""
+        if unknown := next((token for token in params.stop_token_ids if token >= self.vocabulary), None):
+            raise InvalidInput(f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids"
+                               f" from 0 to {self.vocabulary - 1}")  # fmt: skip
+        check_stops(params, self.tokenizer)
+
     def requests(self, prompts: Iterable[Any], params: SamplingParams) -> Iterator[Request | Row]:
         """Yield a request per prompt, in order, or a row with an error if the prompt cannot be run. Requests among the
         prompts are yielded unchanged."""
@@ -114,6 +122,7 @@ class Reader:
         Args:
             refused: counts the rows that cannot be run; None if they need not be counted.
         """
+        self.check(params)
         sizes: Counter[tuple[int, int]] = Counter()
         for item in self.requests(prompts, params):
             if isinstance(item, Request):

@@ -222,6 +222,11 @@ class Journal:
         """Return the state of a row: TODO, DONE or FAILED."""
         return self._states[index] if index < len(self._states) else TODO
 
+    @property
+    def rows(self) -> int:
+        """Return the number of rows up to the last one that has a result."""
+        return len(self._states)
+
     def count(self, state: int, rows: int) -> int:
         """Return how many of the first `rows` rows are in a state, DONE or FAILED."""
         return self._states.count(state, 0, rows)

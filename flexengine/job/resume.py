@@ -15,10 +15,12 @@ from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Rows
 from flexengine.job.journal import DONE, FAILED, Journal
 from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
+from flexengine.job.room import full_disk, size_of
 from flexengine.job.rows import Row
 from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
 
 Describe = Callable[[Manifest], Manifest]
+_STEP = 2**20
 
 
 class Pending:
@@ -121,6 +123,7 @@ class PrintedJob(Job):
     def __init__(self, rows: Rows, total: int, output: str | None = None) -> None:
         super().__init__(rows, total)
         self._writer = ResultWriter(rows, output)
+        self._name = output or "stdout"
 
     @property
     def done(self) -> int:
@@ -146,7 +149,14 @@ class PrintedJob(Job):
         return self.rows
 
     def take(self, result: Result) -> None:
-        self._writer.write(result)
+        try:
+            self._writer.write(result)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"results cannot be written: {error.strerror}; they stop in row {result.index};"
+                          " free space there, or name an --output, with which the job can continue",
+                          self._name) from error  # fmt: skip
 
     def standing(self) -> str:
         return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
@@ -211,6 +221,7 @@ class JournalJob(Job):
             self._compare_times(journal.manifest, manifest)
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
         size = os.path.getsize(self._output) if os.path.exists(self._output) else None
+        self._check_longer(size)
         if journal.output and size not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
             raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
                                " wrote; rename it, and the same command writes it again")  # fmt: skip
@@ -219,6 +230,22 @@ class JournalJob(Job):
         whole = self.resumed == self.total
         self.finished = whole and journal.output == (self.total, size)
         return () if whole else Pending(self.rows, finished)
+
+    def _check_longer(self, size: int | None) -> None:
+        """Raise InvalidInput if the output file has more rows than this job will write.
+
+        Args:
+            size: bytes of the output file; None if there is none.
+        """
+        if size is None or self._restart or self.journal.rows <= self.total:
+            return
+        with open(self._output, "rb") as file:
+            rows = sum(block.count(b"\n") for block in iter(lambda: file.read(_STEP), b""))
+        if rows > self.total:
+            raise InvalidInput(
+                f"output {self._output} has {rows} rows, and would be replaced by the first {self.total} of them; raise"
+                " --limit or leave it out, name another --output, or give --restart to run the job again"
+            )
 
     def _is_cut_short(self, rows: int) -> bool:
         """Return whether the output file is a beginning of the output of the first `rows` rows."""
@@ -263,7 +290,7 @@ class JournalJob(Job):
         manifest = self.journal.manifest or {}
         if self.rows.sha256() != manifest.get(INPUT_DIGEST):
             raise OSError(errno.ESTALE, f"the input has changed while the job ran; restore it; {self._remedy()}")
-        with self._explained():
+        with self._explained(size_of(self.journal.path)):
             self.journal.forget_output()
             write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
             self.journal.add_output(self.total, os.path.getsize(self._output))
@@ -272,12 +299,20 @@ class JournalJob(Job):
         return f"interrupted: {self._remedy()}"
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Add the command that continues the job to the message of an OSError."""
+    def _explained(self, needed: int = 0) -> Iterator[None]:
+        """Add what to free on a full disk, and the command that continues the job, to the message of an OSError.
+
+        Args:
+            needed: bytes that are about to be written; 0 if unknown.
+        """
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; {self._remedy()}", str(self._output)) from error
+            journal = self.journal.path
+            own = f"{size_of(journal):,} bytes are the journal {journal}, which holds the results: keep it"
+            full = full_disk(error, journal.parent, needed, own)
+            message = f"{error.strerror}: {full}" if full else error.strerror
+            raise OSError(error.errno, f"{message}; {self._remedy()}", str(self._output)) from error
 
     def _remedy(self) -> str:
         """Return how many rows are done and which command continues the job."""

