@@ -61,6 +61,7 @@ def parser() -> argparse.ArgumentParser:
     machine.add_argument("--host-mem", metavar="SIZE", help="host memory to use beside a GPU")
     machine.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default: %(default)s)")
     machine.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    machine.add_argument("--allow-symlinks", action="store_true", help="as for run")
     p.add_argument("--json", metavar="FILE", help="write the numbers to FILE, too, as one JSON object")
     return p
 

@@ -45,9 +45,11 @@ def _message(place: str, message: Any) -> dict[str, Any]:
 
 
 def _part(place: str, part: Any) -> str:
-    kind = part.get("type") if isinstance(part, Mapping) else json_kind(part)
-    if kind != "text":
-        raise InvalidInput(f"{place} has a part of type {shown(kind)}; only text is read, no images, audio or files")
+    if not isinstance(part, Mapping):
+        raise InvalidInput(f"{place} has a part that is {json_kind(part)}; it must be an object of type text")
+    if part.get("type") != "text":
+        kind = shown(part.get("type"))
+        raise InvalidInput(f"{place} has a part of type {kind}; only text is read, no images, audio or files")
     if not isinstance(text := part.get("text"), str):
         raise InvalidInput(f"{place} has a text part whose text is {shown(text)}; it must be a string")
     return text

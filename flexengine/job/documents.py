@@ -13,6 +13,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.lines import BOM, too_long
 
 _STEP = 2**20  # bytes read at a time
+_SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
 _BEGINNING = re.compile(rb"\s*(\[\s*(\{|\]\s*\Z)|\[[ \t]*\r?\n|\{[ \t]*\r?\n\s*[\"}])")
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -23,7 +24,7 @@ _END = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, stri
 
 def is_document(file: BinaryIO) -> bool:
     """Return whether a file begins like JSON over several lines, not like JSON lines."""
-    return _BEGINNING.match(file.read(_STEP).removeprefix(BOM)) is not None
+    return _BEGINNING.match(file.read(_SEEN).removeprefix(BOM)) is not None
 
 
 def elements(file: BinaryIO, most: int) -> Iterator[tuple[int, bytes]]:

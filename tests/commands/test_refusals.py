@@ -60,9 +60,10 @@ def test_refused_inputs(job: Job) -> None:
     gone = job.folder / "gone.jsonl"
     suffix = job.folder / "in.xlsx"
     suffix.touch()
+    (job.folder / "gone.json").touch()
     for path, messages in (
-        (gone, [f"input {gone} cannot be read (No such file", ".jsonl"]),
-        (suffix, [f"input {suffix} has suffix '.xlsx'; accepted are .jsonl"]),
+        (gone, [f"input {gone} cannot be read (No such file", f"is {gone.with_name('gone.json')} meant?"]),
+        (suffix, [f"input {suffix} is a spreadsheet", "save the sheet as CSV"]),
         (job.folder, ["input", ".jsonl"]),
     ):
         job.input = path

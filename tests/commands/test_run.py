@@ -55,9 +55,9 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected
     assert [r["error"] for r in job.rows[::2]] == [None] * 8
     errors = [r["error"] for r in job.rows[1::2]]
-    wanted = ["invalid JSON", "non-empty list", "holds 601; token ids lie in [0, 601)", "max_tokens is 0",
+    wanted = ["invalid JSON", "prompt_token_ids is []; it must be an array", "holds 601; token ids lie in [0, 601)", "max_tokens is 0",
               "no tokenizer, so prompt cannot be used; send prompt_token_ids", "exactly one is needed",
-              "253 tokens + max_tokens 6 = 259 tokens, more than the model's context of 256", "list"]  # fmt: skip
+              "253 tokens + max_tokens 6 = 259 tokens, more than the model's context of 256", "an array"]  # fmt: skip
     for line, (error, want) in enumerate(zip(errors, wanted, strict=True)):
         assert want in error
         assert error.startswith(f"line {2 * line + 2}: ")
