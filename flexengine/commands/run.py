@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations
@@ -127,6 +128,8 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 
     args.input = STDIN if args.input == "-" else args.input
     args.output = output_name(args.output)
+    if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
+        say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
     check_output(args.output, args.input)
     if args.json or args.dry_run:
         check_output(None)

@@ -87,6 +87,12 @@ class Rows:
         """Remove the temporary copy, if there is one. Without this call it is removed with the object."""
         self._source.close()
 
+    @property
+    def size(self) -> int:
+        """Bytes of the input, before decompression; 0 if it is gone."""
+        state = self._source.state
+        return state[2] if state else 0
+
     def sha256(self) -> str:
         """Return the hex digest of all bytes of the input after decompression, including those beyond `limit`."""
         digest = hashlib.sha256()
@@ -200,7 +206,7 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
     other = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and given.source.form in _DELIMITERS else None
     if other:
         tabs = other[0] == "\t"
-        raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else other[0]};"
+        raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
                            f" {'add --input-format tsv' if tabs else 'save the file with commas'}")  # fmt: skip
     near = difflib.get_close_matches(wanted[0], columns, 1)
     raise InvalidInput(f"{lacks}: name the one with the prompts (--prompt-column{f' {near[0]}' if near else ''})")

@@ -271,11 +271,13 @@ class Journal:
 
     def close(self) -> None:
         """Sync and unlock the journal. Delete the file if it has no manifest."""
-        if self.manifest is None:
-            self.path.unlink(missing_ok=True)
-        else:
-            self.sync()
-        os.close(self._file)
+        try:
+            if self.manifest is None:
+                self.path.unlink(missing_ok=True)
+            else:
+                self.sync()
+        finally:
+            os.close(self._file)
 
     def _append(self, value: dict[str, Any]) -> int:
         line = encode_record(value)

@@ -30,7 +30,7 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
     """
     if path is None:
         if not stdout_is_open():
-            raise InvalidInput("stdout is closed, so results cannot be written to it; name an --output file, or open stdout")
+            raise InvalidInput("stdout is closed, so results cannot be written to it; name an --output file")
         return
     if is_stream(path):
         if not os.access(path, os.W_OK):

@@ -140,7 +140,11 @@ class PrintedJob(Job):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.__exit__(kind, error, trace)
+        try:
+            self._writer.__exit__(kind, error, trace)
+        except OSError:
+            if kind is None:
+                raise  # else the first error is the one to report
         if kind is None and self.done + self.failed != self.total:
             raise RuntimeError(f"{self.total} rows were read, but {self.done + self.failed} have a result")
 
@@ -154,9 +158,8 @@ class PrintedJob(Job):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"results cannot be written: {error.strerror}; they stop in row {result.index};"
-                          " free space there, or name an --output, with which the job can continue",
-                          self._name) from error  # fmt: skip
+            raise OSError(error.errno, f"results cannot be written ({error.strerror}); free space there, or name an"
+                          " --output, as the job can then be continued", self._name) from error  # fmt: skip
 
     def standing(self) -> str:
         return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
@@ -207,7 +210,12 @@ class JournalJob(Job):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.journal.close()
+        try:
+            with self._explained():
+                self.journal.close()
+        except OSError:
+            if kind is None:
+                raise  # else the first error is the one to report
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         journal = self.journal
@@ -290,7 +298,7 @@ class JournalJob(Job):
         manifest = self.journal.manifest or {}
         if self.rows.sha256() != manifest.get(INPUT_DIGEST):
             raise OSError(errno.ESTALE, f"the input has changed while the job ran; restore it; {self._remedy()}")
-        with self._explained(size_of(self.journal.path)):
+        with self._explained():
             self.journal.forget_output()
             write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
             self.journal.add_output(self.total, os.path.getsize(self._output))
@@ -299,20 +307,22 @@ class JournalJob(Job):
         return f"interrupted: {self._remedy()}"
 
     @contextmanager
-    def _explained(self, needed: int = 0) -> Iterator[None]:
-        """Add what to free on a full disk, and the command that continues the job, to the message of an OSError.
-
-        Args:
-            needed: bytes that are about to be written; 0 if unknown.
-        """
+    def _explained(self) -> Iterator[None]:
+        """Add what to free on a full disk, and the command that continues the job, to the message of an OSError."""
         try:
             yield
         except OSError as error:
             journal = self.journal.path
-            own = f"{size_of(journal):,} bytes are the journal {journal}, which holds the results: keep it"
-            full = full_disk(error, journal.parent, needed, own)
+            full = full_disk(error, journal.parent, self._bytes_to_write(), journal)
             message = f"{error.strerror}: {full}" if full else error.strerror
             raise OSError(error.errno, f"{message}; {self._remedy()}", str(self._output)) from error
+
+    def _bytes_to_write(self) -> int:
+        """Return about how many bytes the rest of the journal and the output file take, from the records so far. An
+        output line holds the fields of its row, too."""
+        finished = self.journal.count(DONE, self.total) + self.journal.count(FAILED, self.total)
+        record = size_of(self.journal.path) // max(1, finished)
+        return record * (2 * self.total - finished) + self.rows.size
 
     def _remedy(self) -> str:
         """Return how many rows are done and which command continues the job."""

@@ -12,28 +12,30 @@ from flexengine.errors import InvalidInput
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
-def full_disk(error: OSError, directory: str | os.PathLike[str] | None, needed: int = 0, own: str = "") -> str:
-    """Return why a write failed and what to free, as text; "" if the disk is not full.
+def full_disk(error: OSError, directory: str | os.PathLike[str], needed: int = 0, own: Path | None = None) -> str:
+    """Return what a full disk has free and what to free there, as text; "" if the error is not that of a full disk.
 
     Args:
-        error: error of the write.
+        error: error of a write.
         directory: directory that was written to.
-        needed: bytes that are needed there; 0 if unknown.
-        own: further files of the job in this directory, for the message; "" for none.
+        needed: about how many bytes are needed there; 0 if unknown.
+        own: the job's journal; None if there is none.
     """
-    if error.errno not in _FULL or directory is None:
+    if error.errno not in _FULL:
         return ""
     place = Path(directory)
     try:
-        free = shutil.disk_usage(place).free
-        device = place.stat().st_dev
+        free, device = shutil.disk_usage(place).free, place.stat().st_dev
     except OSError:
         return f"the disk of {place} is full; free space there"
-    quota = " (your quota is used up)" if error.errno == errno.EDQUOT else ""
-    enough = f", {needed:,} more are needed" if needed else ""
-    parts = [own, *_cache_on(device)]
-    ours = "; of it " + " and ".join(filter(None, parts)) if any(parts) else ""
-    return f"the disk of {place} is full{quota}: {free:,} bytes are free{enough}{ours}; free space there"
+    parts = [f"the disk of {place} is full: {free:,} bytes are free"]
+    if needed:
+        parts[0] += f", about {needed:,} are needed"
+    if error.errno == errno.EDQUOT:
+        parts.append("your quota may allow less")
+    if own is not None:
+        parts.append(f"the journal {own} takes {size_of(own):,} bytes, and must be kept, as it holds the results")
+    return "; ".join([*parts, *_cache_on(device), "free space there"])
 
 
 def size_of(path: Path) -> int:
@@ -45,10 +47,10 @@ def size_of(path: Path) -> int:
 
 
 def _cache_on(device: int) -> Iterator[str]:
-    """Yield the cache's directory and bytes as text, if the cache is on this device and holds anything."""
+    """Yield a text about the cache, if it is on this device and holds anything."""
     try:
         root = cache_root()
-        if root.stat().st_dev == device and (total := sum(map(size_of, root.rglob("*")))):
-            yield f"{total:,} bytes are the cache {root}, which may be deleted while no job runs"
+        if root.stat().st_dev == device and (total := sum(size_of(path) for path in root.rglob("*") if path.is_file())):
+            yield f"the cache {root} takes {total:,} bytes, and may be deleted while no job runs"
     except (OSError, InvalidInput):
         return

@@ -61,6 +61,8 @@ class Source:
         """
         self.name = name
         self._copy: Any = None
+        if name.is_dir():
+            raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
         self.form, packed = _form_of(name, form)
         try:
             self.file = self._regular()
@@ -100,8 +102,6 @@ class Source:
 
     def _regular(self) -> Path:
         """Return a regular file that holds the input's bytes."""
-        if self.name.is_dir():
-            raise InvalidInput(f"input {self.name} is a directory; it must be a file: {ACCEPTED}")
         stream = is_stream(self.name)
         number = descriptor(self.name)
         try:
@@ -113,15 +113,18 @@ class Source:
             ) from error
 
     def _copied(self, stream: BinaryIO) -> Path:
-        """Return a temporary copy, which only this user can read, of the rest of a stream."""
+        """Return a temporary copy, which only this user can read, of the rest of a stream. Raise OSError if the stream
+        cannot be read."""
         import tempfile
 
+        block = stream.read(_STEP)
         try:
             self._copy = copy = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it lives as long as this object
                 prefix="flexengine-input-", suffix=self.name.suffix
             )
-            while block := stream.read(_STEP):
+            while block:
                 copy.write(block)
+                block = stream.read(_STEP)
             copy.flush()
         except OSError as error:
             reason = full_disk(error, tempfile.gettempdir()) if self._copy else ""

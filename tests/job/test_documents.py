@@ -56,7 +56,8 @@ def test_rows_of_an_array(tmp_path, name, indent):
 
 
 def test_a_bad_element_is_one_error_row(tmp_path):
-    text = '[{"prompt": "a"},\n 17,\n {"x": NaN},\n {"s": ' + "9" * 5000 + '},\n "text", {"p": "\x01"}, {"prompt": "b"}]'
+    text = '[{"prompt": "a"},\n 17,\n {"x": NaN},\n {"s": ' + "9" * 5000
+    text += '},\n "text", {"p": "\x01"}, {"prompt": "b"}]'
     rows = rows_of(tmp_path, text.encode(), "in.json")
     reasons = ["holds a number", "NaN", "over 4,300 digits", "holds a string", "Invalid control character"]
     assert [row.error is None for row in rows] == [True, *[False] * 5, True]
@@ -119,8 +120,9 @@ def test_memory_does_not_grow_with_the_array(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("[{", True), (" \n[\n {", True), ("[]", True), ("[ ]\n", True), ("[\n", True), ('["a",\n', False), ("[1, 2]\n", False),
-     ('{"prompt": "a"}\n{"prompt": "b"}', False), ('{\n  "prompt": 1', True), ('{\n{"prompt": "a"}', False),
+    [("[{", True), (" \n[\n {", True), ("[]", True), ("[ ]\n", True), ("[\n", True), ('["a",\n', False),
+     ("[1, 2]\n", False), ('{"prompt": "a"}\n{"prompt": "b"}', False), ('{\n  "prompt": 1', True),
+     ('{\n{"prompt": "a"}', False),
      ("{}", False), ("", False), ("[]\n[]", False), ('{"a": 1,\n"b": 2}', False)],
 )  # fmt: skip
 def test_what_is_json_over_several_lines(text, expected):

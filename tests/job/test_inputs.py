@@ -247,7 +247,7 @@ def test_csv_headers(tmp_path):
         (header, "text", "no column text"),
         (header, "messages", "cannot hold messages"),
         (b"prompt,id,prompt\n", None, r"several columns named \['prompt'\]"),
-        (b"id;prompt\n1;a\n", None, r"separated by ;; save the file with commas"),
+        (b"id;prompt\n1;a\n", None, r"separated by ';'; save the file with commas"),
         (b"id\tprompt\n1\ta\n", None, r"separated by tabs; add --input-format tsv"),
         (b"Prompt,id\n", None, r"--prompt-column Prompt\)"),
         (b"", None, "empty"),

@@ -181,7 +181,7 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
         (CHAT, {"messages": []}, "messages is []"),
         (CHAT, {"messages": ["hi"]}, "messages[0] is 'hi'; it must be an object"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
-        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0] has a part that is a string; it must be"),
+        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0] has a part that is a string; it"),
         (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, "messages[0] has ['audio']"),
         (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content is null"),
         (CHAT, {"logprobs": 2}, "logprobs is 2; it must be true or false"),
