@@ -200,7 +200,6 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
 def _check_apart(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
     from flexengine.job.results import journal_path, part_path
-    from flexengine.job.streams import is_stream
 
     policy = None if args.policy == AUTO else args.policy
     text = None if args.calibrate == BUNDLED else args.calibrate
@@ -208,7 +207,7 @@ def _check_apart(args: argparse.Namespace) -> None:
             "--trace": args.trace}  # fmt: skip
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
-    paths = {what: Path(name).resolve() for what, name in used.items() if name and not is_stream(name)}
+    paths = {what: Path(name).resolve() for what, name in used.items() if name}
     for what, other in combinations(paths, 2):
         written = {what, other} - {"INPUT", "--policy", "--calibrate"}
         if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):

@@ -32,7 +32,7 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         if not stdout_is_open():
             raise InvalidInput("stdout is closed, so results cannot be written to it; name an --output file")
         return
-    if is_stream(path):
+    if is_stream(path) and not _is_input(path, input_path):
         if not os.access(path, os.W_OK):
             raise InvalidInput(f"output {path} cannot be written to; name another --output")
         return
@@ -44,13 +44,18 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
-    if input_path is not None and not is_stream(input_path) and target == Path(input_path).resolve():
+    if _is_input(path, input_path):
         raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another --output")
     if target.suffix.lower() in _OTHER_FORMATS:
         raise InvalidInput(f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
                            f" name it {target.stem.partition('.')[0]}.jsonl")  # fmt: skip
     if not os.access(target.parent, os.W_OK):
         raise InvalidInput(f"output {path}: {target.parent} is not writable; name another --output")
+
+
+def _is_input(path: str | os.PathLike[str], input_path: str | os.PathLike[str] | None) -> bool:
+    """Return whether two names lead to one file. A file that was redirected to stdin is found, too."""
+    return input_path is not None and Path(path).resolve() == Path(input_path).resolve()
 
 
 def journal_path(output: str | os.PathLike[str] | None) -> Path | None:

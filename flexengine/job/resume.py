@@ -251,8 +251,8 @@ class JournalJob(Job):
             rows = sum(block.count(b"\n") for block in iter(lambda: file.read(_STEP), b""))
         if rows > self.total:
             raise InvalidInput(
-                f"output {self._output} has {rows} rows, and would be replaced by the first {self.total} of them; raise"
-                " --limit or leave it out, name another --output, or give --restart to run the job again"
+                f"output {self._output} has {rows} rows, and would be replaced by the first {self.total}; raise --limit"
+                " or leave it out, or rename the output, and the same command writes these rows from the journal"
             )
 
     def _is_cut_short(self, rows: int) -> bool:

@@ -89,7 +89,7 @@ def test_a_longer_output_is_not_shortened(job: Job) -> None:
     assert job() == 0
     whole = job.output.read_bytes()
     assert job("--limit", "3") == exit_codes.REFUSED
-    for words in ("has 8 rows, and would be replaced by the first 3 of them", "raise --limit", "--restart"):
+    for words in ("has 8 rows, and would be replaced by the first 3; raise --limit", "rename the output"):
         assert words in job.err
     assert job.output.read_bytes() == whole
     assert job("--limit", "8") == 0
