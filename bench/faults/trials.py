@@ -288,6 +288,7 @@ class Stub:
         self.core = SimpleNamespace(source=SimpleNamespace(name="stub"), cache_form="")
         self.planner = SimpleNamespace(check=lambda workload: None, keep_prefill=lambda tokens: False)
         self.calibrator = SimpleNamespace(importances=None)
+        self.reader = SimpleNamespace(check=lambda params: None)
         self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches, self.summary = dict[str, Any](), dict[str, Any]()
