@@ -68,7 +68,8 @@ def encode(
 def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
-        named = "" if present else f" (its fields are {shown(list(request))}; --prompt-column names another)"
+        others = [name for name, value in request.items() if value is not None]
+        named = "" if present else f" (its fields are {shown(others)}; --prompt-column names another)"
         raise InvalidInput(
             f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed{named}"
         )
