@@ -151,13 +151,34 @@ def _stop_tokens(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
+_WRITTEN_AS_JSON = (type(None), bool, list, tuple, dict)
+_JSON_KINDS: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (bool, "true or false"), (str, "a string"), ((int, float), "a number"), ((list, tuple), "an array"),
+    (Mapping, "an object"),
+)  # fmt: skip
+
+
+def json_kind(value: object) -> str:
+    """Return the kind of a value in JSON's words, such as "an array", or the name of its type if JSON has no such
+    kind."""
+    if value is None:
+        return "null"
+    return next((name for kind, name in _JSON_KINDS if isinstance(value, kind)), type(value).__name__)
+
+
 def shown(value: object) -> str:
-    """Return the value as text for a message, at most about 80 characters. Values that Python refuses to print, such as
-    numbers of thousands of digits, are named by their type."""
+    """Return the value as text for a message, at most about 80 characters.
+
+    null, true, false, arrays and objects are written as in JSON. Values that Python refuses to print, such as numbers
+    of thousands of digits, are named by their kind.
+    """
     try:
+        text = json.dumps(value, ensure_ascii=False) if isinstance(value, _WRITTEN_AS_JSON) else repr(value)
+    except TypeError:  # an array that holds other values than JSON's
         text = repr(value)
     except (ValueError, RecursionError):
-        text = f"{type(value).__name__} too long to print"
+        text = f"{json_kind(value)} too long to print"
+    text = text.encode("utf-8", "backslashreplace").decode("utf-8")  # half a surrogate pair cannot be printed
     return text if len(text) <= 80 else f"{text[:76]} ..."
 
 
@@ -197,7 +218,7 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{what} {path} is not JSON: {json_fault(error)}") from error
     if not isinstance(values, dict):
-        raise InvalidInput(f"{what} {path} holds {type(values).__name__}, not an object of fields")
+        raise InvalidInput(f"{what} {path} holds {json_kind(values)}; it must be an object of fields")
     return values
 
 

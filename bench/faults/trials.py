@@ -296,6 +296,7 @@ class Stub:
             check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None, say=print
         )
         self.calibrator = SimpleNamespace(importances=None)
+        self.reader = SimpleNamespace(check=lambda params: None)
         self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches = dict[str, Any]()

@@ -1,5 +1,6 @@
 """Exit codes of all commands, and the messages of errors."""
 
+import errno
 import os
 import sys
 import traceback
@@ -7,12 +8,14 @@ from collections.abc import Callable
 
 from flexengine.commands.messages import say_error
 from flexengine.errors import FlexError, RanOut
+from flexengine.job.streams import stdout_is_open
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def exit_code(command: Callable[[], int]) -> int:
     """Run a command and return its exit code. If the command raises an error, print the error and return its code."""
+    _occupy_closed_streams()
     try:
         code = command()
         sys.stdout.flush()
@@ -26,11 +29,15 @@ def exit_code(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python's flush at exit fails again
+        _discard_output()
         say_error("stdout was closed before all results were written")
         return FAILED
     except OSError as error:
-        say_error(str(error))
+        if error.errno == errno.EBADF and not stdout_is_open():
+            _discard_output()
+            say_error("stdout is closed, so the output is lost; open stdout, or send it to a file")
+        else:
+            say_error(str(error))
         return FAILED
     except Exception as error:  # a bug, whose exit code must not be Python's 1, as 1 means done with row errors
         if _of_memory(error):
@@ -40,6 +47,24 @@ def exit_code(command: Callable[[], int]) -> int:
         else:
             traceback.print_exc()
         return FAILED
+
+
+def _occupy_closed_streams() -> None:
+    """Open /dev/null in place of standard streams that were closed (`>&-`), so that no file that is opened later gets
+    their numbers and receives messages. Reading stdin and writing to stdout still fail, as they are opened the other
+    way round; messages on stderr are discarded."""
+    for number, name in ((0, "stdin"), (1, "stdout"), (2, "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # the system returns the lowest free number, which is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_WRONLY), True)
+        if getattr(sys, name) is None and name != "stdin":
+            setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
+def _discard_output() -> None:
+    """Send what is left in the buffer of stdout to /dev/null, else Python's flush at exit fails again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_memory(error: Exception) -> bool:

@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def measure(args: argparse.Namespace) -> None:
     """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
     check_written({"--save": args.save}, [args.config])
-    if args.model is None and args.trust_remote_code:
-        raise InvalidInput("--trust-remote-code has no effect without a model; remove it")
+    for option in ("trust_remote_code", "allow_symlinks"):
+        if args.model is None and getattr(args, option):
+            raise InvalidInput(f"--{option.replace('_', '-')} has no effect without a model; remove it")
     from flexengine.engine import planner as planners  # imported here, as it imports torch and --help must not
 
     opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None

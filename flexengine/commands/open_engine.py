@@ -39,7 +39,7 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
         on_sweep: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "lossy", "allow", "verify")  # fmt: skip
+             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     engine = engine_class()(args.model, on_sweep=on_sweep, **options)
     engine.planner.say = say
@@ -68,4 +68,5 @@ def open_bare(args: argparse.Namespace, kind: str, lossy: "Lossy") -> "Opened":
     """Open the model without its weights, as a machine of this kind would open it."""
     from flexengine.worker.opened import open_model
 
-    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy)
+    return open_model(args.model, args.dtype, kind, args.trust_remote_code, weights=False, lossy=lossy,
+                      allow_symlinks=args.allow_symlinks)  # fmt: skip

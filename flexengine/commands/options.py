@@ -7,6 +7,7 @@ from typing import Any
 
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.source import FORMATS
 from flexengine.lossy import ALLOW, BUNDLED, CACHE, COMPUTE, QUALITY, WEIGHTS, Lossy, choices
 from flexengine.policy import Policy
 
@@ -26,7 +27,7 @@ def named(text: str) -> str:
 INPUT: dict[str, Any] = dict(
     metavar="FILE", type=named,
     help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines; .txt, .csv, .tsv, .parquet or"
-         " .arrow; - is standard input",
+         " .arrow; text may be compressed (.gz, .zst); - is standard input",
 )  # fmt: skip
 MODEL: dict[str, Any] = dict(
     metavar="MODEL", type=named, help="directory, .gguf file or hub id (default: the demo model)"
@@ -39,6 +40,8 @@ POLICY: dict[str, Any] = dict(
 
 def add_rows(group: Group) -> None:
     """Add the options that say which rows of the input are read, and how."""
+    group.add_argument("--input-format", choices=FORMATS,
+                       help="format of the input (default: by its suffix; jsonl for a stream without one)")  # fmt: skip
     group.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     group.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
 
@@ -77,6 +80,8 @@ def add_machine(group: Group) -> None:
     """Add the options of the machine, and those of dtype and remote code."""
     group.add_argument("--trust-remote-code", action="store_true",
                        help="run Python code that comes with the checkpoint")  # fmt: skip
+    group.add_argument("--allow-symlinks", action="store_true",
+                       help="read files of the model's directory that are links to files outside of it")  # fmt: skip
     group.add_argument("--dtype", default="auto", choices=DTYPES,
                        help=f"{', '.join(DTYPES[:-1])} or {DTYPES[-1]} (default: %(default)s: float32 on a CPU, the"
                             " checkpoint's own on a GPU)", metavar="DTYPE")  # fmt: skip

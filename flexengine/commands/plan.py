@@ -221,7 +221,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
-    for option, needed in (("limit", "input"), ("prompt_column", "input")):
+    for option, needed in (("limit", "input"), ("prompt_column", "input"), ("input_format", "input")):
         if getattr(args, option) is not None and not getattr(args, needed):
             raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --{needed}, too")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):
@@ -324,7 +324,7 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     from flexengine.job.inputs import Rows
 
     refused = Refused()
-    with Rows(args.input, args.prompt_column, args.limit) as rows:
+    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
     refused.report(workload, args.input, say)
     return workload

@@ -54,7 +54,7 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
     if summary:
         return summary_line(summary)
     if not job.done and not job.failed:
-        return "0 rows done; the input has no rows"
+        return f"0 rows done: {job.rows.path} has no rows"
     if not job.finished:
         return f"{job.done} rows done, {job.failed} failed; all of them were in the journal"
     failed = f"{job.failed} with errors" + ("; --retry-errors runs those rows again" if job.failed else "")

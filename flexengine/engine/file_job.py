@@ -60,6 +60,7 @@ class FileJob:
         """
         engine, job = self.engine, self.job
         self._say_note()
+        engine.reader.check(self.params)
         self._rows = job.begin(self._manifest, engine.core.source.name)
         self._say_note()
         if job.resumed:
@@ -67,13 +68,13 @@ class FileJob:
         if engine.options.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
             self._check_cache(job.settings.get("cache", ""))
-        if self._rows:
+        if self._rows and job.total:
             self._check_importances(job.settings.get("importances"))
-        return bool(self._rows)
+        return bool(self._rows and job.total)
 
     def results(self) -> Iterator[Result]:
         """Run the rows that remain. Yield every result after it was stored, without its prompt."""
-        if not self._rows:
+        if not self._rows or not self.job.total:
             return
         self.ran = True
         found = self.engine.stream(self._rows, self.params)
@@ -156,7 +157,7 @@ class FileJob:
         engine, rows, allow = self.engine, self.job.rows, self.engine.options.allow
         if not known and not allow:
             self._check_memory()
-        given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(),
+        given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,
                                  "prompt_column": self._prompt_column, "output_format": "jsonl"}  # fmt: skip
         made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
         lossy = {"allow": sorted(allow)} if allow else engine.switches

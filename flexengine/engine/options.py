@@ -82,6 +82,7 @@ class EngineOptions(MachineOptions):
         trace: file for Chrome trace JSON of all lanes; None writes none.
         on_sweep: called with a Progress after every sweep.
         trust_remote_code: run Python code that comes with the checkpoint, if the model needs it.
+        allow_symlinks: read files of the model's directory that are links to files outside of it.
         hardware: rates to plan with; None takes this machine's measured rates.
         lossy: switches whose results differ from the checkpoint's own numbers.
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
@@ -98,6 +99,7 @@ class EngineOptions(MachineOptions):
     trace: str | Path | None = None
     on_sweep: Callable[[Progress], None] | None = None
     trust_remote_code: bool = False
+    allow_symlinks: bool = False
     hardware: Hardware | None = None
     lossy: Lossy = EXACT
     allow: Sequence[str] = ()
@@ -108,7 +110,7 @@ class EngineOptions(MachineOptions):
         check("model", self.model, str | Path | None, "a directory, a .gguf file, a hub id, or None for the demo model")
         check("policy", self.policy, Policy | None, "a Policy, such as Policy(**fields) or Policy.load(FILE), or None")
         check("dtype", self.dtype, str | None, "one of auto, float32, bfloat16, float16")
-        for name in ("overlap", "trust_remote_code", "verify"):
+        for name in ("overlap", "trust_remote_code", "allow_symlinks", "verify"):
             check(name, getattr(self, name), bool, "True or False")
         check("trace", self.trace, str | Path | None, "the name of a file, or None")
         check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")

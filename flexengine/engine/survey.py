@@ -61,6 +61,14 @@ class Reader:
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
 
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
+        be refused."""
+        if unknown := next((token for token in params.stop_token_ids if token >= self.vocabulary), None):
+            raise InvalidInput(f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids"
+                               f" from 0 to {self.vocabulary - 1}")  # fmt: skip
+        check_stops(params, self.tokenizer)
+
     def requests(
         self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
     ) -> Iterator[Request | Row]:
@@ -95,6 +103,8 @@ class Reader:
         Args:
             refused: counts the rows that cannot be run; None if they need not be counted.
         """
+        for each in [params] if isinstance(params, SamplingParams) else params:
+            self.check(each)
         sizes: Counter[tuple[int, int]] = Counter()
         for item in self.requests(prompts, params):
             if isinstance(item, Request):

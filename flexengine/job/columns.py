@@ -7,8 +7,9 @@ fn_kwargs={"params": SamplingParams(...)}, ...)` makes one engine per actor; see
 numpy, with Ray: for numpy, Ray turns nulls among numbers into NaN before it calls the engine, and Ray 2.40 (not 2.60)
 infers the types of nested values again in every batch.
 
-Columns read: the prompt columns (prompt, messages, prompt_token_ids; messages may be JSON text), `index`, and columns
-named like sampling fields. All other columns are passed through. Null, None and NaN mean that a row has no such field.
+Columns read: the prompt columns (prompt, messages, prompt_token_ids), tools (with messages), `index`, and columns named
+like sampling fields. messages and tools may be JSON text. All other columns are passed through. Null, None and NaN mean
+that a row has no such field.
 
 Columns added: generated_text, token_ids, finish_reason, prompt_tokens, completion_tokens and error. A row that cannot
 be run, or is too long for the memory, has `error`; other rows are not affected. logprobs and samples are added as JSON
@@ -31,11 +32,13 @@ import numpy as np
 from flexengine.config import Result, SamplingParams, json_fault
 from flexengine.errors import ONE_SEQUENCE, InvalidInput, OutOfMemory
 from flexengine.job import tables
+from flexengine.job.chat import TOOLS
 from flexengine.job.prompts import OVERRIDES
+from flexengine.job.results import present_fields
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 INDEX = "index"
-READ = (*PROMPT_KINDS, *OVERRIDES, INDEX)
+READ = (*PROMPT_KINDS, TOOLS, *OVERRIDES, INDEX)
 Generate = Callable[[list[Row]], list[Result]]
 
 
@@ -176,11 +179,12 @@ def _row(position: int, cells: dict[str, Any]) -> Row:
     row = Row(index, 0, fields)
     if record.fault is not None:
         return row.refused(record.fault)
-    if isinstance(messages := fields.get("messages"), str):
+    for name in ("messages", TOOLS) if fields.get("messages") is not None else ():
         try:
-            fields["messages"] = json.loads(messages)
+            if isinstance(text := fields.get(name), str):
+                fields[name] = json.loads(text)
         except (ValueError, RecursionError) as error:
-            return row.refused(f"messages is text, but not JSON: {json_fault(error)}")
+            return row.refused(f"{name} is text, but not JSON: {json_fault(error)}")
     return row
 
 
@@ -209,4 +213,4 @@ def _json(value: Any) -> str | None:
     """Return JSON text. Infinity (the logarithm of 0) becomes null."""
     if value is None:
         return None
-    return json.dumps(json.loads(json.dumps(value, default=vars), parse_constant=lambda _: None))
+    return json.dumps(json.loads(json.dumps(value, default=present_fields), parse_constant=lambda _: None))

@@ -1,33 +1,29 @@
 """Reading of input files as rows. A bad row becomes a row with an error; only an unusable file raises."""
 
+import difflib
 import hashlib
 import os
 import re
-import shutil
 import sys
-import tempfile
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from shlex import quote
 from types import TracebackType
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
-from flexengine.job.lines import BOM, json_object, read_lines, too_long, utf8_fault
+from flexengine.job.documents import InvalidJson, elements, is_document
+from flexengine.job.lines import json_object, read_lines, too_long, utf8_fault
 from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.source import Source
+from flexengine.job.streams import STDIN
 
 MAX_LINE_BYTES = 64 * 2**20
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
-_ACCEPTED = (
-    ".jsonl, .ndjson and .json (one JSON object per line), .txt (one prompt per line), .csv and .tsv (with a header),"
-    " .parquet, .arrow and .feather"
-)
-STDIN = "/dev/stdin"
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 _STEP = 2**20
 
 
@@ -35,45 +31,47 @@ class Rows:
     """The rows of an input file. Every `iter()` reads the file again from its beginning. Memory does not grow with the
     file. Use as a context manager, or call `close`.
 
-    Iterating raises InvalidInput if the file has changed since it was opened, or a Parquet or Arrow file is damaged.
+    Iterating raises InvalidInput if the file has changed since it was opened, if compressed data, a Parquet or an Arrow
+    file is damaged, or if an array in JSON is invalid from some line on.
+
+    Attributes:
+        path: the input.
+        form: its format, one of `source.FORMATS`.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None
-    ) -> None:
+        self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None,
+        form: str | None = None,
+    ) -> None:  # fmt: skip
         """Open an input file.
 
         Args:
-            path: the suffix decides the format: .jsonl, .ndjson, .json (one object per line, which may be an OpenAI
-                batch line, see `openai.is_batch_line`), .txt, .csv, .tsv, .parquet, .arrow, .feather. A pipe or device
-                can be read only once, so it is copied to a temporary file; without a suffix it holds JSON lines. "-" or
-                /dev/stdin is standard input from its present position, which is copied and holds JSON lines.
+            path: a file, or a stream (a pipe, a device, /dev/fd/3), which is copied to a temporary file as it can be
+                read only once. "-" is standard input from its present position.
             prompt_column: field or column that holds the prompt; other prompt fields are then data. A column named
-                messages or prompt_token_ids is read as such. None reads any of PROMPT_KINDS, or `prompt` in .csv and
-                .tsv files.
+                messages or prompt_token_ids is read as such. None reads any of PROMPT_KINDS, or `prompt` in CSV and
+                TSV files.
             limit: most rows to read; None reads all.
+            form: one of `source.FORMATS`; None takes the format of the file's suffix, jsonl for a stream without one.
+                A jsonl line may be an OpenAI batch line, see `openai.is_batch_line`.
 
         Raises:
-            InvalidInput: the file is missing, unreadable, a directory, or a JSON array of objects; its suffix is
-                unknown; a table cannot be opened or lacks the column; or `prompt_column` is given for a .txt file.
+            InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
+                opened or lacks the column; or `prompt_column` is given for a txt file.
         """
         self.path = Path(STDIN if path == "-" else path)
         self._limit = None if limit is None else min(limit, sys.maxsize)
-        self._copy: Any = None
-        self._stream = self.path == Path(STDIN) or _is_stream(self.path)
-        form = _json if self._stream and not self.path.suffix else _FORMATS.get(self.path.suffix.lower())
-        if form is None:
-            raise InvalidInput(f"input {path} has suffix {self.path.suffix!r}; accepted are {_ACCEPTED}")
+        self._source = Source(self.path, form)
+        self.form = self._source.form
         try:
-            self._file = self._readable()
-            self._state = _state(self._file)
-            self._read = form(_Source(self.path, self._file, prompt_column))
+            self._state = self._source.state
+            self._read = _READERS[self.form](_Input(self.path, self._source, prompt_column))
         except BaseException:
             self.close()
             raise
 
     def __iter__(self) -> Iterator[Row]:
-        if _state(self._file) != self._state:
+        if self._source.state != self._state:
             raise InvalidInput(f"input {self.path} has changed since it was opened; start the job again")
         return islice(self._read(), self._limit)
 
@@ -87,35 +85,21 @@ class Rows:
 
     def close(self) -> None:
         """Remove the temporary copy, if there is one. Without this call it is removed with the object."""
-        if self._copy is not None:
-            self._copy.close()
+        self._source.close()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the input, before decompression; 0 if it is gone."""
+        state = self._source.state
+        return state[2] if state else 0
 
     def sha256(self) -> str:
-        """Return the hex digest of all bytes of the input, including those beyond `limit`."""
+        """Return the hex digest of all bytes of the input after decompression, including those beyond `limit`."""
         digest = hashlib.sha256()
-        with self._file.open("rb") as file:
+        with self._source.open() as file:
             while block := file.read(_STEP):
                 digest.update(block)
         return digest.hexdigest()
-
-    def _readable(self) -> Path:
-        """Return a regular file that holds the input's bytes: the input, or a temporary copy of a pipe or device."""
-        if self.path.is_dir():
-            raise InvalidInput(f"input {self.path} is a directory; it must be a file: {_ACCEPTED}")
-        try:
-            standard = self.path == Path(STDIN)
-            with open(0 if standard else self.path, "rb", closefd=not standard) as file:
-                if not self._stream:
-                    return self.path
-                self._copy = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it lives as long as this object
-                    prefix="flexengine-input-", suffix=self.path.suffix
-                )
-                shutil.copyfileobj(file, self._copy, _STEP)
-                self._copy.flush()
-        except OSError as error:
-            fault = "cannot be read" if self._copy is None else "cannot be copied to a temporary file"
-            raise InvalidInput(f"input {self.path} {fault} ({error.strerror}); give a file: {_ACCEPTED}") from error
-        return Path(self._copy.name)
 
 
 def survey(rows: Iterable[Row]) -> int:
@@ -132,86 +116,62 @@ def survey(rows: Iterable[Row]) -> int:
     return total
 
 
-class _Source(NamedTuple):
+class _Input(NamedTuple):
     """An input that is open.
 
     Attributes:
         name: name of the input, for messages.
-        file: regular file that holds its bytes.
+        source: the open input.
         column: the prompt column, if one was given.
     """
 
     name: Path
-    file: Path
+    source: Source
     column: str | None
 
 
 _Reader = Callable[[], Iterator[Row]]
 
 
-def _is_stream(path: Path) -> bool:
-    """Return whether `path` is a pipe or a device: neither a regular file nor a directory."""
-    return path.exists() and not path.is_file() and not path.is_dir()
-
-
-def _state(path: Path) -> tuple[int, ...] | None:
-    """Return device, inode, size and time of a file, by which a change is noticed; None if the file is gone."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _text(source: _Source) -> _Reader:
-    if source.column is not None:
-        raise InvalidInput(f"input {source.name} has one prompt per line and no columns; leave the prompt column out")
+def _text(given: _Input) -> _Reader:
+    if given.column is not None:
+        raise InvalidInput(f"input {given.name} has one prompt per line and no columns; leave the prompt column out")
 
     def rows() -> Iterator[Row]:
-        with source.file.open("rb") as file:
-            for row, raw in _filled(file):
-                yield _text_row(row, raw) if row.error is None else row
+        for row, raw in _lines(given):
+            yield _text_row(row, raw) if row.error is None else row
 
     return rows
 
 
-def _json(source: _Source) -> _Reader:
-    if _is_array(source.file):
-        made = quote(f"{source.name.with_suffix('')}-rows.jsonl")
-        raise InvalidInput(f"input {source.name} is a JSON array; rows are one JSON object per line: make them with"
-                           f" jq -c '.[]' {quote(str(source.name))} > {made}")  # fmt: skip
+def _json(given: _Input) -> _Reader:
+    with given.source.open() as file:
+        numbered = _elements if is_document(file) else _lines
 
     def rows(unreadable: str | None = None) -> Iterator[Row]:
-        with source.file.open("rb") as file:
-            for row, raw in _filled(file):
-                read = _json_row(row, raw, source.column) if row.error is None else row
-                yield read if read.fields else replace(read, custom_id=unreadable)
+        for row, raw in numbered(given):
+            read = _json_row(row, raw, given.column) if row.error is None else row
+            yield read if read.fields else replace(read, custom_id=unreadable)
 
     # The kind of an unreadable line is unknown. Its result has the format of the file's first readable line.
     first = next((row for row in rows() if row.fields), None)
     return partial(rows, "" if first is not None and first.is_batch else None)
 
 
-def _is_array(file: Path) -> bool:
-    """Return whether a file begins like a JSON array of objects."""
-    with file.open("rb") as stream:
-        return re.match(rb"\s*\[\s*\{", stream.read(_STEP).removeprefix(BOM)) is not None
-
-
-def _csv(source: _Source) -> _Reader:
-    delimiter, column = _DELIMITERS[source.name.suffix.lower()], source.column or "prompt"
+def _csv(given: _Input) -> _Reader:
+    delimiter, column = _DELIMITERS[given.source.form], given.column or "prompt"
     if column in PROMPT_KINDS[1:]:
-        raise InvalidInput(f"input {source.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
-    with source.file.open("rb") as file:
+        raise InvalidInput(f"input {given.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
+    with given.source.open() as file:
         header = next(tables.csv_records(file, delimiter, MAX_LINE_BYTES), None)
     if header is None or header.fault:
         what = f"line {header.line} {header.fault}" if header else "it is empty"
-        raise InvalidInput(f"input {source.name} has no header line that names the columns: {what}")
+        raise InvalidInput(f"input {given.name} has no header line that names the columns: {what}")
     columns = header.cells
-    _check_columns(source, columns, (column,))
+    _check_columns(given, columns, (column,))
 
     def rows() -> Iterator[Row]:
-        with source.file.open("rb") as file:
+        with given.source.open() as file:
             records = islice(tables.csv_records(file, delimiter, MAX_LINE_BYTES), 1, None)
             for index, record in enumerate(records):
                 yield _table_row(index, tables.named(record, columns), column, tables.parsed_cell)
@@ -219,45 +179,59 @@ def _csv(source: _Source) -> _Reader:
     return rows
 
 
-def _arrow(source: _Source) -> _Reader:
-    columns = tables.arrow_columns(source.file, source.name)
-    _check_columns(source, columns, PROMPT_KINDS if source.column is None else (source.column,))
+def _arrow(given: _Input) -> _Reader:
+    file, form = given.source.file, given.source.form
+    columns = tables.arrow_columns(file, given.name, form)
+    _check_columns(given, columns, PROMPT_KINDS if given.column is None else (given.column,))
 
     def rows() -> Iterator[Row]:
-        for index, record in enumerate(tables.arrow_records(source.file, source.name, source.column or "prompt")):
-            yield _table_row(index, record, source.column, tables.whole_number)
+        for index, record in enumerate(tables.arrow_records(file, given.name, form, given.column or "prompt")):
+            yield _table_row(index, record, given.column, tables.whole_number)
 
     return rows
 
 
-_FORMATS: dict[str, Callable[[_Source], _Reader]] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), _json),
-    ".txt": _text,
-    **dict.fromkeys(_DELIMITERS, _csv),
-    **dict.fromkeys((".parquet", ".arrow", ".feather"), _arrow),
-}
+_READERS: dict[str, Callable[[_Input], _Reader]] = {
+    "jsonl": _json, "txt": _text, "csv": _csv, "tsv": _csv, "parquet": _arrow, "arrow": _arrow,
+}  # fmt: skip
 
 
-def _check_columns(source: _Source, columns: list[str], wanted: tuple[str, ...]) -> None:
+def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -> None:
     """Raise InvalidInput if two columns share a name, or none of the columns `wanted` exists."""
     if double := sorted({name for name in columns if columns.count(name) > 1}):
-        raise InvalidInput(f"input {source.name} has several columns named {double}; rename them")
-    if not set(wanted) & set(columns):
-        raise InvalidInput(
-            f"input {source.name} has no column {' or '.join(wanted)}; its columns are {columns}:"
-            " name the one with the prompts (--prompt-column)"
-        )
+        raise InvalidInput(f"input {given.name} has several columns named {double}; rename them")
+    if set(wanted) & set(columns):
+        return
+    lacks = f"input {given.name} has no column {' or '.join(wanted)}; its columns are {columns}"
+    other = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and given.source.form in _DELIMITERS else None
+    if other:
+        tabs = other[0] == "\t"
+        raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
+                           f" {'add --input-format tsv' if tabs else 'save the file with commas'}")  # fmt: skip
+    near = difflib.get_close_matches(wanted[0], columns, 1)
+    raise InvalidInput(f"{lacks}: name the one with the prompts (--prompt-column{f' {near[0]}' if near else ''})")
 
 
-def _filled(file: BinaryIO) -> Iterator[tuple[Row, bytes]]:
+def _lines(given: _Input) -> Iterator[tuple[Row, bytes]]:
     """Yield each line that is not blank, without its line end, with an empty row, or a row with an error."""
     index = 0
-    for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
-        if raw is not None and not raw.strip():
-            continue
-        row = Row(index, line)
-        yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
-        index += 1
+    with given.source.open() as file:
+        for line, raw in enumerate(read_lines(file, MAX_LINE_BYTES), start=1):
+            if raw is not None and not raw.strip():
+                continue
+            row = Row(index, line)
+            yield (row.refused(too_long(MAX_LINE_BYTES)), b"") if raw is None else (row, raw.rstrip(b"\r\n"))
+            index += 1
+
+
+def _elements(given: _Input) -> Iterator[tuple[Row, bytes]]:
+    """Yield each element of an array, or each of several documents, with an empty row."""
+    with given.source.open() as file:
+        try:
+            for index, (line, raw) in enumerate(elements(file, MAX_LINE_BYTES)):
+                yield Row(index, line), raw
+        except InvalidJson as error:
+            raise InvalidInput(f"input {given.name}, {error}") from error
 
 
 def _text_row(row: Row, raw: bytes) -> Row:

@@ -222,6 +222,11 @@ class Journal:
         """Return the state of a row: TODO, DONE or FAILED."""
         return self._states[index] if index < len(self._states) else TODO
 
+    @property
+    def rows(self) -> int:
+        """Return the number of rows up to the last one that has a result."""
+        return len(self._states)
+
     def count(self, state: int, rows: int) -> int:
         """Return how many of the first `rows` rows are in a state, DONE or FAILED."""
         return self._states.count(state, 0, rows)
@@ -266,11 +271,13 @@ class Journal:
 
     def close(self) -> None:
         """Sync and unlock the journal. Delete the file if it has no manifest."""
-        if self.manifest is None:
-            self.path.unlink(missing_ok=True)
-        else:
-            self.sync()
-        os.close(self._file)
+        try:
+            if self.manifest is None:
+                self.path.unlink(missing_ok=True)
+            else:
+                self.sync()
+        finally:
+            os.close(self._file)
 
     def _append(self, value: dict[str, Any]) -> int:
         line = encode_record(value)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import Any, BinaryIO, NoReturn
 
-from flexengine.config import json_fault
+from flexengine.config import json_fault, json_kind
 from flexengine.errors import InvalidInput
 
 BOM = b"\xef\xbb\xbf"
@@ -34,7 +34,7 @@ def utf8_fault(raw: bytes) -> str | None:
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        return f"invalid UTF-8 at byte {error.start}"
+        return f"invalid UTF-8 at byte {error.start}; save the file as UTF-8"
     return None
 
 
@@ -45,10 +45,12 @@ def json_object(raw: bytes) -> dict[str, Any]:
         raise InvalidInput(fault)
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
+    except json.JSONDecodeError as error:  # its own text counts lines within this line
+        raise InvalidInput(f"invalid JSON: {error.msg} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
     if not isinstance(value, dict):
-        raise InvalidInput(f'holds a JSON {type(value).__name__}; a row must be an object such as {{"prompt": ...}}')
+        raise InvalidInput(f'holds {json_kind(value)}; a row must be an object such as {{"prompt": ...}}')
     return value
 
 

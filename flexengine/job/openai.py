@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any
 
-from flexengine.config import Completion, Result, shown
+from flexengine.config import Completion, Result, json_kind, shown
 from flexengine.errors import InvalidInput
+from flexengine.job import chat
 from flexengine.job.rows import Row
 
 COMPLETIONS, CHAT = URLS = ("/v1/completions", "/v1/chat/completions")
@@ -24,7 +25,16 @@ _SAME = (
     "temperature", "top_p", "n", "seed", "stop", "presence_penalty", "frequency_penalty",
     "top_k", "min_p", "repetition_penalty", "ignore_eos", "stop_token_ids",  # beyond OpenAI's, as vLLM takes them
 )  # fmt: skip
-_WITHOUT_EFFECT = ("model", "user", "metadata", "store", "service_tier")
+_WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "service_tier", "prediction",
+    "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+)  # fmt: skip
+# Fields that are accepted with the one value that is done here anyway.
+_ONLY: tuple[tuple[str, Any], ...] = (
+    ("stream", False), ("echo", False), ("logit_bias", {}), ("modalities", ["text"]),
+    ("response_format", {"type": "text"}),
+)  # fmt: skip
+_MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content"}
 _CONFIRMED_AT_ONCE = 4096  # repeated hashes that are compared by custom_id in one pass over the rows
 _VERY_UNLIKELY = -9999.0  # OpenAI's value for a log probability of minus infinity, which JSON cannot hold
 
@@ -63,7 +73,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     if url not in URLS:
         raise InvalidInput(f"url is {shown(url)}; it must be {' or '.join(URLS)}")
     if not isinstance(body, dict):
-        raise InvalidInput(f"body is {type(body).__name__}; it must be an object")
+        raise InvalidInput(f"body is {json_kind(body)}; it must be an object")
     if misplaced := sorted({"prompt", "messages", "max_tokens", "max_completion_tokens", *_SAME} & set(fields)):
         raise InvalidInput(f"has {misplaced} beside body; move them into body")
     remaining = {name: value for name, value in body.items() if value is not None}
@@ -72,6 +82,7 @@ def request_of(fields: dict[str, Any]) -> dict[str, Any]:
     request |= {name: remaining.pop(name) for name in _SAME if name in remaining}
     if request.get("top_k") == -1:  # in vLLM -1 is all tokens
         request["top_k"] = 0
+    chat.check_format(remaining)
     _drop_without_effect(remaining, request.get("n", 1))
     if remaining:
         raise InvalidInput(f"body has {sorted(remaining)}, which {url} does not support here; remove them")
@@ -82,7 +93,7 @@ def _drop_without_effect(body: dict[str, Any], n: Any) -> None:
     """Remove fields without effect from a body: names and notes, and fields that have the only supported value."""
     for name in _WITHOUT_EFFECT:
         body.pop(name, None)
-    for name, only in (("stream", False), ("echo", False), ("best_of", n), ("logit_bias", {})):
+    for name, only in (*_ONLY, ("best_of", n)):
         if name in body and type(body[name]) is type(only) and body[name] == only:
             del body[name]
 
@@ -102,41 +113,35 @@ def _completion(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, str):
         return {"prompt": prompt, **options}
     if not isinstance(prompt, list) or not prompt:
-        raise InvalidInput(f"prompt is {shown(prompt)}; it must be a string or a list of token ids")
+        raise InvalidInput(f"prompt is {shown(prompt)}; it must be a string or an array of token ids")
     if any(isinstance(part, (str, list)) for part in prompt):
-        raise InvalidInput(f"prompt is a list of {len(prompt)} prompts; a line must have one: give each its own line")
+        raise InvalidInput(f"prompt is an array of {len(prompt)} prompts; a line must have one: give each its own line")
     return {"prompt_token_ids": prompt, **options}
 
 
 def _chat(body: dict[str, Any]) -> dict[str, Any]:
     messages = body.pop("messages", None)
-    if not isinstance(messages, list) or not messages:
-        raise InvalidInput(f"messages is {shown(messages)}; it must be a list of messages that is not empty")
+    if isinstance(messages, list):
+        messages = [_message(i, message) for i, message in enumerate(messages)]
+    tools = chat.tools_of(body)
+    for name in (chat.TOOLS, "tool_choice", "parallel_tool_calls"):
+        body.pop(name, None)
     logprobs, top = body.pop("logprobs", False), body.pop("top_logprobs", None)
     if not isinstance(logprobs, bool):
         raise InvalidInput(f"logprobs is {shown(logprobs)}; it must be true or false")
     if top is not None and not logprobs:
         raise InvalidInput("top_logprobs is given without logprobs; set logprobs to true, too")
-    return {"messages": [_message(m) for m in messages], **({"logprobs": top or 0} if logprobs else {})}
+    chosen = ({"logprobs": top or 0} if logprobs else {}) | ({chat.TOOLS: tools} if tools else {})
+    return {"messages": chat.messages_of(messages), **chosen}
 
 
-def _message(message: Any) -> dict[str, Any]:
-    """Return a message's role, content (as one string) and name (if it has one)."""
-    if not isinstance(message, dict):
-        raise InvalidInput(f"messages holds {shown(message)}; a message is an object with role and content")
-    fields = {name: value for name, value in message.items() if value is not None}
-    if unknown := sorted(set(fields) - {"role", "content", "name"}):
-        raise InvalidInput(f"a message has {unknown}; only role, content and name are supported")
-    if isinstance(fields.get("content"), list):
-        fields["content"] = "\n".join(map(_part, fields["content"]))  # vLLM and llama.cpp also join with newlines
-    return fields
-
-
-def _part(part: Any) -> str:
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise InvalidInput(f"a message has a part of type {shown(kind)}; only text parts are supported")
+def _message(number: int, message: Any) -> Any:
+    """Return a message with parsed tool arguments. Raise InvalidInput if it has unknown fields that are not empty."""
+    if isinstance(message, dict):
+        message = {name: value for name, value in message.items() if name in _MESSAGE or value not in (None, [], {})}
+        if unknown := sorted(set(message) - _MESSAGE):
+            raise InvalidInput(f"messages[{number}] has {unknown}; a message may have {', '.join(sorted(_MESSAGE))}")
+    return chat.with_parsed_arguments(message)
 
 
 def duplicate_ids(rows: Iterable[Row], hashes: "array[int]", most: int = 10) -> list[tuple[str, int, int]]:

@@ -1,15 +1,18 @@
 """Conversion of rows to requests. A row that cannot be run becomes a row with an error; nothing is raised."""
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from flexengine.config import SamplingParams
+from flexengine.config import SamplingParams, json_kind, shown
 from flexengine.errors import InvalidInput
+from flexengine.job import chat
 from flexengine.job.rows import PROMPT_KINDS, Row
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
+_NAMED_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}  # other programs' names
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ def encode(
         return row
     request = row.request
     try:
+        _check_names(request)
         sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
         ids = _prompt_ids(request, tokenizer, len(tokenizer) if vocab_size is None and tokenizer else vocab_size)
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
@@ -66,16 +70,52 @@ def encode(
 def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
-        raise InvalidInput(f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed")
+        others = [name for name, value in request.items() if value is not None]
+        named = "" if present else f" (its fields are {shown(others)}; --prompt-column names another)"
+        raise InvalidInput(
+            f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed{named}"
+        )
     kind = present[0]
+    if kind == "messages":
+        return _chat_ids(request, tokenizer)
+    if request.get(chat.TOOLS) and json_kind(request[chat.TOOLS]) == "an array":
+        raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids":
         return _checked_ids(request[kind], vocab_size)
-    _check_text(kind, request[kind])
+    if not isinstance(prompt := request[kind], str):
+        raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string")
+    _check_text(kind, prompt)
+    return _tokenized(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
+
+
+def _check_names(request: Mapping[str, Any]) -> None:
+    """Raise InvalidInput if the row asks for something under a name that would be read as data, or that is not
+    supported."""
+    for name, own in _NAMED_ELSEWHERE.items():
+        if request.get(name) is not None and request.get(own) is None:
+            raise InvalidInput(f"{name} is {shown(request[name])}; the field is named {own} here: rename it")
+    chat.check_format(request)
+
+
+def _chat_ids(request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    messages, tools = chat.messages_of(request["messages"]), chat.tools_of(request)
+    try:
+        text = json.dumps([messages, tools], ensure_ascii=False, default=str)
+    except RecursionError as error:
+        raise InvalidInput("messages are nested too deeply") from error
+    _check_text("messages", text)
+    return _tokenized("messages", tokenizer, lambda: chat.token_ids(tokenizer, messages, tools))
+
+
+def _tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[int, ...]:
+    """Return the token ids of a prompt. Raise InvalidInput if there are none or they cannot be computed."""
     if tokenizer is None:
         raise InvalidInput(f"the checkpoint has no tokenizer, so {kind} cannot be used; send prompt_token_ids")
     try:
-        ids = tokenizer(request[kind], verbose=False) if kind == "prompt" else _chat_ids(tokenizer, request)
+        ids = tokenize()
         ids = tuple(int(i) for i in (ids["input_ids"] if isinstance(ids, Mapping) else ids))
+    except InvalidInput:
+        raise
     except Exception as error:  # a chat template or a tokenizer may raise any error; only this row fails
         raise InvalidInput(f"{kind} cannot be tokenised: {type(error).__name__}: {error}") from error
     if not ids:
@@ -83,42 +123,21 @@ def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | No
     return ids
 
 
-def _chat_ids(tokenizer: Any, request: Mapping[str, Any]) -> Any:
-    return tokenizer.apply_chat_template(
-        request["messages"], tools=request.get("tools"), add_generation_prompt=True, tokenize=True, return_dict=True
-    )
-
-
-def _check_text(kind: str, value: Any) -> None:
-    """Raise InvalidInput if `value` is not text, or messages of text, that UTF-8 can encode."""
-    if kind == "prompt":
-        texts = [value]
-        if not isinstance(value, str):
-            raise InvalidInput(f"prompt is {type(value).__name__}; it must be a string")
-    else:
-        if not isinstance(value, list) or not value:
-            raise InvalidInput("messages must be a non-empty list of {role, content} objects")
-        texts = [part for message in value for part in _message_texts(message)]
+def _check_text(kind: str, text: str) -> None:
+    """Raise InvalidInput if UTF-8 cannot encode the text."""
     try:
-        "".join(texts).encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character") from error
-
-
-def _message_texts(message: Any) -> tuple[str, str]:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, Mapping) else (None, None)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise InvalidInput("messages must be a list of objects whose role and content are strings")
-    return role, content
+        raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character; remove it") from error
 
 
 def _checked_ids(value: Any, vocab_size: int | None) -> tuple[int, ...]:
     if not isinstance(value, (list, tuple)) or not value:
-        raise InvalidInput("prompt_token_ids must be a non-empty list of token ids")
+        raise InvalidInput(f"prompt_token_ids is {shown(value)}; it must be an array of token ids that is not empty")
     top = math.inf if vocab_size is None else vocab_size
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise InvalidInput(f"prompt_token_ids holds {token!r}; token ids are whole numbers")
+            raise InvalidInput(f"prompt_token_ids holds {shown(token)}; token ids are whole numbers")
         if not 0 <= token < top:
             raise InvalidInput(f"prompt_token_ids holds {token}; token ids lie in [0, {top})")
     return tuple(value)

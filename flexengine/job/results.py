@@ -14,9 +14,11 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.openai import batch_line
 from flexengine.job.rows import Row
+from flexengine.job.streams import descriptor, is_stream, stdout_is_open
 
 Encode = Callable[[Row, Result], bytes]
 _OPTIONAL = ("logprobs", "samples")  # fields that are left out if they are None
+_OTHER_FORMATS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx")
 
 
 def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathLike[str] | None = None) -> None:
@@ -27,6 +29,12 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         input_path: the input, which must be another file.
     """
     if path is None:
+        if not stdout_is_open():
+            raise InvalidInput("stdout is closed, so results cannot be written to it; name an --output file")
+        return
+    if is_stream(path) and not _is_input(path, input_path):
+        if not os.access(path, os.W_OK):
+            raise InvalidInput(f"output {path} cannot be written to; name another --output")
         return
     try:
         target = Path(path).resolve()
@@ -36,17 +44,26 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
-    if input_path is not None and target == Path(input_path).resolve():
+    if _is_input(path, input_path):
         raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another --output")
-    if not os.access(target if _is_special(target) else target.parent, os.W_OK):
+    if target.suffix.lower() in _OTHER_FORMATS:
+        raise InvalidInput(f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
+                           f" name it {target.stem.partition('.')[0]}.jsonl")  # fmt: skip
+    if not os.access(target.parent, os.W_OK):
         raise InvalidInput(f"output {path}: {target.parent} is not writable; name another --output")
 
 
+def _is_input(path: str | os.PathLike[str], input_path: str | os.PathLike[str] | None) -> bool:
+    """Return whether two names lead to one file. A file that was redirected to stdin is found, too."""
+    return input_path is not None and Path(path).resolve() == Path(input_path).resolve()
+
+
 def journal_path(output: str | os.PathLike[str] | None) -> Path | None:
-    """Return the path of an output file's journal, beside it. Return None for stdout, devices and pipes, which have no
-    journal."""
-    target = None if output is None else Path(output).resolve()
-    return None if target is None or _is_special(target) else target.with_name(target.name + ".journal")
+    """Return the path of an output file's journal, beside it. Return None for streams, which have no journal."""
+    if output is None or is_stream(output):
+        return None
+    target = Path(output).resolve()
+    return target.with_name(target.name + ".journal")
 
 
 def part_path(output: str | os.PathLike[str]) -> Path:
@@ -58,8 +75,14 @@ def part_path(output: str | os.PathLike[str]) -> Path:
 def output_row(row: Row, result: Result) -> dict[str, Any]:
     """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
     `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...)."""
-    fields = {k: v for k, v in result.columns().items() if v is not None or k not in _OPTIONAL}
-    return {**row.fields, **fields}
+    return {**row.fields, **present_fields(result)}
+
+
+def present_fields(value: Any) -> dict[str, Any]:
+    """Return the columns of a Result or the fields of a Completion, without `logprobs` and `samples` if they are None.
+    """
+    fields = value.columns() if isinstance(value, Result) else vars(value)
+    return {k: v for k, v in fields.items() if v is not None or k not in _OPTIONAL}
 
 
 def encode_row(row: Row, result: Result) -> bytes:
@@ -79,14 +102,14 @@ def encode_fields(fields: dict[str, Any]) -> bytes:
     """Return a JSON object as a line of UTF-8. Infinity and NaN become null. If the text has half a surrogate pair, all
     characters beyond ASCII are escaped."""
     try:
-        text = json.dumps(fields, ensure_ascii=False, default=vars, allow_nan=False)
+        text = json.dumps(fields, ensure_ascii=False, default=present_fields, allow_nan=False)
     except ValueError:
-        fields = _finite(json.loads(json.dumps(fields, default=vars)))
+        fields = _finite(json.loads(json.dumps(fields, default=present_fields)))
         text = json.dumps(fields, ensure_ascii=False)
     try:
         return (text + "\n").encode("utf-8")
     except UnicodeEncodeError:
-        return (json.dumps(fields, default=vars) + "\n").encode("ascii")
+        return (json.dumps(fields, default=present_fields) + "\n").encode("ascii")
 
 
 def line_encoder(model: str, created: int) -> Encode:
@@ -135,7 +158,7 @@ class ResultWriter:
         Args:
             rows: the input rows, with indices 0, 1, 2, ... They are iterated while lines are written, so that memory
                 holds only results that wait for an earlier row.
-            output: a device or pipe such as /dev/null; None writes to `stream`.
+            output: a stream such as /dev/null or /dev/fd/3; None writes to `stream`.
             stream: None is standard output.
             encode: return the output line of a row.
         """
@@ -150,7 +173,8 @@ class ResultWriter:
             self._file = self._stream or sys.stdout.buffer
             return self
         try:
-            self._file = open(self._output, "wb")
+            number = descriptor(self._output)  # opening an open file by name would begin it anew, and empty it
+            self._file = open(self._output if number is None else os.dup(number), "wb")
         except OSError as error:
             raise InvalidInput(f"output {self._output} cannot be written: {error.strerror}") from error
         return self
@@ -216,6 +240,3 @@ def sync_directory(path: Path) -> None:
     finally:
         os.close(descriptor)
 
-
-def _is_special(path: Path) -> bool:
-    return path.exists() and not path.is_file()

@@ -14,17 +14,13 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Rows, survey
 from flexengine.job.journal import DONE, FAILED, Journal
-from flexengine.job.results import (
-    Encode,
-    ResultWriter,
-    journal_path,
-    line_encoder,
-    write_output,
-)
+from flexengine.job.results import Encode, ResultWriter, journal_path, line_encoder, write_output
+from flexengine.job.room import full_disk, size_of
 from flexengine.job.rows import Row
 from flexengine.job.same_job import INPUT_DIGEST, Manifest, check_same, rewritten
 
 Describe = Callable[[Manifest], Manifest]
+_STEP = 2**20
 
 
 class Pending:
@@ -132,6 +128,7 @@ class PrintedJob(Job):
     def __init__(self, rows: Rows, total: int, output: str | os.PathLike[str] | None = None) -> None:
         super().__init__(rows, total)
         self._writer = ResultWriter(rows, output)
+        self._name = output or "stdout"
 
     @property
     def done(self) -> int:
@@ -148,7 +145,11 @@ class PrintedJob(Job):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._writer.__exit__(kind, error, trace)
+        try:
+            self._writer.__exit__(kind, error, trace)
+        except OSError:
+            if kind is None:
+                raise  # else the first error is the one to report
         if kind is None and self.done + self.failed != self.total:
             raise RuntimeError(f"{self.total} rows were read, but {self.done + self.failed} have a result")
 
@@ -157,7 +158,13 @@ class PrintedJob(Job):
         return self.rows
 
     def take(self, result: Result) -> None:
-        self._writer.write(result)
+        try:
+            self._writer.write(result)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OSError(error.errno, f"results cannot be written ({error.strerror}); free space there, or name an"
+                          " --output, as the job can then be continued", self._name) from error  # fmt: skip
 
     def standing(self) -> str:
         return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
@@ -208,7 +215,12 @@ class JournalJob(Job):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.journal.close()
+        try:
+            with self._explained():
+                self.journal.close()
+        except OSError:
+            if kind is None:
+                raise  # else the first error is the one to report
 
     def begin(self, describe: Describe, model: str) -> Iterable[Row]:
         journal = self.journal
@@ -222,6 +234,7 @@ class JournalJob(Job):
             self._compare_times(journal.manifest, manifest)
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
         size = os.path.getsize(self._output) if os.path.exists(self._output) else None
+        self._check_longer(size)
         if journal.output and size not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
             raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
                                " wrote; rename it, and the same command writes it again")  # fmt: skip
@@ -230,6 +243,22 @@ class JournalJob(Job):
         whole = self.resumed == self.total
         self.finished = whole and journal.output == (self.total, size)
         return () if whole else Pending(self.rows, finished)
+
+    def _check_longer(self, size: int | None) -> None:
+        """Raise InvalidInput if the output file has more rows than this job will write.
+
+        Args:
+            size: bytes of the output file; None if there is none.
+        """
+        if size is None or self._restart or self.journal.rows <= self.total:
+            return
+        with open(self._output, "rb") as file:
+            rows = sum(block.count(b"\n") for block in iter(lambda: file.read(_STEP), b""))
+        if rows > self.total:
+            raise InvalidInput(
+                f"output {self._output} has {rows} rows, and would be replaced by the first {self.total}; raise --limit"
+                " or leave it out, or rename the output, and the same command writes these rows from the journal"
+            )
 
     def _is_cut_short(self, rows: int) -> bool:
         """Return whether the output file is a beginning of the output of the first `rows` rows."""
@@ -284,11 +313,21 @@ class JournalJob(Job):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Add the command that continues the job to the message of an OSError."""
+        """Add what to free on a full disk, and the command that continues the job, to the message of an OSError."""
         try:
             yield
         except OSError as error:
-            raise OSError(error.errno, f"{error.strerror}; {self._remedy()}", str(self._output)) from error
+            journal = self.journal.path
+            full = full_disk(error, journal.parent, self._bytes_to_write(), journal)
+            message = f"{error.strerror}: {full}" if full else error.strerror
+            raise OSError(error.errno, f"{message}; {self._remedy()}", str(self._output)) from error
+
+    def _bytes_to_write(self) -> int:
+        """Return about how many bytes the rest of the journal and the output file take, from the records so far. An
+        output line holds the fields of its row, too."""
+        finished = self.journal.count(DONE, self.total) + self.journal.count(FAILED, self.total)
+        record = size_of(self.journal.path) // max(1, finished)
+        return record * (2 * self.total - finished) + self.rows.size
 
     def _remedy(self) -> str:
         """Return how many rows are done and which command continues the job."""

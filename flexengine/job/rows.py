@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from flexengine.config import json_kind
+
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 
 
@@ -59,4 +61,4 @@ def row_of(prompt: object, index: int) -> Row:
         return Row(index, 0, {"prompt": prompt})
     if isinstance(prompt, Mapping):
         return Row(index, 0, dict(prompt))
-    return Row(index, 0).refused(f"is {type(prompt).__name__}; it must be a string or a row (dict)")
+    return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")

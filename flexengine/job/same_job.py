@@ -13,7 +13,7 @@ from typing import Any
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 
-FORMAT = 2
+FORMAT = 3
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"

@@ -186,31 +186,33 @@ def _wanted(kinds: frozenset[Any]) -> str:
 # Parquet, and Arrow IPC files and streams (.arrow, .feather version 2).
 
 
-def arrow_columns(path: Path, name: Path) -> list[str]:
+def arrow_columns(path: Path, name: Path, form: str) -> list[str]:
     """Return the names of the columns.
 
     Args:
         name: name of the file in messages.
+        form: parquet or arrow.
 
     Raises:
         InvalidInput: the file cannot be opened.
     """
     try:
-        schema, _ = _open(path)
+        schema, _ = _open(path, form)
     except ImportError as error:
         raise InvalidInput(
-            f'input {name}: reading {path.suffix} files needs pyarrow; pip install "flexengine[parquet]"'
+            f'input {name}: reading .{form} files needs pyarrow; pip install "flexengine[parquet]"'
         ) from error
     except Exception as error:  # pyarrow raises errors of its own, and others unchanged
-        raise InvalidInput(f"input {name} cannot be read as {path.suffix}: {_first_line(error)}") from error
+        raise InvalidInput(f"input {name} cannot be read as .{form}: {_first_line(error)}") from error
     return list(schema.names)
 
 
-def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
+def arrow_records(path: Path, name: Path, form: str, text_column: str) -> Iterator[Record]:
     """Yield the rows, converted _BATCH_ROWS at a time, with values that JSON can hold (see `_plain`).
 
     Args:
         name: name of the file in messages.
+        form: parquet or arrow.
         text_column: bytes in this column are UTF-8 text. A row with other bytes has a fault.
 
     Raises:
@@ -220,7 +222,7 @@ def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
 
     line = 0
     try:
-        for batch in _open(path)[1]:
+        for batch in _open(path, form)[1]:
             for first in range(0, batch.num_rows, _BATCH_ROWS):
                 for cells in rows_of(batch.slice(first, _BATCH_ROWS)):
                     line += 1
@@ -229,11 +231,11 @@ def arrow_records(path: Path, name: Path, text_column: str) -> Iterator[Record]:
         raise InvalidInput(f"input {name} is damaged after row {line}: {_first_line(error)}") from error
 
 
-def _open(path: Path) -> tuple[Any, Iterator[Any]]:
+def _open(path: Path, form: str) -> tuple[Any, Iterator[Any]]:
     """Return the schema and the record batches of a file."""
     import pyarrow as pa
 
-    if path.suffix.lower() == ".parquet":
+    if form == "parquet":
         import pyarrow.parquet as pq
 
         table: Any = cast(Any, pq).ParquetFile(path, buffer_size=2**20, pre_buffer=False)

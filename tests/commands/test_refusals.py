@@ -23,6 +23,10 @@ from tests.helpers.job import Job
         (["--device-mem", "lots"], ["--device-mem is 'lots'", "800M, 1.5GB or 16GiB"]),
         (["--device-mem", "100K", "--device", "sim", "--host-mem", "1M"], ["memory: at least ", ", 100,000 are given"]),
         (["--device", "cpu", "--host-mem", "1G"], ["host memory cannot be set for device 'cpu'", "use --device-mem"]),
+        (["--stop-token-id", "7", "--stop-token-id", "601"], ["stop_token_ids holds 601", "give ids from 0 to 600"]),
+        (["--stop", "x"], ["the checkpoint has no tokenizer", "use stop_token_ids"]),
+        (["--output", "/tmp/out.jsonl.gz"], ["results are JSON lines, uncompressed", "name it out.jsonl"]),
+        (["--output", "/tmp/out.csv"], ["which .csv does not name", "name it out.jsonl"]),
         (["--output", "/nowhere/out.jsonl"], ["/nowhere", "does not exist; create it first"]),
         (["--output", "/"], ["output / is a directory; name a file in it"]),
         (["--trace", "/nowhere/t.json"], ["trace file /nowhere/t.json", "No such file"]),
@@ -59,9 +63,10 @@ def test_refused_inputs(job: Job) -> None:
     gone = job.folder / "gone.jsonl"
     suffix = job.folder / "in.xlsx"
     suffix.touch()
+    (job.folder / "gone.json").touch()
     for path, messages in (
-        (gone, [f"input {gone} cannot be read (No such file", ".jsonl"]),
-        (suffix, [f"input {suffix} has suffix '.xlsx'; accepted are .jsonl"]),
+        (gone, [f"input {gone} cannot be read (No such file", f"is {gone.with_name('gone.json')} meant?"]),
+        (suffix, [f"input {suffix} is a spreadsheet", "save the sheet as CSV"]),
         (job.folder, ["input", ".jsonl"]),
     ):
         job.input = path

@@ -55,9 +55,10 @@ def test_bad_rows_are_error_rows_and_the_others_are_done(job: Job) -> None:
     assert [r["token_ids"] for r in job.rows[::2]] == job.family.expected
     assert [r["error"] for r in job.rows[::2]] == [None] * 8
     errors = [r["error"] for r in job.rows[1::2]]
-    wanted = ["invalid JSON", "non-empty list", "holds 601; token ids lie in [0, 601)", "max_tokens is 0",
+    wanted = ["invalid JSON", "prompt_token_ids is []; it must be an array", "holds 601; token ids lie in [0, 601)",
+              "max_tokens is 0",
               "no tokenizer, so prompt cannot be used; send prompt_token_ids", "exactly one is needed",
-              "253 tokens + max_tokens 6 = 259 tokens, more than the model's context of 256", "list"]  # fmt: skip
+              "253 tokens + max_tokens 6 = 259 tokens, more than the model's context of 256", "an array"]  # fmt: skip
     for line, (error, want) in enumerate(zip(errors, wanted, strict=True)):
         assert want in error
         assert error.startswith(f"line {2 * line + 2}: ")
@@ -105,6 +106,12 @@ def test_empty_file(job: Job) -> None:
     job.input.write_text("\n\n")
     assert job() == 0
     assert job.rows == []
+    assert job.err.splitlines() == [f"0 rows done: {job.input} has no rows"]
+    assert job() == 0
+    arguments = job.arguments()
+    del arguments[3:5]  # --output
+    assert run.main(arguments) == 0
+    assert job.capsys.readouterr() == ("", f"0 rows done: {job.input} has no rows\n")
 
 
 def test_limit(job: Job) -> None:
@@ -226,7 +233,9 @@ def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
 
 def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
     assert job("--output", "/dev/full") == exit_codes.FAILED
-    assert job.err.splitlines()[-1] == "flexengine: [Errno 28] No space left on device"
+    said = "results cannot be written (No space left on device); free space there, or name an --output"
+    assert said in job.err.splitlines()[-1]
+    assert job.err.splitlines()[-1].endswith("'/dev/full'")
 
 
 @pytest.mark.slow

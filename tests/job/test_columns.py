@@ -71,6 +71,15 @@ def test_numpy_cells_become_python_values() -> None:
     assert [r.index for r in rows] == [0, 1, 2, 3]
 
 
+def test_tools_beside_messages() -> None:
+    chat, tools = [{"role": "user", "content": "a"}], [{"type": "function", "function": {"name": "f"}}]
+    rows = rows_of({"messages": [chat, json.dumps(chat), chat], "tools": [tools, json.dumps(tools), "{broken"]})
+    assert [row.request.get("tools") for row in rows[:2]] == [tools, tools]
+    assert str(rows[2].error).startswith("prompt 2: tools is text, but not JSON")
+    (plain,) = rows_of({"prompt": ["a"], "tools": ["hammer, saw"]})
+    assert plain.error is None
+
+
 @pytest.mark.parametrize("table", [False, True])
 def test_messages_as_structs_or_as_text(table: bool) -> None:
     chat = [{"role": "user", "content": "hi"}]
@@ -144,7 +153,7 @@ def test_types_do_not_depend_on_what_became_of_the_rows() -> None:
         assert pa.table(result_columns(results, [])).schema == pa.schema(OURS)
     first, second = pa.table(result_columns([good, bad], extra)).to_pylist()
     assert json.loads(first["logprobs"]) == [{"logprob": None}]
-    sample = {"generated_text": "a", "token_ids": [1], "finish_reason": "stop", "logprobs": None}
+    sample = {"generated_text": "a", "token_ids": [1], "finish_reason": "stop"}
     assert json.loads(first["samples"]) == [sample]
     assert second == {"generated_text": None, "token_ids": [], "finish_reason": None, "prompt_tokens": 0,
                       "completion_tokens": 0, "error": "half a pair: \\ud800", "logprobs": None,

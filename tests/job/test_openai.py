@@ -81,7 +81,8 @@ def test_chat_logprobs(given, expected):
 def test_what_has_no_effect_is_accepted():
     quiet = {
         "model": "m", "user": "u", "metadata": {"a": "b"}, "store": True, "stream": False, "service_tier": "flex",
-        "echo": False, "best_of": 2, "logit_bias": {}, "suffix": None, "tools": None, "response_format": None,
+        "echo": False, "best_of": 2, "logit_bias": {}, "suffix": None, "tools": None, "modalities": ["text"],
+        "response_format": {"type": "text"}, "safety_identifier": "s", "prompt_cache_key": "k", "prediction": {"a": 1},
     }  # fmt: skip
     assert request(n=2, **quiet) == {"prompt": "hi", "n": 2}
     assert request(best_of=1) == {"prompt": "hi"}
@@ -96,23 +97,62 @@ def test_what_is_not_supported_is_refused_by_name(body):
     assert f"'{next(iter(body))}'" in refusal(line(**body))
 
 
-@pytest.mark.parametrize("body", [{"tools": []}, {"response_format": {"type": "json_object"}}, {"prompt": "x"}])
+@pytest.mark.parametrize(
+    "body",
+    [{"prompt": "x"}, {"functions": [{}]}, {"reasoning_effort": "low"}, {"modalities": ["text", "audio"]},
+     {"web_search_options": {}}, {"response_format": "text"}, {"verbosity": "low"}],
+)  # fmt: skip
 def test_what_chat_does_not_support_is_refused_by_name(body):
     assert f"'{next(iter(body))}'" in refusal(line(CHAT, **body))
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ({"response_format": {"type": "json_object"}}, 'response_format is {"type": "json_object"}; only'),
+        ({"tools": {}}, "tools is {}; it must be an array of objects"),
+        ({"tools": ["f"]}, 'tools is ["f"]; it must be an array of objects'),
+        ({"tool_choice": "required"}, "tool_choice is 'required'; it must be auto or none"),
+        ({"tool_choice": {"type": "function"}}, 'tool_choice is {"type": "function"}; it must be auto or none'),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls is false; only true is possible"),
+    ],
+)
+def test_what_a_model_cannot_be_forced_to_do_is_refused(body, words):
+    assert words in refusal(line(CHAT, **body))
+
+
+def test_tools_arrive_and_arguments_become_objects():
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    odd = {"id": "c2", "type": "function", "function": {"name": "f", "arguments": "not JSON"}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call, odd], "annotations": [], "audio": None},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "3"}]},
+    ]
+    made = request(CHAT, messages=messages, tools=tools, tool_choice="auto", parallel_tool_calls=True)
+    assert made["tools"] == tools
+    first, second = made["messages"][1]["tool_calls"]
+    assert first == {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
+    assert second == odd
+    assert set(made["messages"][1]) == {"role", "tool_calls"}
+    assert made["messages"][2] == {"role": "tool", "tool_call_id": "c1", "content": "3"}
+    for off in ({"tools": []}, {"tools": tools, "tool_choice": "none"}, {"tools": None}):
+        assert "tools" not in request(CHAT, **off)
 
 
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
         ({"custom_id": 5}, "custom_id is 5"),
-        ({"custom_id": None}, "custom_id is None"),
+        ({"custom_id": None}, "custom_id is null"),
         ({"custom_id": ""}, "custom_id is ''"),
         ({"custom_id": "x" * 513}, "513 characters; at most 512"),
         ({"method": "GET"}, "method is 'GET'"),
         ({"url": "/v1/embeddings"}, "url is '/v1/embeddings'; it must be /v1/completions or /v1/chat/completions"),
         ({"url": ["/v1/completions"]}, "url is"),
-        ({"body": "x"}, "body is str"),
-        ({"body": {}}, "prompt is None"),
+        ({"body": "x"}, "body is a string"),
+        ({"body": {}}, "prompt is null"),
         ({"max_tokens": 5}, "has ['max_tokens'] beside body"),
     ],
 )
@@ -132,17 +172,18 @@ def test_a_line_with_a_key_missing_is_still_a_batch_line(missing):
 @pytest.mark.parametrize(
     ("url", "body", "words"),
     [
-        (COMPLETIONS, {"prompt": ["a", "b"]}, "a list of 2 prompts; a line must have one"),
-        (COMPLETIONS, {"prompt": ["a"]}, "a list of 1 prompts"),
-        (COMPLETIONS, {"prompt": [[1], [2]]}, "a list of 2 prompts"),
+        (COMPLETIONS, {"prompt": ["a", "b"]}, "an array of 2 prompts; a line must have one"),
+        (COMPLETIONS, {"prompt": ["a"]}, "an array of 1 prompts"),
+        (COMPLETIONS, {"prompt": [[1], [2]]}, "an array of 2 prompts"),
         (COMPLETIONS, {"prompt": []}, "prompt is []"),
         (COMPLETIONS, {"prompt": 5}, "prompt is 5"),
         (COMPLETIONS, {"max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens 6 and max_tokens 5"),
         (CHAT, {"messages": []}, "messages is []"),
-        (CHAT, {"messages": ["hi"]}, "messages holds 'hi'"),
+        (CHAT, {"messages": ["hi"]}, "messages[0] is 'hi'; it must be an object"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "part of type 'image_url'"),
-        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "part of type 'str'"),
-        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "a message has ['tool_calls']"),
+        (CHAT, {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0] has a part that is a string; it"),
+        (CHAT, {"messages": [{"role": "user", "content": "a", "audio": {"id": 1}}]}, "messages[0] has ['audio']"),
+        (CHAT, {"messages": [{"role": "assistant"}]}, "messages[0].content is null"),
         (CHAT, {"logprobs": 2}, "logprobs is 2; it must be true or false"),
         (CHAT, {"top_logprobs": 2}, "without logprobs"),
     ],

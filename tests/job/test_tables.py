@@ -57,7 +57,7 @@ def test_prompt_column_of_tables(tmp_path):
     assert second.error == "line 2: has no 'q', which is to hold the prompt; it has ['prompt', 'q', 'text']"
     first, second = Rows(path, "text")
     assert first.request["prompt"] == "café"
-    assert second.error == "line 2: invalid UTF-8 at byte 0"
+    assert second.error == "line 2: invalid UTF-8 at byte 0; save the file as UTF-8"
     with pytest.raises(InvalidInput, match=r"no column z; its columns are \['q', 'text', 'prompt'\]"):
         Rows(path, "z")
     with pytest.raises(InvalidInput, match="no column prompt or messages or prompt_token_ids"):

@@ -103,6 +103,9 @@ def test_rows_of_a_file(line: Line) -> None:
     (line.folder / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "3 rows of 3 to 30 prompt tokens, at most 4 tokens" in line("--input", str(line.folder / "in.jsonl"))
     assert "1 row of 3 prompt tokens" in line("--input", str(line.folder / "in.jsonl"), "--limit", "1")
+    (line.folder / "in.jsonl").rename(line.folder / "rows")
+    assert "3 rows of" in line("--input", str(line.folder / "rows"), "--input-format", "jsonl")
+    assert "--input-format needs the rows of a file; give --input, too" in line("--input-format", "csv", code=2)
     (line.folder / "in.jsonl").write_text("{}\n")
     assert "has no row that can be run" in line("--input", str(line.folder / "in.jsonl"), code=2)
 

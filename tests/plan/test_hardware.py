@@ -108,10 +108,10 @@ _TABLES: dict[str, Callable[[Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", _TABLES)
 @pytest.mark.parametrize(
     ("value", "shown"),
-    [(0, "is 0; it must be positive"), (-2.5, "is -2.5; it must be positive"), (True, "is True; it must be a number"),
+    [(0, "is 0; it must be positive"), (-2.5, "is -2.5; it must be positive"), (True, "is true; it must be a number"),
      (float("nan"), "is nan; it must be a number"), (float("inf"), "is inf; it must be a number"),
-     ("1e9", "is '1e9'; it must be a list of points"), (None, "is None; it must be a list of points"),
-     ([], "is []; it must be a list of points"), ({"1": 2}, "is {'1': 2}; it must be a list of points"),
+     ("1e9", "is '1e9'; it must be a list of points"), (None, "is null; it must be a list of points"),
+     ([], "is []; it must be a list of points"), ({"1": 2}, 'is {"1": 2}; it must be a list of points'),
      ([1, 2], "holds 1; it must hold points"), ([[1, 2, 3]], "holds [1, 2, 3]; it must hold points"),
      (["12"], "holds '12'; it must hold points"), ([[1, 0]], "is 0; it must be positive"),
      ([[-1, 5]], "is -1; it must be positive"), ([[1, "5"]], "is '5'; it must be a number"),
@@ -123,7 +123,7 @@ def test_tables_are_refused(name: str, value: Any, shown: str) -> None:
 
 @pytest.mark.parametrize("name", ["device_bytes", "host_bytes", "disk_bytes", "elementwise", "host_attention",
                                   "cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds"])  # fmt: skip
-@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), ("16GB", "'16GB'"), (True, "True"), (float("nan"), "nan"),
+@pytest.mark.parametrize(("value", "shown"), [(-1, "-1"), ("16GB", "'16GB'"), (True, "true"), (float("nan"), "nan"),
                                               ([1], "[1]"), (-math.inf, "-inf")])  # fmt: skip
 def test_numbers_are_refused(name: str, value: Any, shown: str) -> None:
     _refuses(dict(GPU, **{name: value}), f"{name} is {shown}")
@@ -137,17 +137,18 @@ def test_nothing_at_all_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["links", "products", "layers", "heads", "crosstalk"])
 @pytest.mark.parametrize("value", [None, [], 3, "x"])
 def test_objects_are_refused(name: str, value: Any) -> None:
-    _refuses(dict(GPU, **{name: value}), f"{name} is {value!r}; it must be an object")
+    _refuses(dict(GPU, **{name: value}), f"{name} is {'null' if value is None else repr(value)}; it must be an object")
 
 
 @pytest.mark.parametrize("name", [None, 3, "a\ud800", "two\nlines"])
 def test_names_are_refused(name: Any) -> None:
-    _refuses(dict(GPU, name=name), f"name is {name!r}", "printable text")
+    _refuses(dict(GPU, name=name), f"name is {'null' if name is None else repr(name)}", "printable text")
 
 
 @pytest.mark.parametrize("kind", ["gpu", "CUDA", "", None, ["cpu"]])
 def test_kinds_are_refused(kind: Any) -> None:
-    _refuses(dict(GPU, kind=kind), f"kind is {kind!r}; it must be one of cpu, cuda, sim")
+    shown = repr(kind) if isinstance(kind, str) else json.dumps(kind)
+    _refuses(dict(GPU, kind=kind), f"kind is {shown}; it must be one of cpu, cuda, sim")
 
 
 @pytest.mark.parametrize(

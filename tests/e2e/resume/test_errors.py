@@ -105,6 +105,10 @@ def test_an_output_that_was_placed_and_not_noted_is_no_edited_one(
         patched.setattr(*((resume, before) if before == "write_output" else (journal.Journal, before)), fail)
         assert job() == 3
     watch.forget()
+    if (before, limit) == ("add_output", "6"):
+        assert job("--limit", limit) == 2  # the longer output has been placed already
+        assert "has 8 rows, and would be replaced by the first 6" in job.err
+        job.output.unlink()
     assert job("--limit", limit) == 0, job.err
     assert watch.ran is None
     assert job.output.read_bytes() == expected
@@ -125,11 +129,16 @@ def test_an_interrupted_restart_replaces_the_old_output(job: Job, watch: Watch, 
 
 def test_limits(job: Job, watch: Watch, whole: Any) -> None:
     expected = whole().splitlines(keepends=True)
-    for limit, ran in ((3, [0, 1, 2]), (6, [3, 4, 5]), (2, None), (8, [6, 7]), (8, None), (10**20, None)):
+    for limit, ran in ((3, [0, 1, 2]), (6, [3, 4, 5]), (8, [6, 7]), (8, None), (10**20, None)):
         watch.forget()
         assert job("--limit", str(limit)) == 0
         assert watch.ran == ran
         assert job.output.read_bytes() == b"".join(expected[:limit])
+    job.output.rename(job.folder / "longer")  # a longer output is not shortened; see tests/commands/test_streams.py
+    watch.forget()
+    assert job("--limit", "2") == 0
+    assert watch.ran is None
+    assert job.output.read_bytes() == b"".join(expected[:2])
 
 
 def test_rows_that_failed_are_run_again_if_asked(job: Job, watch: Watch, whole: Any) -> None:

@@ -1,0 +1,249 @@
+"""Opening of input files: copies of streams, decompression, and refusal of files that cannot be rows."""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from shlex import quote
+from typing import Any, BinaryIO, cast
+
+from flexengine.errors import InvalidInput
+from flexengine.job.room import full_disk
+from flexengine.job.streams import descriptor, is_stream
+
+FORMATS = ("jsonl", "txt", "csv", "tsv", "parquet", "arrow")
+TABLES = ("parquet", "arrow")  # read at any position, so that they cannot be decompressed while they are read
+ACCEPTED = (
+    ".jsonl, .ndjson and .json (one JSON object per line, or an array of objects), .txt (one prompt per line), .csv and"
+    " .tsv (with a header), each also with .gz or .zst behind it, .parquet, .arrow and .feather"
+)
+_SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".csv": "csv", ".tsv": "tsv",
+             ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # fmt: skip
+_PACKED = {".gz": "gzip", ".zst": "zstd"}
+_FIRST_BYTES = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+_UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
+_SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
+# Files that begin like this hold no text.
+_FOREIGN = (
+    (rb"PK\x03\x04", "a spreadsheet or a ZIP archive; save the sheet as CSV (UTF-8), or unpack the archive"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file; add --input-format parquet"),
+    (rb"ARROW1\x00\x00", "an Arrow file; add --input-format arrow"),
+    (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
+    (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
+)
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_STEP = 2**20
+_SEEN = 32  # bytes of the beginning that are looked at
+
+
+class Source:
+    """An input that is open. Use as a context manager, or call `close`.
+
+    Attributes:
+        name: name of the input, for messages.
+        file: regular file that holds its bytes: the input, or a temporary copy of a stream.
+        form: one of FORMATS.
+    """
+
+    def __init__(self, name: Path, form: str | None = None) -> None:
+        """Open an input.
+
+        Args:
+            name: a file, or a stream, which is copied to a temporary file as it can be read only once.
+            form: one of FORMATS; None takes the format of the file's suffix, and jsonl for a stream without a suffix.
+
+        Raises:
+            InvalidInput: the input is missing, unreadable, a directory, or holds no text in UTF-8; its format is
+                unknown, or it is compressed in a way that is not read.
+        """
+        self.name = name
+        self._copy: Any = None
+        if name.is_dir():
+            raise InvalidInput(f"input {name} is a directory; give a file in it: {ACCEPTED}")
+        self.form, packed = _form_of(name, form)
+        try:
+            self.file = self._regular()
+            self._packing = self._packing_of(packed)
+            if self.form not in TABLES:
+                self._check_text()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Remove the temporary copy, if there is one."""
+        if self._copy is not None:
+            self._copy.close()
+
+    @contextmanager
+    def open(self) -> Iterator[BinaryIO]:
+        """Open the file for reading from its beginning. Compressed data is decompressed while it is read.
+
+        Reading raises InvalidInput if compressed data is damaged or cut short.
+        """
+        with self.file.open("rb") as file:
+            if not self._packing:
+                yield file
+                return
+            with self._unpacked(file) as packed:
+                yield cast(BinaryIO, io.BufferedReader(_Unpacked(packed, self.name, self._packing), _STEP))
+
+    @property
+    def state(self) -> tuple[int, ...] | None:
+        """Device, inode, size and time of the file, by which a change is noticed; None if the file is gone."""
+        try:
+            status = self.file.stat()
+        except OSError:
+            return None
+        return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+    def _regular(self) -> Path:
+        """Return a regular file that holds the input's bytes."""
+        stream = is_stream(self.name)
+        number = descriptor(self.name)
+        try:
+            with open(self.name if number is None else number, "rb", closefd=number is None) as file:
+                return self._copied(file) if stream else self.name
+        except OSError as error:
+            raise InvalidInput(
+                f"input {self.name} cannot be read ({error.strerror}); {self._meant() or f'give a file: {ACCEPTED}'}"
+            ) from error
+
+    def _copied(self, stream: BinaryIO) -> Path:
+        """Return a temporary copy, which only this user can read, of the rest of a stream. Raise OSError if the stream
+        cannot be read."""
+        import tempfile
+
+        block = stream.read(_STEP)
+        try:
+            self._copy = copy = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it lives as long as this object
+                prefix="flexengine-input-", suffix=self.name.suffix
+            )
+            while block:
+                copy.write(block)
+                block = stream.read(_STEP)
+            copy.flush()
+        except OSError as error:
+            reason = full_disk(error, tempfile.gettempdir()) if self._copy else ""
+            raise InvalidInput(
+                f"input {self.name} cannot be copied to a temporary file: {reason or error.strerror};"
+                " or set TMPDIR to another directory"
+            ) from error
+        return Path(copy.name)
+
+    def _meant(self) -> str:
+        """Return a question that names a file with a similar name; "" if there is none."""
+        import difflib
+
+        try:
+            names = os.listdir(self.name.parent)
+        except OSError:
+            return ""
+        near = difflib.get_close_matches(self.name.name, names, 1)
+        return f"is {self.name.with_name(near[0])} meant?" if near else ""
+
+    def _packing_of(self, wanted: str) -> str:
+        """Return how the file is compressed: gzip, zstd or "". Its first bytes decide, so a stream needs no suffix."""
+        with self.file.open("rb") as file:
+            head = file.read(_SEEN)
+        packing = next((name for name, first in _FIRST_BYTES.items() if head.startswith(first)), "")
+        if wanted and packing != wanted:
+            begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"
+            raise InvalidInput(f"input {self.name} is no {wanted} file: {begins}; give it the name of what it is")
+        if packing and self.form in TABLES:
+            raise InvalidInput(
+                f"input {self.name} is a compressed .{self.form} file, which must be read at any position; decompress"
+                f" it first ({'gunzip' if packing == 'gzip' else 'unzstd'} -k {quote(str(self.name))})"
+            )
+        return packing
+
+    def _unpacked(self, file: BinaryIO) -> Any:
+        if self._packing == "gzip":
+            import gzip
+
+            return gzip.GzipFile(fileobj=file)
+        for module in ("compression.zstd", "backports.zstd"):
+            try:
+                return import_module(module).ZstdFile(file)
+            except ImportError:
+                continue
+        raise InvalidInput(f'input {self.name}: reading zstd needs backports.zstd; pip install "flexengine[zst]"')
+
+    def _check_text(self) -> None:
+        """Raise InvalidInput if the file begins like a file of another kind, or is not encoded as UTF-8."""
+        with self.open() as file:
+            head = file.read(_SEEN)
+        if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
+            raise InvalidInput(f"input {self.name} is {what}")
+        if head.startswith(_UTF16_BOMS) or _every_second_is_zero(head):
+            command = "iconv -f UTF-16 -t UTF-8"
+            if self._copy is None:
+                made = self.name.with_name(f"utf8-{self.name.name}")
+                command += f" {quote(str(self.name))} > {quote(str(made))}"
+            raise InvalidInput(f"input {self.name} is encoded in UTF-16, as PowerShell's > writes it; text must be"
+                               f" UTF-8: convert it with {command}")  # fmt: skip
+
+
+class _Unpacked(io.RawIOBase):
+    """Decompressed bytes of a file. Reading damaged data raises InvalidInput, which names the last whole line.
+
+    Args:
+        packed: file object that decompresses.
+        name: name of the input.
+        packing: name of the compression.
+    """
+
+    def __init__(self, packed: Any, name: Path, packing: str) -> None:
+        self._packed, self._name, self._packing, self._lines = packed, name, packing, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        try:
+            data = self._packed.read1(len(buffer))
+        except Exception as error:  # each decompressor raises errors of its own
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # the file itself cannot be read
+            reason = "it is cut short" if isinstance(error, EOFError) else str(error) or type(error).__name__
+            raise InvalidInput(
+                f"input {self._name} is damaged after line {self._lines}: {reason} ({self._packing}); make it again"
+            ) from error
+        self._lines += data.count(b"\n")
+        buffer[: len(data)] = data
+        return len(data)
+
+
+def _form_of(name: Path, form: str | None) -> tuple[str, str]:
+    """Return the format of an input, one of FORMATS, and the compression that its suffix states ("" for none)."""
+    suffix = name.suffix.lower()
+    packed = _PACKED.get(suffix, "")
+    if form is not None:
+        if form not in FORMATS:
+            raise InvalidInput(f"input format is {form!r}; it must be one of {', '.join(FORMATS)}")
+        return form, packed
+    inner = Path(name.stem).suffix.lower() if packed else suffix
+    if not inner and is_stream(name):
+        return "jsonl", packed
+    if inner not in _SUFFIXES:
+        raise InvalidInput(_unknown(name, inner, packed))
+    return _SUFFIXES[inner], packed
+
+
+def _unknown(name: Path, suffix: str, packed: str) -> str:
+    if suffix in _SPREADSHEETS:
+        return f"input {name} is a spreadsheet, which is not read; save the sheet as CSV (UTF-8) and give that file"
+    if suffix in _UNPACK:
+        unpack = f"{_UNPACK[suffix]} {quote(str(name))}"
+        return f"input {name} is compressed in a way that is not read; decompress it first ({unpack})"
+    where = f"no suffix before {name.suffix}" if packed and not suffix else f"suffix {suffix!r}"
+    return f"input {name} has {where}; accepted are {ACCEPTED}; or add --input-format"
+
+
+def _every_second_is_zero(head: bytes) -> bool:
+    """Return whether bytes look like UTF-16 text of Latin letters without a byte order mark."""
+    even, odd = head[0::2], head[1::2]
+    return len(odd) > 1 and ((not any(odd) and all(even)) or (not any(even) and all(odd)))

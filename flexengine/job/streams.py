@@ -1,0 +1,39 @@
+"""Names of streams: standard input and output, pipes, devices, and open files (such as /dev/fd/63, from `<(...)`)."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+STDIN = "/dev/stdin"
+_NUMBERS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
+_OPEN_FILE = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")
+
+
+def descriptor(path: str | os.PathLike[str]) -> int | None:
+    """Return the number of the open file that a path names, such as 3 for /dev/fd/3; None for other paths."""
+    name = os.fspath(path)
+    match = _OPEN_FILE.fullmatch(name)
+    return int(match[1]) if match else _NUMBERS.get(name)
+
+
+def is_stream(path: str | os.PathLike[str]) -> bool:
+    """Return whether a path names a pipe, a device or an open file: no file that can be replaced or read twice."""
+    place = Path(path)
+    return descriptor(path) is not None or (place.exists() and not place.is_file() and not place.is_dir())
+
+
+def output_name(output: str | None) -> str | None:
+    """Return the name of an output; None, as if no name was given, for standard output (`-`, /dev/stdout)."""
+    return None if output is None or output == "-" or descriptor(output) == 1 else output
+
+
+def stdout_is_open() -> bool:
+    """Return whether standard output can be written to. It cannot after `>&-` in a shell."""
+    try:
+        os.write(sys.stdout.fileno(), b"")
+    except AttributeError:  # Python's own mark of a closed stream: sys.stdout is None
+        return False
+    except OSError as error:
+        return error.errno is None  # a stream without a number, such as one in memory, raises UnsupportedOperation
+    return True

@@ -1,0 +1,146 @@
+"""Messages and tools, judged by transformers' own apply_chat_template."""
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from flexengine.config import SamplingParams
+from flexengine.job.prompts import Request, encode
+from flexengine.job.rows import Row
+
+WORDS = ["<unk>", "user", "assistant", "tool", ":", "a", "b", "call", "f", "x", "1", "with", "tools", "id"]
+PLAIN = "{% for m in messages %}{{ m.role }} : {{ m.content }} {% endfor %}assistant :"
+CALLING = (
+    "{% if tools %}with tools {% for t in tools %}{{ t.function.name }} {% endfor %}{% endif %}"
+    "{% for m in messages %}{{ m.role }} : "
+    "{% if m.content is defined %}{{ m.content }} {% endif %}{% if m.tool_call_id %}id {{ m.tool_call_id }} {% endif %}"
+    "{% for c in m.tool_calls or [] %}call {{ c.function.name }} {% for k, v in c.function.arguments.items() %}"
+    "{{ k }} {{ v }} {% endfor %}{% endfor %}{% endfor %}assistant :"
+)
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+ASKED = [{"role": "user", "content": "a"}]
+CHAT = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "1", "content": "b"}]  # fmt: skip
+
+
+def tokenizer(template=CALLING) -> PreTrainedTokenizerFast:
+    core = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", chat_template=template)
+
+
+def run(fields, template=CALLING):
+    return encode(Row(0, 4, fields), tokenizer(template), 64, SamplingParams(max_tokens=4))
+
+
+def error_of(fields, template=CALLING) -> str:
+    row = run(fields, template)
+    assert isinstance(row, Row), row
+    assert row.error.startswith("line 4: ")
+    return row.error
+
+
+def words(request) -> str:
+    assert isinstance(request, Request), request.error
+    return " ".join(WORDS[i] for i in request.prompt_ids)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_tool_calls_and_tools_are_those_of_transformers(tools):
+    row = {"messages": CHAT, **({"tools": tools} if tools else {})}
+    expected = tokenizer().apply_chat_template(CHAT, tools=tools, add_generation_prompt=True)["input_ids"]
+    assert list(run(row).prompt_ids) == expected
+    called = "user : a assistant : call f x 1 tool : b id 1 assistant :"
+    assert words(run(row)) == ("with tools f " if tools else "") + called
+
+
+def test_text_parts_are_joined_and_null_fields_left_out():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    template = "{{ messages[0].content | length }} {{ messages[0].name is defined }}"
+    core = tokenizer(template)
+    ids = run({"messages": [{"role": "user", "content": parts, "name": None}]}, template).prompt_ids
+    assert list(ids) == core("3 False", add_special_tokens=False)["input_ids"]
+    assert words(run({"messages": [{"role": "user", "content": parts}]}, PLAIN)) == "user : a b assistant :"
+
+
+@pytest.mark.parametrize("name", ["tool_use", "default"])
+def test_a_template_for_tools_is_taken_as_transformers_takes_it(name):
+    templates = {"default": PLAIN, "tool_use": CALLING}
+    tools = TOOLS if name == "tool_use" else None
+    row = {"messages": ASKED, **({"tools": tools} if tools else {})}
+    begins = "with tools f " if tools else ""
+    assert words(run(row, templates)) == f"{begins}user : a assistant :"
+
+
+def test_tools_that_the_template_leaves_out_are_an_error():
+    message = error_of({"messages": ASKED, "tools": TOOLS}, PLAIN)
+    assert "the model's chat template does not use them; remove them" in message
+    for fields in ({"tools": []}, {"tools": None}, {"tools": TOOLS, "tool_choice": "none"}):
+        assert words(run({"messages": ASKED, **fields}, PLAIN)) == "user : a assistant :"
+    assert words(run({"messages": ASKED, "tools": TOOLS, "tool_choice": "auto"})).startswith("with tools")
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"tools": "f"}, "tools is 'f'; it must be an array of objects"),
+        ({"tools": [1]}, "tools is [1]; it must be an array of objects"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice is 'required'; it must be auto or none"),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, "parallel_tool_calls is false; only true is possible"),
+        ({"response_format": {"type": "json_object"}}, 'only {"type": "text"} is supported: remove it'),
+        ({"max_new_tokens": 5}, "max_new_tokens is 5; the field is named max_tokens here: rename it"),
+        ({"max_completion_tokens": 5}, "the field is named max_tokens here"),
+    ],
+)
+def test_what_cannot_be_done_is_an_error(fields, reason):
+    assert reason in error_of({"messages": ASKED, **fields})
+
+
+def test_fields_of_those_names_that_ask_for_nothing_else():
+    for fields in ({"response_format": {"type": "text"}}, {"response_format": "data"}, {"tool_choice": None},
+                   {"max_new_tokens": 9, "max_tokens": 4}):  # fmt: skip
+        assert words(run({"messages": ASKED, **fields})) == "user : a assistant :"
+
+
+@pytest.mark.parametrize("prompt", [{"prompt": "a"}, {"prompt_token_ids": [5]}])
+def test_tools_need_messages(prompt):
+    assert "tools needs messages" in error_of({**prompt, "tools": TOOLS})
+    assert words(run({**prompt, "tools": "a column of text"})) == "a"
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (7, "messages[0] is 7; it must be an object with role and content"),
+        ({"content": "a"}, "messages[0].role is null; it must be a string"),
+        ({"role": "user"}, "messages[0].content is null; it must be a string or an array of text parts, or be null"),
+        ({"role": "user", "content": 5}, "messages[0].content is 5; it must be a string"),
+        ({"role": "user", "content": []}, "messages[0].content is []"),
+        ({"role": "user", "content": {"a": None}}, 'messages[0].content is {"a": null}'),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]},
+         "messages[0] has a part of type 'image_url'; only text is read, no images, audio or files"),
+        ({"role": "user", "content": [{"type": "input_audio"}]}, "part of type 'input_audio'"),
+        ({"role": "user", "content": ["a"]}, "has a part that is a string"),
+        ({"role": "user", "content": [{"type": "text"}]}, "a text part whose text is null; it must be a string"),
+        ({"role": "assistant", "content": None, "tool_calls": []}, "messages[0].content is null"),
+        ({"role": "assistant", "tool_calls": "f"}, "messages[0].tool_calls is 'f'; it must be an array of objects"),
+        ({"role": "assistant", "tool_calls": [CALL, None]}, "it must be an array of objects"),
+    ],
+)  # fmt: skip
+def test_unusable_messages(message, reason):
+    assert reason in error_of({"messages": [message]})
+
+
+def test_half_a_surrogate_pair_and_depth_anywhere_are_errors():
+    call = {"function": {"name": "f", "arguments": {"x": "\ud800"}}}
+    assert "surrogate" in error_of({"messages": [*ASKED, {"role": "assistant", "tool_calls": [call]}]})
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert "too deeply" in error_of({"messages": [{"role": "user", "content": "a", "more": deep}]})
+
+
+def test_a_template_without_tool_calls_is_an_error_of_its_row():
+    strict = "{% for m in messages %}{{ m.role + m.content }}{% endfor %}"
+    assert "messages cannot be tokenised: UndefinedError" in error_of({"messages": CHAT}, strict)

@@ -1,0 +1,133 @@
+"""JSON over several lines, judged by json.loads of the whole file."""
+
+import io
+import json
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flexengine.errors import InvalidInput
+from flexengine.job import documents, inputs
+from flexengine.job.documents import elements, is_document
+from flexengine.job.inputs import Rows, survey
+from tests.helpers.inputs import rows_of, written
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.lists(VALUES, max_size=8), st.sampled_from([None, 1, "\t"]), st.booleans(), st.integers(1, 50))
+@settings(max_examples=60, deadline=None)
+def test_elements_of_an_array(values, indent, ascii_only, step):
+    text = json.dumps(values, indent=indent, ensure_ascii=ascii_only)
+    data = text.encode("utf-8", "surrogatepass")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_STEP", step)
+        found = list(elements(io.BytesIO(b"\xef\xbb\xbf \n" + data), 10**6))
+    assert [json.loads(raw.decode("utf-8", "surrogatepass")) for _, raw in found] == values
+    assert [line for line, _ in found] == sorted(line for line, _ in found)
+
+
+@given(st.lists(VALUES, min_size=1, max_size=8), st.integers(1, 50))
+@settings(max_examples=40, deadline=None)
+def test_documents_one_after_the_other(values, step):
+    whole = [{"value": value} for value in values]
+    data = "\n".join(json.dumps(value, indent=2) for value in whole).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents, "_STEP", step)
+        assert [json.loads(raw) for _, raw in elements(io.BytesIO(data), 10**6)] == whole
+
+
+@pytest.mark.parametrize("name", ["in.json", "in.jsonl", "in.ndjson"])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_rows_of_an_array(tmp_path, name, indent):
+    data = [{"prompt": "a", "id": 1}, {"prompt": "b\n", "n": 2}, {"messages": [{"role": "user", "content": "ü"}]}]
+    rows = rows_of(tmp_path, json.dumps(data, indent=indent, ensure_ascii=False).encode(), name)
+    assert [row.fields for row in rows] == data
+    assert [row.index for row in rows] == [0, 1, 2]
+    assert [row.line for row in rows] == ([1, 1, 1] if indent is None else [2, 6, 10])
+    assert all(row.error is None for row in rows)
+
+
+def test_a_bad_element_is_one_error_row(tmp_path):
+    text = '[{"prompt": "a"},\n 17,\n {"x": NaN},\n {"s": ' + "9" * 5000
+    text += '},\n "text", {"p": "\x01"}, {"prompt": "b"}]'
+    rows = rows_of(tmp_path, text.encode(), "in.json")
+    reasons = ["holds a number", "NaN", "over 4,300 digits", "holds a string", "Invalid control character"]
+    assert [row.error is None for row in rows] == [True, *[False] * 5, True]
+    for row, reason in zip(rows[1:], reasons, strict=False):
+        assert reason in row.error
+    assert [row.line for row in rows] == [1, 2, 3, 4, 5, 5, 5]
+    (row,) = rows_of(tmp_path, b'[{"prompt": "\xff"}]', "in.json")
+    assert row.error == "line 1: invalid UTF-8 at byte 12; save the file as UTF-8"
+
+
+def test_batch_lines_in_an_array(tmp_path):
+    lines = [{"custom_id": c, "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}} for c in "xyx"]
+    rows = Rows(written(tmp_path, json.dumps(lines, indent=1).encode(), "in.json"))
+    assert [row.custom_id for row in rows] == ["x", "y", "x"]
+    with pytest.raises(InvalidInput, match=r"'x' \(lines 2 and 18\)"):
+        survey(rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"prompt": "a"},\n{"prompt": "b"', "line 2: invalid JSON: Expecting ',' delimiter"),
+        ('[{"prompt": "a"},\n{"prompt": "b', "line 2: invalid JSON: Unterminated string"),
+        ('[{"prompt": "a"}\n', "line 2: the array has no end, so the file is cut short"),
+        ('[{"prompt": "a"}\n{"prompt": "b"}]', "line 2: a comma is missing between two rows"),
+        ('[{"prompt": "a"},\n]', "line 2: invalid JSON: Expecting value"),
+        ('[{"prompt": "a"}]\n\n{"prompt": "b"}', "line 3: text follows the array"),
+        ('[{"prompt": "a",\n\n "x": }]', "line 3: invalid JSON: Expecting value"),
+        ('[{"prompt": ' + "[" * 100_000, "line 1: invalid JSON: nested too deeply"),
+        ('{\n "prompt": "a"\n}\n{\n "prompt" "b"}', "line 5: invalid JSON: Expecting ':' delimiter"),
+    ],
+)
+def test_a_file_that_cannot_be_read_on_is_refused_with_its_line(tmp_path, text, words):
+    path = written(tmp_path, text.encode(), "in.json")
+    with pytest.raises(InvalidInput, match="repair the file, or write one JSON object per line") as refused:
+        list(Rows(path))
+    assert str(refused.value).startswith(f"input {path}, {words}")
+
+
+def test_an_element_has_the_length_of_a_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "MAX_LINE_BYTES", 1000)
+    fits = '[{"prompt": "%s"}]' % ("x" * 986)
+    assert len(rows_of(tmp_path, fits.encode(), "in.json")) == 1
+    for text in (fits.replace("xx", "xxx", 1), '[{"prompt": "' + "x" * 3_000_000):
+        with pytest.raises(InvalidInput, match=r"line 1: the row is longer than 1,000 bytes"):
+            rows_of(tmp_path, text.encode(), "in.json")
+
+
+def test_memory_does_not_grow_with_the_array(tmp_path):
+    rng = random.Random(1)
+    path = tmp_path / "in.json"
+    path.write_text(json.dumps([{"prompt": f"{rng.getrandbits(10_000):x}"} for _ in range(4000)], indent=1))
+    size = path.stat().st_size
+    tracemalloc.start()
+    assert sum(1 for _ in Rows(path)) == 4000
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < size / 2 > 4_000_000
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("[{", True), (" \n[\n {", True), ("[]", True), ("[ ]\n", True), ("[\n", True), ('["a",\n', False),
+     ("[1, 2]\n", False), ('{"prompt": "a"}\n{"prompt": "b"}', False), ('{\n  "prompt": 1', True),
+     ('{\n{"prompt": "a"}', False),
+     ("{}", False), ("", False), ("[]\n[]", False), ('{"a": 1,\n"b": 2}', False)],
+)  # fmt: skip
+def test_what_is_json_over_several_lines(text, expected):
+    assert is_document(io.BytesIO(text.encode())) == expected
+
+
+def test_an_empty_array_has_no_rows(tmp_path):
+    assert rows_of(tmp_path, b"[]\n", "in.json") == rows_of(tmp_path, b"[\n]", "in.json") == []
