@@ -37,7 +37,11 @@ def measure_delegation(opened: Opened, machine: Machine) -> float | None:
     if machine.capacity.shared:
         return None
     names = [opened.facts.signature(j) for j in range(len(opened.facts.layers))]
-    with unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as bound:
+    with (
+        unnoticed(machine),
+        measuring("attention of the CPU beside the device", "model", "2 s"),
+        random_weights(opened.skeleton, names, opened.held, machine) as bound,
+    ):
         if not bound:
             return None
         regions = Regions(machine)

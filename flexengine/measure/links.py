@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
@@ -123,7 +124,9 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
         call(first + count)
         count += 1
     machine.synchronize()
-    return time.perf_counter() - began, count
+    seconds = time.perf_counter() - began
+    tick()
+    return seconds, count
 
 
 def _touch(most: int) -> tuple[float, float]:
