@@ -6,16 +6,17 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
-from flexengine.activity import MESSAGE, Activity
+from flexengine.activity import MESSAGE, Activity, Listener, listener
 
 if TYPE_CHECKING:
     from flexengine.activity.bar import Bar
 
 LINE_SECONDS = 10.0  # between two plain lines of one activity
 QUICK_SECONDS = 2.0  # an activity of level DEBUG prints no plain line before
-MIN_ETA_SECONDS = 2.0  # of an activity, until its remaining time is shown
+MIN_ETA_SECONDS, MIN_ETA_TOTAL = 2.0, 20  # seconds of an activity, and its total, for which remaining time is shown
 COLUMNS = 80  # of a terminal that does not tell its width
 
 
@@ -140,7 +141,7 @@ def facts(record: Activity, seconds: float) -> list[str]:
         return [minutes(seconds)]
     counted = amount(record.done, record.total, record.unit)
     part = share(record)
-    if not part or seconds < MIN_ETA_SECONDS:
+    if not part or seconds < MIN_ETA_SECONDS or not record.total or record.total < MIN_ETA_TOTAL:
         return [counted, minutes(seconds)]
     return [counted, minutes(seconds), f"{minutes(seconds * (1 - part) / part)} left"]
 
@@ -152,7 +153,8 @@ def amount(done: float, total: float | None, unit: str) -> str:
         return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
     largest = max(done, total or 0.0)
     prefix, factor = next((x for x in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if largest >= x[1]), ("kB", 1e3))
-    return f"{done / factor:,.1f} {prefix}" if total is None else f"{done / factor:,.1f} of {total / factor:,.1f} {prefix}"
+    of = "" if total is None else f" of {total / factor:,.1f}"
+    return f"{done / factor:,.1f}{of} {prefix}"
 
 
 def minutes(seconds: float) -> str:
@@ -160,3 +162,32 @@ def minutes(seconds: float) -> str:
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def listener_of(progress: bool | Listener | None) -> Listener | None:
+    """Return the listener that `EngineOptions.progress` selects; None for the logger.
+
+    None selects the listener of this context, as of a command that opens an engine, if there is one.
+    """
+    if callable(progress):
+        return progress if isinstance(progress, Display) else _Serial(progress)
+    if progress is None and (present := listener()) is not None:
+        return present
+    return _display() if progress or (progress is None and is_terminal()) else None
+
+
+@cache
+def _display() -> Display:
+    """Return the display that all engines of this process share."""
+    return Display()
+
+
+class _Serial:
+    """A listener that is called by one thread at a time."""
+
+    def __init__(self, to: Listener) -> None:
+        self._to, self._lock = to, threading.RLock()
+
+    def __call__(self, record: Activity) -> None:
+        with self._lock:
+            self._to(record)

@@ -5,6 +5,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from flexengine.commands.progress import displayed
 from flexengine.errors import FlexError, RanOut
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -16,9 +17,11 @@ def say(text: str) -> None:
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. If the command raises an error, print the error and return its code."""
+    """Run a command, with its progress shown, and return its exit code. If the command raises an error, print the error
+    and return its code."""
     try:
-        code = command()
+        with displayed():
+            code = command()
         sys.stdout.flush()
         return code
     except RanOut as error:  # memory ran out while the job was running; finished rows are in the journal

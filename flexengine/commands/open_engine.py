@@ -5,8 +5,9 @@ import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import say
-from flexengine.commands.progress import verified
+from flexengine.activity import activity
+from flexengine.commands.messages import say
+from flexengine.commands.progress import verified_line
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
@@ -19,7 +20,8 @@ def engine_class() -> "type[Engine]":
     collecting = gc.isenabled()
     gc.disable()
     try:
-        from flexengine.engine.engine import Engine
+        with activity("starting", "importing PyTorch and transformers"):
+            from flexengine.engine.engine import Engine
     finally:
         if collecting:
             gc.enable()
@@ -38,9 +40,8 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
              "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     engine = engine_class()(args.model, on_sweep=on_sweep, **options)
-    engine.planner.say = say
     if engine.core.machine.no_offload:
         say(f"nothing is offloaded to disk: {engine.core.machine.no_offload}")
     if engine.core.verifier:
-        say(f"verified {verified(vars(engine.core.verifier))}")
+        say(verified_line(vars(engine.core.verifier)))
     return engine

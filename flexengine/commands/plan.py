@@ -13,6 +13,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.activity import activity
 from flexengine.commands.exit_codes import DONE, exit_code, say
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of
 from flexengine.config import SamplingParams, parse_size
@@ -113,7 +114,7 @@ def measure(args: argparse.Namespace) -> None:
     from flexengine.engine import planner as planners
 
     opened = _opened(args, _kind(args), EXACT) if args.model is not None else None
-    hardware = planners.this_machine(_machine_options(args), opened, args.again, say, args.dtype)
+    hardware = planners.this_machine(_machine_options(args), opened, args.again, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         _write(args.save, text)
@@ -145,7 +146,8 @@ def plan(args: argparse.Namespace) -> None:
         machine = opened.facts, hardware, work
         return _priced(*machine, given) if given is not None else search(*machine, options)
 
-    answer, largest, why = fitting(rows, planned)
+    with activity("planning", "searching the policy with the shortest predicted time"):
+        answer, largest, why = fitting(rows, planned)
     if message := left_out(rows, largest, why):
         say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
@@ -313,7 +315,6 @@ def _choose(
     if other is None:
         with closing(_machine_options(args).machine()) as machine:
             planner = planners.Planner(machine, opened)
-            planner.say = say
             return planner.least_lossy(workload, among)
 
     def seconds(lossy: Lossy) -> float:
@@ -337,7 +338,6 @@ def _measured(
             check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         planner = planners.Planner(machine, opened)
-        planner.say = say
         return planner.hardware()
 
 
@@ -374,7 +374,7 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit) as rows:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
-    refused.report(workload, args.input, say)
+    refused.report(workload, args.input)
     return workload
 
 

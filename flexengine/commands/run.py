@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flexengine import __version__
+from flexengine.activity import activity
 from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code, say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.options import AUTO, add_lossy, add_machine, allowed, lossy_of, named
@@ -158,7 +159,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     with Rows(args.input, args.prompt_column, args.limit) as rows, open_engine(args) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
-        refused.report(workload, args.input, say)
+        refused.report(workload, args.input)
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits
@@ -178,7 +179,8 @@ def _open_job(args: argparse.Namespace, rows: "Rows") -> "Job":
     from flexengine.job.results import journal_path
     from flexengine.job.resume import JournalJob, PrintedJob
 
-    total = survey(rows)
+    with activity("reading", f"reading {args.input}", unit="rows"):
+        total = survey(rows)
     if journal_path(args.output) is not None:
         return JournalJob(rows, total, args.output, args.restart, args.retry_errors)
     for option in ("restart", "retry_errors"):

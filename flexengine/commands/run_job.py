@@ -1,14 +1,14 @@
 """A job of `flexengine.run`: an engine, a journal, and the manifest with which a resumed job is compared."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import say
+from flexengine.activity import activity
+from flexengine.commands.messages import detail, say
 from flexengine.commands.open_engine import open_engine
-from flexengine.commands.progress import JobBar, last_line
+from flexengine.commands.progress import RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Run the rows that remain, write the output file, and return the summary."""
+    from flexengine.engine.generating import JobRows
+
     _print_note(job)
-    bar = JobBar(job)
+    errors = RowErrors()
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
@@ -34,7 +36,6 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
             chosen = {"lossy": engine.lossy.enabled, "cache": engine.core.cache_form}
             job.save_settings({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
         job.save(at_once=False)
-        bar.show(progress)
 
     with open_engine(args, sweep_ended) as engine:
         rows = job.begin(lambda known: _manifest(args, job, params, engine, known), engine.core.source.name)
@@ -48,14 +49,17 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
             _check_cache(engine, job.settings.get("cache", ""))
         if rows:
             _check_importances(engine, job.settings.get("importances"))
-            with bar:
-                for result in engine.stream(rows, params):
-                    job.take(result)
-                    bar.note(result)
+            engine.job_rows = JobRows(job.total, job.done, job.resumed - job.done)
+            for result in engine.stream(rows, params):
+                job.take(result)
+                errors.note(result)
         summary = dict(engine.summary)
     if not job.finished:
-        job.end()
-    print(last_line(job, args.output, summary), file=sys.stderr)
+        with activity("writing", f"writing {args.output}"):
+            job.end()
+    say(last_line(job, args.output, summary))
+    for line in detail_lines(summary) if summary else ():
+        detail(line)
     counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
     return {**summary, "job": counts}
 

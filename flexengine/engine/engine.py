@@ -6,10 +6,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from flexengine.activity import Listener, reported, reporting
+from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams
 from flexengine.engine import fingerprint
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
+from flexengine.engine.generating import JobRows
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
@@ -29,11 +32,13 @@ class Engine:
 
     Attributes:
         core: the opened model and machine.
-        planner: chooses the policy of each job; `planner.say` is called with messages.
+        planner: chooses the policy of each job.
         calibrator: measures importances, if weights are calibrated.
         reader: encodes prompts.
         on_sweep: see EngineOptions; may be changed between jobs.
         load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
+        job_rows: rows of the job of which the next stream is a part, for its progress reports.
+        listener: receives reports of progress, and messages; None for the logger.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -42,7 +47,7 @@ class Engine:
         Args:
             model: a directory, a .gguf file or a hub id; None is the demo model.
             options: fields of EngineOptions: policy, device, device_mem, host_mem, offload_dir, links, dtype, overlap,
-                trace, on_sweep, trust_remote_code, hardware, lossy, allow, verify.
+                trace, on_sweep, trust_remote_code, hardware, lossy, allow, verify, progress.
 
         Raises:
             InvalidInput: an option is wrong, or this machine cannot serve it.
@@ -51,22 +56,24 @@ class Engine:
             BadCheckpoint: the model's files are broken.
         """
         self.options = EngineOptions(model=model, **options)
-        self.core = core = Core(self.options)
+        self.listener = listener_of(self.options.progress)
+        with reporting(self.listener):
+            self.core = core = Core(self.options)
         self.planner = Planner(
             core.machine, core.opened, self.options.hardware, self.options.overlap,
             self.options.policy, self.options.allow,
         )  # fmt: skip
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
-        self.calibrator = Calibrator(core, self._exact, lambda message: self.planner.say(message))
+        self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
         self.on_sweep = self.options.on_sweep
-        self.load_first = False
+        self.load_first, self.job_rows = False, JobRows()
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None
         self._lock = threading.Lock()
 
-    def _exact(self) -> "Engine":
-        return Engine(**vars(self.options.exact(self.planner.known())))
+    def _exact(self, progress: Listener) -> "Engine":
+        return Engine(**vars(self.options.exact(self.planner.known(), progress)))
 
     def __enter__(self) -> "Engine":
         return self
@@ -99,11 +106,13 @@ class Engine:
     @property
     def switches(self) -> dict[str, Any]:
         """The lossy switches that are set, as a job's manifest names them."""
-        return fingerprint.switches(self.core, self.calibrator)
+        with reporting(self.listener):
+            return fingerprint.switches(self.core, self.calibrator)
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
-        return fingerprint.fingerprint(self.core, known_files)
+        with reporting(self.listener):
+            return fingerprint.fingerprint(self.core, known_files)
 
     def use(self, lossy: Lossy) -> None:
         """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for
@@ -115,11 +124,13 @@ class Engine:
     def prepare(self) -> None:
         """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
         full."""
-        _ = self.core.opened.origins
+        with reporting(self.listener):
+            _ = self.core.opened.origins
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
-        return self.planner.layout(workload, self.core.resident)
+        with reporting(self.listener):
+            return self.planner.layout(workload, self.core.resident)
 
     def close(self) -> None:
         """End the running stream, if any, and free memory and files. Raise InvalidInput if another thread runs the
@@ -190,8 +201,9 @@ class Engine:
         with self._lock:
             if self._running is not None:
                 raise InvalidInput("this engine is generating already; finish or close the other stream first")
-            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first)
-            self._running = running = self._job.results(prompts, params or SamplingParams())
+            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
+                            self.job_rows)  # fmt: skip
+            self._running = running = reported(self.listener, self._job.results(prompts, params or SamplingParams()))
         try:
             yield from running
             if self._running is not running:

@@ -16,6 +16,7 @@ from shlex import quote
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
+from flexengine.activity import advance
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.lines import BOM, json_object, read_lines, too_long, utf8_fault
@@ -124,6 +125,7 @@ def survey(rows: Iterable[Row]) -> int:
     total, hashes = 0, array("q")
     for row in rows:
         total += 1
+        advance()
         if row.custom_id:
             hashes.append(hash(row.custom_id))
     if repeated := openai.duplicate_ids(rows, hashes):

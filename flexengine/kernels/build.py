@@ -222,7 +222,7 @@ def _outputs(running: Sequence["subprocess.Popen[str]"], ended: Callable[[], obj
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     outputs[number] = process.communicate(timeout=POLL)
                     ended()
-        tick()
+                tick()
         if time.monotonic() - began > SECONDS:
             raise subprocess.TimeoutExpired(running[0].args, SECONDS)
     return [outputs[number] for number in range(len(running))]

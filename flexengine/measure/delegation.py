@@ -12,7 +12,7 @@ from flexengine import kernels
 from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
-from flexengine.measure.timing import fill, seconds_per_call, unnoticed
+from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece

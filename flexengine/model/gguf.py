@@ -76,7 +76,8 @@ def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> N
         raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {missing[:3]}")
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    _save_tokenizer(header, config, directory)
+    with activity("converting", f"converting the tokenizer of {path.name}"):
+        _save_tokenizer(header, config, directory)
 
 
 def _config(header: Header) -> Any:

@@ -1,0 +1,39 @@
+"""Messages of the commands on standard error, and how many of them are printed."""
+
+import sys
+
+QUIET, NORMAL, VERBOSE = -1, 0, 1
+_level = NORMAL
+
+
+def set_verbosity(level: int) -> None:
+    """Set how much the process prints: QUIET (errors only), NORMAL or VERBOSE. Each command sets it once, when it has
+    read its options."""
+    global _level
+    _level = level
+
+
+def verbosity() -> int:
+    """Return QUIET, NORMAL or VERBOSE."""
+    return _level
+
+
+def say(text: str) -> None:
+    """Print a message, unless -q is given."""
+    if _level >= NORMAL:
+        _print(text)
+
+
+def detail(text: str) -> None:
+    """Print a message if -v is given."""
+    if _level >= VERBOSE:
+        _print(text)
+
+
+def say_error(text: str) -> None:
+    """Print an error as one line."""
+    _print(" ".join(text.split()))
+
+
+def _print(text: str) -> None:
+    print(f"flexengine: {text}", file=sys.stderr)
