@@ -54,6 +54,8 @@ class Display:
         self._drawn: _Shown | None = None  # the activity of the bar
 
     def __call__(self, record: Activity) -> None:
+        if sys.stderr is None:  # the process was started without one
+            return
         with self._lock:
             try:
                 if record.name != MESSAGE:
@@ -117,7 +119,7 @@ class Display:
 
 def is_terminal() -> bool:
     """Return whether standard error is a terminal."""
-    return sys.stderr is not None and sys.stderr.isatty()
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
 
 
 def columns() -> int:
@@ -137,13 +139,12 @@ def facts(record: Activity, seconds: float) -> list[str]:
     """Return the numbers of an activity that has lasted some seconds, the most important first."""
     if record.details:
         return list(record.details)
-    if not record.unit:
-        return [minutes(seconds)]
-    counted = amount(record.done, record.total, record.unit)
+    numbers = [amount(record.done, record.total, record.unit)] if record.unit else []
+    numbers.append(minutes(seconds))
     part = share(record)
-    if not part or seconds < MIN_ETA_SECONDS or not record.total or record.total < MIN_ETA_TOTAL:
-        return [counted, minutes(seconds)]
-    return [counted, minutes(seconds), f"{minutes(seconds * (1 - part) / part)} left"]
+    if part and seconds >= MIN_ETA_SECONDS and record.total and record.total >= MIN_ETA_TOTAL:
+        numbers.append(f"{minutes(seconds * (1 - part) / part)} left")
+    return numbers
 
 
 def amount(done: float, total: float | None, unit: str) -> str:

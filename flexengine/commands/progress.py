@@ -96,7 +96,8 @@ def summary_line(s: dict[str, Any]) -> str:
 def detail_lines(s: dict[str, Any]) -> list[str]:
     """Return the other numbers of a summary, for -v."""
     shared = s["device"] == "cpu"
-    busy = ", ".join(f"{_lane(lane, shared)} {percent(share)}" for lane, share in s["busy"].items())
+    shares = sorted(s["busy"].items(), key=lambda item: -item[1])
+    busy = ", ".join(f"{_lane(lane, shared)} {percent(share)}" for lane, share in shares)
     moved = ", ".join(f"{_lane(lane, shared)} {size(n)}" for lane, n in s["bytes"].items() if n)
     peak = ", ".join(f"{place_name(place, shared)} {size(n)}" for place, n in s["peak_bytes"].items() if n)
     lines = [

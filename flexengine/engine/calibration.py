@@ -132,7 +132,7 @@ class Calibrator:
 
             def follow(record: Activity) -> None:
                 if record.name == GENERATING:
-                    work.update(record.done, record.total, record.details)
+                    work.update(record.done, record.total)
 
             with self.exact_engine(follow) as engine:
                 engine.planner.prefill_tokens = PIECE

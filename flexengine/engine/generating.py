@@ -109,17 +109,17 @@ class Generating:
         details = [f"{rows:,} rows" if self.rows.total is None else f"{rows:,} of {self.rows.total:,} rows"]
         details += [f"{failed:,} failed"] if failed else []
         rate, read = self._tokens(now, tokens), self._bytes(now, nbytes)
-        if share is not None and self._loading:
-            details.append(f"reading weights {percent(min(1.0, (nbytes - self._read_before) / self._loading))}")
+        if self._loading and (loaded := (nbytes - self._read_before) / self._loading) < 1:
+            details.append(f"reading weights {percent(loaded)}")
         if rate:
-            details.append(f"{digits(rate)} tok/s")
             details.append(f"{minutes(max(0.0, p.most - tokens) / rate)} left")
-        if share is not None and now - self._swept >= LONG_SWEEP_SECONDS:
-            details.append(f"sweep {p.sweeps + 1}: {percent(share)}")
+            details.append(f"{digits(rate)} tok/s")
         if read is not None and read >= MIN_DISK_RATE:
             details.append(f"disk {disk_rate(read, self.best)}")
         if (ended := p.rows + p.failed - self._finished) and now - self._began >= MIN_RATE_SECONDS:
             details.append(f"{digits(ended / (now - self._began))} rows/s")
+        if share is not None and now - self._swept >= LONG_SWEEP_SECONDS:
+            details.append(f"sweep {p.sweeps + 1}: {percent(share)}")
         self._work.update(tokens, p.most, tuple(details))
 
 

@@ -55,8 +55,8 @@ def _load() -> Kernels:
     try:
         return load_native()
     except BuildFailed as error:
-        message(f"{error}; attention runs several times slower, and weights in few bits, too: install g++, and they"
-                " are compiled by the next run", logging.WARNING)  # fmt: skip
+        slow = "attention and products with encoded weights run several times slower"
+        message(f"{slow}: {error}", logging.WARNING)
         return ReferenceKernels()
 
 

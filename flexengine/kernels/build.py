@@ -52,7 +52,7 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
                 return _load(command, [*FLAGS, *flags], sources or SOURCES)
         except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
             problems.append(f"{compiler}: {error}")
-    raise BuildFailed("; ".join(problems) or "no C++ compiler was found ($CXX, c++, g++, clang++)")
+    raise BuildFailed("; ".join(problems) or "no C++ compiler was found ($CXX, c++, g++, clang++); install g++")
 
 
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:

@@ -170,6 +170,7 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
     figures, calls = list[Figure](), list[Call]()
     with ExitStack() as stack:
         for figure in _figures(trial, window, most):
+            tick()
             with suppress(OutOfMemory):
                 calls.append(stack.enter_context(figure.call))
                 figures.append(figure)

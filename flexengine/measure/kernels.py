@@ -143,6 +143,7 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
     """Return FLOP/s of causal attention: 2 per multiply-add, in q @ k and in weights @ v, of visible pairs."""
     points = []
     for tokens in PROMPTS:
+        tick()
         shape = (1, tokens, HEADS, HEAD_DIM)
         q, k, v = (fill(torch.empty(shape, dtype=dtype, device=machine.compute), 1.0) for _ in range(3))
 

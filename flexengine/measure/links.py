@@ -141,7 +141,9 @@ def _touch(most: int) -> tuple[float, float]:
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
     fifth = len(fresh) // 5
     fresh[: 2 * fifth : PAGE] = 1
+    tick()
     alone = _faults(fresh[2 * fifth : 4 * fifth])
+    tick()
     factor = torch.ones(WIDTH, WIDTH)
     _, busy = beside(lambda _: torch.mm(factor, factor), "computing", lambda: _faults(fresh[4 * fifth :]))
     return alone, busy
@@ -300,6 +302,7 @@ def _write(file: int, most: int) -> int:
     while done < most and (not done or time.perf_counter() - began < PATIENCE):
         done += os.write(file, block[: min(len(block), most - done)])
         os.fdatasync(file)
+        tick()
     return done // ALIGN * ALIGN or done
 
 

@@ -131,7 +131,7 @@ def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Work
         once: model or machine; its rates are stored.
         seconds: usual duration.
     """
-    text = f"measuring {what}, to predict the time of plans, once for this {once} (about {seconds})"
+    text = f"measuring {what}, for the plan, once for this {once} (about {seconds})"
     return activity("measuring", text, level=logging.INFO)
 
 

@@ -12,7 +12,7 @@ def plan_line(cost: Cost, prediction: Prediction) -> str:
     policy, shared = prediction.policy, cost.hardware.shared
     sizes = kind_bytes(cost.model, cost.workload, prediction)
     batches = 1 if policy.schedule == "row" else policy.num_gpu_batches
-    parts = [f"{kind} {size(sizes[kind])} in {_places(prediction, KINDS[kind], shared)}"
+    parts = [f"{kind} {size(sizes[kind])} ({_places(prediction, KINDS[kind], shared)})"
              for kind in ("weights", "KV cache")]  # fmt: skip
     block = count(batches * policy.gpu_batch_size, "sequence", "sequences")
     parts += [f"block of {block} ({count(batches, 'gpu_batch', 'gpu_batches')})",
@@ -30,4 +30,4 @@ def _places(prediction: Prediction, kind: str, shared: bool) -> str:
     used = {place_name(place, shared): x for place, x in shares.items() if x > 0}
     if len(used) == 1:
         return next(iter(used))
-    return " + ".join(f"{place} ({percent(x)})" for place, x in used.items())
+    return ", ".join(f"{place} {percent(x)}" for place, x in used.items())

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from flexengine.kernels import ReferenceKernels
 from flexengine.measure import kernels, store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
+from tests.helpers.listening import listening
 from tests.helpers.measuring import MB, books
 
 # Kernels.
@@ -97,10 +99,17 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
 def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | None) -> None:
     """Every figure positive, and the same after a way through JSON."""
     machine = at(kind, memory)
-    before, said = books(machine), list[str]()
-    found = store.measure_machine(machine, torch.float32, (), said.append).with_capacity(machine.capacity)
+    before = books(machine)
+    with listening() as heard:
+        found = store.measure_machine(machine, torch.float32, ()).with_capacity(machine.capacity)
     assert books(machine) == before
-    assert said
+    parts = ["the rates of disk and memory", "the rates of products and attention",
+             "how much computing and transfers slow each other"]  # fmt: skip
+    assert [re.sub(r"measuring (.*), for the plan, once for this machine \(about \d+ s\)", r"\1", text)
+            for text in heard.begun("measuring")] == parts  # fmt: skip
+    running = [record.text for record in heard if record.state == "running"]
+    assert len(running) > 5
+    assert set(running) == set(heard.begun("measuring"))
     assert found.measured
     assert found.kind == kind
     assert found.capacity == machine.capacity
