@@ -59,6 +59,8 @@ def test_the_outer_bar_comes_back() -> None:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
     monkeypatch.setattr("flexengine.activity.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "QUICK_SECONDS", 2.0)
+    monkeypatch.setattr(module, "LINE_SECONDS", 10.0)
     return now
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from flexengine import activity
 from flexengine.kernels import ReferenceKernels
 from flexengine.measure import kernels, store
 from flexengine.plan.hardware import Hardware
@@ -96,8 +97,11 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])
-def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | None) -> None:
-    """Every figure positive, and the same after a way through JSON."""
+def test_a_whole_machine(
+    at: Callable[..., Machine], kind: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every figure positive, and the same after a way through JSON. Each step reports itself, and that it goes on."""
+    monkeypatch.setattr(activity, "INTERVAL", 0.0)
     machine = at(kind, memory)
     before = books(machine)
     with listening() as heard:
@@ -108,8 +112,7 @@ def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | No
     assert [re.sub(r"measuring (.*), for the plan, once for this machine \(about \d+ s\)", r"\1", text)
             for text in heard.begun("measuring")] == parts  # fmt: skip
     running = [record.text for record in heard if record.state == "running"]
-    assert len(running) > 5
-    assert set(running) == set(heard.begun("measuring"))
+    assert all(running.count(text) > 3 for text in heard.begun("measuring"))
     assert found.measured
     assert found.kind == kind
     assert found.capacity == machine.capacity
