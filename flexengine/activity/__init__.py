@@ -18,6 +18,7 @@ INTERVAL = 0.5  # seconds between two reports of one activity
 MESSAGE = "message"  # name of a record that is a text only
 
 log = logging.getLogger("flexengine")
+State = Literal["began", "running", "done", "failed"]
 T = TypeVar("T")
 
 
@@ -43,7 +44,7 @@ class Activity:
     total: float | None = None
     unit: str = ""
     details: tuple[str, ...] = ()
-    state: Literal["began", "running", "done", "failed"] = "began"
+    state: State = "began"
     level: int = logging.DEBUG
 
 
@@ -59,35 +60,36 @@ class Work:
     """
 
     def __init__(self, listener: Listener | None, record: Activity) -> None:
-        self._listener, self._record = listener, record
+        self._listener, self._first = listener, record
+        self._done, self._total, self._details = record.done, record.total, record.details
         self._lock, self._ended = threading.RLock(), False
         self._due = time.monotonic() + INTERVAL
-        self._report()
+        self._report("began")
 
-    def _report(self) -> None:
+    def _report(self, state: State) -> None:
         if self._listener is not None:
-            self._listener(self._record)
-        elif self._record.state == "began":
-            log.log(self._record.level, "%s", self._record.text)
+            self._listener(
+                replace(self._first, done=self._done, total=self._total, details=self._details, state=state)
+            )
+        elif state == "began":
+            log.log(self._first.level, "%s", self._first.text)
 
     def advance(self, count: float = 1) -> None:
         """Add to the finished part."""
         with self._lock:
-            self.update(self._record.done + count)
+            self.update(self._done + count)
 
     def update(
         self, done: float | None = None, total: float | None = None, details: tuple[str, ...] | None = None
     ) -> None:
         """Change the given numbers; report them if the last report is at least INTERVAL seconds old."""
         with self._lock:
-            old = self._record
-            self._record = replace(
-                old, done=old.done if done is None else done, total=old.total if total is None else total,
-                details=old.details if details is None else details, state="running",
-            )  # fmt: skip
+            self._done = self._done if done is None else done
+            self._total = self._total if total is None else total
+            self._details = self._details if details is None else details
             if not self._ended and (now := time.monotonic()) >= self._due:
                 self._due = now + INTERVAL
-                self._report()
+                self._report("running")
 
     @property
     def due(self) -> bool:
@@ -99,8 +101,7 @@ class Work:
         with self._lock:
             if not self._ended:
                 self._ended = True
-                self._record = replace(self._record, state="failed" if failed else "done")
-                self._report()
+                self._report("failed" if failed else "done")
 
 
 _listener: ContextVar[Listener | None] = ContextVar("flexengine listener", default=None)

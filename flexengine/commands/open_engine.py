@@ -2,11 +2,13 @@
 
 import argparse
 import gc
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from flexengine.activity import activity
-from flexengine.commands.messages import say
+from flexengine.activity.terminal import is_terminal
+from flexengine.commands.messages import NORMAL, say, verbosity
 from flexengine.commands.progress import verified_line
 
 if TYPE_CHECKING:
@@ -17,6 +19,8 @@ if TYPE_CHECKING:
 def engine_class() -> "type[Engine]":
     """Import and return Engine, with garbage collection off: the collector would traverse all objects that torch and
     transformers define, find no garbage, and take a quarter of the import's time."""
+    if verbosity() < NORMAL or not is_terminal():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     collecting = gc.isenabled()
     gc.disable()
     try:

@@ -55,7 +55,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
                 errors.note(result)
         summary = dict(engine.summary)
     if not job.finished:
-        with activity("writing", f"writing {args.output}"):
+        with activity("writing", f"writing {args.output}", job.total, "rows"):
             job.end()
     say(last_line(job, args.output, summary))
     for line in detail_lines(summary) if summary else ():
