@@ -88,9 +88,12 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
 
 
 def summary_line(s: dict[str, Any]) -> str:
-    """Return rows, tokens, seconds and rate of a summary."""
-    return (f"{s['rows']} rows done, {s['failed']} failed; {s['prompt_tokens']} prompt and {s['generated_tokens']}"
-            f" generated tokens in {clock(s['total_seconds'])}: {digits(s['generated_tok_s'])} tok/s")  # fmt: skip
+    """Return the rows of a summary and, if there was a sweep, tokens, seconds and rate."""
+    rows = f"{s['rows']} rows done, {s['failed']} failed"
+    if not s["sweeps"]:
+        return rows
+    return (f"{rows}; {s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens in"
+            f" {clock(s['total_seconds'])}: {digits(s['generated_tok_s'])} tok/s")  # fmt: skip
 
 
 def detail_lines(s: dict[str, Any]) -> list[str]:
