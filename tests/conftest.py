@@ -22,7 +22,11 @@ if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
 
 import torch
 
+from flexengine.activity import terminal
 from tests.helpers.families import Family
+
+# Tests compare all that a command prints, on machines of any speed: work prints no line because it lasts.
+terminal.QUICK_SECONDS = terminal.LINE_SECONDS = float("inf")
 
 
 @pytest.fixture(scope="session")

@@ -70,7 +70,6 @@ def rates(asked: Asked) -> Record:
     with engine_of(asked) as engine:
         began = time.perf_counter()
         if asked.task == MEASURE:
-            engine.planner.say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
             hardware = engine.planner.hardware()
         else:
             hardware = assumed(engine.core.machine.kind, engine.core.machine.capacity)

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 
 from flexengine.commands.messages import say_error
+from flexengine.commands.progress import displayed
 from flexengine.errors import FlexError, RanOut
 from flexengine.job.streams import stdout_is_open
 
@@ -14,10 +15,12 @@ DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code. If the command raises an error, print the error and return its code."""
+    """Run a command, with its progress shown, and return its exit code. If the command raises an error, print the error
+    and return its code."""
     _occupy_closed_streams()
     try:
-        code = command()
+        with displayed():
+            code = command()
         sys.stdout.flush()
         return code
     except RanOut as error:  # memory ran out while the job was running; finished rows are in the journal

@@ -5,7 +5,6 @@ import json
 from collections.abc import Sequence
 
 from flexengine.commands.exit_codes import DONE, exit_code
-from flexengine.commands.messages import say
 from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
 from flexengine.commands.options import MODEL, add_machine
 from flexengine.commands.parser import Parser
@@ -48,7 +47,7 @@ def measure(args: argparse.Namespace) -> None:
     from flexengine.engine import planner as planners  # imported here, as it imports torch and --help must not
 
     opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None
-    hardware = planners.this_machine(machine_options(args), opened, args.again, say, args.dtype)
+    hardware = planners.this_machine(machine_options(args), opened, args.again, args.dtype)
     text = json.dumps(hardware.to_json(), indent=1)
     if args.save:
         write(args.save, text)

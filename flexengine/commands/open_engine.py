@@ -2,12 +2,15 @@
 
 import argparse
 import gc
+import os
 from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.messages import say
-from flexengine.commands.progress import verified
+from flexengine.activity import activity
+from flexengine.activity.terminal import is_terminal
+from flexengine.commands.messages import NORMAL, say, verbosity
+from flexengine.commands.progress import verified_line
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
@@ -20,10 +23,13 @@ if TYPE_CHECKING:
 def engine_class() -> "type[Engine]":
     """Import and return Engine, with garbage collection off: the collector would traverse all objects that torch and
     transformers define, find no garbage, and take a quarter of the import's time."""
+    if verbosity() < NORMAL or not is_terminal():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     collecting = gc.isenabled()
     gc.disable()
     try:
-        from flexengine.engine.engine import Engine
+        with activity("starting", "importing PyTorch and transformers"):
+            from flexengine.engine.engine import Engine
     finally:
         if collecting:
             gc.enable()
@@ -42,11 +48,10 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     engine = engine_class()(args.model, on_sweep=on_sweep, **options)
-    engine.planner.say = say
     if engine.core.machine.no_offload:
         say(f"nothing is offloaded to disk: {engine.core.machine.no_offload}")
     if engine.core.verifier:
-        say(f"verified {verified(vars(engine.core.verifier))}")
+        say(verified_line(vars(engine.core.verifier)))
     return engine
 
 

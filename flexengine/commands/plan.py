@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexengine import shipped
+from flexengine.activity import activity
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
@@ -123,7 +124,8 @@ def plan(args: argparse.Namespace) -> None:
         machine = opened.facts, hardware, work
         return _priced(*machine, given) if given is not None else search(*machine, options)
 
-    answer, largest, why = fitting(rows, planned)
+    with activity("planning", "searching the policy with the shortest predicted time"):
+        answer, largest, why = fitting(rows, planned)
     if message := left_out(rows, largest, why):
         say(message)
     name = f"{opened.source.name} ({lossy})" if lossy else opened.source.name
@@ -265,7 +267,6 @@ def _choose(
     if other is None:
         with closing(machine_options(args).machine()) as machine:
             planner = planners.Planner(machine, opened)
-            planner.say = say
             return planner.least_lossy(workload, among)
 
     def seconds(lossy: Lossy) -> float:
@@ -289,7 +290,6 @@ def _measured(
             check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
         planner = planners.Planner(machine, opened)
-        planner.say = say
         return planner.hardware()
 
 
@@ -326,5 +326,5 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
     refused = Refused()
     with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
-    refused.report(workload, args.input, say)
+    refused.report(workload, args.input)
     return workload

@@ -1,30 +1,63 @@
-"""Output of a run on standard error: a progress bar, row errors, and a last line."""
+"""Output of a command on standard error: progress, messages, row errors, and the result of a run."""
 
-import sys
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from flexengine.bar import Bar
+from flexengine.activity import Activity, message, reporting
+from flexengine.activity.terminal import Display
+from flexengine.commands.messages import NORMAL, verbosity
 from flexengine.config import Result
+from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 
 if TYPE_CHECKING:
-    from flexengine.engine.state import Progress
     from flexengine.job.resume import Job
 
 SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
 
 
-class JobBar:
-    """Progress bar in tokens, with rate, ETA, and the rows done and failed in this and earlier runs of the job."""
+class CommandDisplay(Display):
+    """Display of a command, with the plan of a job. With -q it prints errors only."""
 
-    def __init__(self, job: "Job") -> None:
-        self._job, self._failed = job, 0
+    def __init__(self) -> None:
+        super().__init__(level=logging.DEBUG)
 
-    def show(self, progress: "Progress") -> None:
-        """Show the state after a sweep."""
-        self._bar.total = progress.most
-        done, failed = self._done_before + progress.rows, self._failed_before + progress.failed
-        self._bar.set_postfix_str(f"{done} of {self._job.total} rows done, {failed} failed", refresh=False)
-        self._bar.update(progress.tokens - self._bar.n)
+    def __call__(self, record: Activity) -> None:
+        if verbosity() >= NORMAL or record.level >= logging.ERROR:
+            super().__call__(record)
+
+
+class _Handler(logging.Handler):
+    """Shows messages of the logger "flexengine", which come from threads that have no listener, in a display."""
+
+    def __init__(self, display: Display) -> None:
+        super().__init__(logging.WARNING)
+        self.display = display
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with reporting(self.display):
+            message(record.getMessage(), record.levelno)
+
+
+@contextmanager
+def displayed() -> Iterator[None]:
+    """Show all reports and messages of the block on standard error, as far as -q allows."""
+    display, log = CommandDisplay(), logging.getLogger("flexengine")
+    handler = _Handler(display)
+    log.addHandler(handler)
+    try:
+        with reporting(display):
+            yield
+    finally:
+        log.removeHandler(handler)
+
+
+class RowErrors:
+    """Prints the first errors of rows while a job runs."""
+
+    def __init__(self) -> None:
+        self._failed = 0
 
     def note(self, result: Result) -> None:
         """Print the error of a result, if it has one, up to SHOWN_ERRORS errors."""
@@ -32,57 +65,82 @@ class JobBar:
             return
         self._failed += 1
         if self._failed <= SHOWN_ERRORS:
-            self._bar.write(f"row {result.index}: {result.error}"[:300], file=sys.stderr)
+            message(f"row {result.index}: {result.error}"[:300], logging.ERROR)
         elif self._failed == SHOWN_ERRORS + 1:
-            self._bar.write("more rows failed; their errors are in the output", file=sys.stderr)
-
-    def __enter__(self) -> "JobBar":
-        self._done_before, self._failed_before = self._job.done, self._job.resumed - self._job.done
-        self._bar = Bar(unit="tok", smoothing=0.1)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
+            message("more rows failed; their errors are in the output", logging.ERROR)
 
 
 def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
-    """Return the last line of a run.
+    """Return the result of a run in one line.
 
     Args:
         summary: the engine's summary; empty if no row remained to be run.
     """
+    retry = "; --retry-errors runs those rows again" if job.failed and output else ""
     if summary:
-        return summary_line(summary)
+        return summary_line(summary) + retry + (f"; results are in {output}" if output else "")
     if not job.done and not job.failed:
         return f"0 rows done: {job.rows.path} has no rows"
     if not job.finished:
-        return f"{job.done} rows done, {job.failed} failed; all of them were in the journal"
-    failed = f"{job.failed} with errors" + ("; --retry-errors runs those rows again" if job.failed else "")
+        return f"{job.done} rows done, {job.failed} failed; all of them were in the journal; results are in {output}"
+    failed = f"{job.failed} with errors{retry}"
     return f"finished already: {job.total} rows in {output} ({failed}); --restart runs the job again"
 
 
 def summary_line(s: dict[str, Any]) -> str:
-    """Return a summary as one line of text."""
-    moved = ", ".join(f"{link} {n / 1e9:.2f} GB" for link, n in s["bytes"].items() if n) or "nothing"
-    peak = ", ".join(f"{tier} {n / 1e9:.2f} GB" for tier, n in s["peak_bytes"].items() if n)
-    busy = ", ".join(f"{lane} {share:.0%}" for lane, share in s["busy"].items())
-    return (
-        f"{s['rows']} rows done, {s['failed']} failed; {s['prompt_tokens']} prompt and"
-        f" {s['generated_tokens']} generated tokens;"
-        f" prefill {s['prefill_seconds']:.2f} s, decode {s['decode_seconds']:.2f} s:"
-        f" {s['generated_tok_s']:.1f} tok/s; moved {moved}; peak {peak}; busy {busy}{_prediction(s.get('plan'))}"
-        + (f"; verified {verified(checked)}" if (checked := s.get("verified")) else "")
-    )
+    """Return the rows of a summary and, if there was a sweep, tokens, seconds and rate."""
+    rows = f"{s['rows']} rows done, {s['failed']} failed"
+    if not s["sweeps"]:
+        return rows
+    return (f"{rows}; {s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens in"
+            f" {clock(s['total_seconds'])}: {digits(s['generated_tok_s'])} tok/s")  # fmt: skip
 
 
-def _prediction(plan: dict[str, Any] | None) -> str:
-    """Return the predicted seconds and their errors as text; "" if the rates were not measured."""
-    if not plan or not plan["measured"]:
+def detail_lines(s: dict[str, Any]) -> list[str]:
+    """Return the other numbers of a summary, for -v."""
+    shared = s["device"] == "cpu"
+    shares = sorted(s["busy"].items(), key=lambda item: -item[1])
+    busy = ", ".join(f"{_lane(lane, shared)} {percent(share)}" for lane, share in shares)
+    moved = ", ".join(f"{_lane(lane, shared)} {size(n)}" for lane, n in s["bytes"].items() if n)
+    peak = ", ".join(f"{place_name(place, shared)} {size(n)}" for place, n in s["peak_bytes"].items() if n)
+    lines = [
+        f"time: {clock(s['load_seconds'])} before the first sweep, {clock(s['prefill_seconds'])} in sweeps with"
+        f" prompts, {clock(s['decode_seconds'])} in {'the other sweeps' if s['prefill_seconds'] else 'sweeps'}",
+        f"lanes were busy: {busy or 'none'}",
+        f"moved: {moved or 'nothing'}",
+        f"most memory: {peak}",
+    ]
+    lines += [checked] if (checked := verified_line(s.get("verified"))) else []
+    return lines + ([told] if (told := prediction_words(s)) else [])
+
+
+def prediction_words(s: dict[str, Any]) -> str:
+    """Return how well the time of a job was predicted; "" if rates were not measured or the job was too short."""
+    from flexengine.plan.feedback import MAX_RELATIVE_ERROR, MIN_JOB_SECONDS, MIN_JOB_SWEEPS
+
+    plan = s.get("plan")
+    if not plan or not plan["measured"] or s["sweeps"] < MIN_JOB_SWEEPS or s["total_seconds"] < MIN_JOB_SECONDS:
         return ""
-    off = [f"{lane} {x['predicted'] / x['measured'] - 1:+.0%}" for lane, x in plan["lanes"].items() if x["measured"]]
-    return f"; predicted {plan['predicted_seconds']:.1f} s for these sweeps ({plan['error']:+.0%}; {', '.join(off)})"
+    took, predicted = plan["measured_seconds"], plan["predicted_seconds"]
+    text = f"took {clock(took)}, predicted {clock(predicted)}"
+    if abs(predicted / took - 1) <= MAX_RELATIVE_ERROR:
+        return text
+    sign = 1 if took > predicted else -1
+    lanes = {lane: x for lane, x in plan["lanes"].items() if x["measured"] or x["predicted"]}
+    worst = max(lanes, key=lambda lane: sign * (lanes[lane]["measured"] - lanes[lane]["predicted"]), default=None)
+    if worst is None or sign * (lanes[worst]["measured"] - lanes[worst]["predicted"]) <= 0:
+        return text
+    return (f"{text}: the largest difference is in {_lane(worst, s['device'] == 'cpu')}, which took"
+            f" {clock(lanes[worst]['measured'])}, predicted {clock(lanes[worst]['predicted'])}")  # fmt: skip
 
 
-def verified(checked: dict[str, Any]) -> str:
-    """Return the files, bytes and seconds of checksum comparisons as text."""
-    return f"{checked['files']} files, {checked['bytes'] / 1e9:.2f} GB, in {checked['seconds']:.1f} s"
+def _lane(lane: str, shared: bool) -> str:
+    return "reading weights into memory" if lane == "loading" else lane_name(lane, shared)
+
+
+def verified_line(checked: dict[str, Any] | None) -> str:
+    """Return the files, bytes and seconds of checksum comparisons as text; "" if there were none."""
+    if not checked:
+        return ""
+    files, nbytes = count(checked["files"], "file", "files"), size(checked["bytes"])
+    return f"verified {files}, {nbytes}, in {clock(checked['seconds'])}"

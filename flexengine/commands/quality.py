@@ -330,13 +330,11 @@ def report(args: argparse.Namespace) -> int:
     from flexengine.engine.engine import Engine  # imported here, as it imports torch and --help must not
 
     def make(lossy: Lossy) -> Engine:
-        engine = Engine(
+        return Engine(
             args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
             offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
             allow_symlinks=args.allow_symlinks, lossy=lossy,
         )  # fmt: skip
-        engine.planner.say = say
-        return engine
 
     measured = []
     named = any(vars(args).get(name) for name in _ALL)

@@ -151,7 +151,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows, open_engine(args) as engine:
         refused = Refused()
         workload = engine.reader.survey(rows, params, refused)
-        refused.report(workload, args.input, say)
+        refused.report(workload, args.input)
         planner = engine.planner
         planner.choose_lossy(workload)
         planner.check(workload)  # raises OutOfMemory before measuring if no row fits

@@ -1,12 +1,11 @@
 """A job of `flexengine.run`: the engine is opened, the job is run, and its progress is printed."""
 
 import argparse
-import sys
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.messages import say
+from flexengine.commands.messages import detail, say
 from flexengine.commands.open_engine import open_engine
-from flexengine.commands.progress import JobBar, last_line
+from flexengine.commands.progress import RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
 
 if TYPE_CHECKING:
@@ -22,18 +21,18 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
 
     if note := job.take_note():
         say(note)
-    bar = JobBar(job)
+    errors = RowErrors()
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
-        bar.show(progress)
 
     with open_engine(args, sweep_ended) as engine:
         running = FileJob(engine, job, params, args.prompt_column)
         if running.begin():
-            with bar:
-                for result in running.results():
-                    bar.note(result)
+            for result in running.results():
+                errors.note(result)
     summary = running.end().to_json()
-    print(last_line(job, args.output, summary if running.ran else {}), file=sys.stderr)
+    say(last_line(job, args.output, summary if running.ran else {}))
+    for line in detail_lines(summary) if running.ran else ():
+        detail(line)
     return summary if running.ran else {"job": summary["job"]}

@@ -7,10 +7,13 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from flexengine.activity import Listener, reported, reporting
+from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
 from flexengine.engine.calibration import Calibrator, ExactEngine
 from flexengine.engine.core import Core
+from flexengine.engine.generating import JobRows
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
@@ -30,31 +33,35 @@ class BaseEngine(ABC):
         options: the options that were given.
         on_sweep: see EngineOptions; may be changed between jobs.
         core: the opened model and machine.
-        planner: chooses the policy of each job; `planner.say` is called with messages.
+        planner: chooses the policy of each job.
         calibrator: measures importances, if weights are calibrated.
         reader: encodes prompts.
         load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
+        job_rows: rows of the job of which the next stream is a part, for its progress reports.
+        listener: receives reports of progress, and messages; None for the logger.
     """
 
     def __init__(self, options: EngineOptions) -> None:
         """Open the model. Raise as `Engine`."""
         self.options = options
-        self.core = core = Core(options)
+        self.listener = listener_of(options.progress)
+        with reporting(self.listener):
+            self.core = core = Core(options)
         self.planner = Planner(
             core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         )
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
-        self.calibrator = Calibrator(core, self._exact, lambda message: self.planner.say(message))
+        self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
         self.on_sweep = options.on_sweep
-        self.load_first = False
+        self.load_first, self.job_rows = False, JobRows()
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None
         self._closed = False
         self._lock = threading.Lock()
 
     @abstractmethod
-    def _exact(self) -> ExactEngine:
+    def _exact(self, progress: Listener) -> ExactEngine:
         """Return an engine for the same model with the checkpoint's own weights."""
 
     def __enter__(self) -> Self:
@@ -93,11 +100,13 @@ class BaseEngine(ABC):
     @property
     def switches(self) -> dict[str, Any]:
         """Return the lossy switches that are set, as a job's manifest names them."""
-        return fingerprint.switches(self.core, self.calibrator)
+        with reporting(self.listener):
+            return fingerprint.switches(self.core, self.calibrator)
 
     def fingerprint(self, known_files: Mapping[str, Any]) -> dict[str, Any]:
         """Return what a resumed job compares of this engine; see `engine.fingerprint`."""
-        return fingerprint.fingerprint(self.core, known_files)
+        with reporting(self.listener):
+            return fingerprint.fingerprint(self.core, known_files)
 
     def use(self, lossy: Lossy) -> None:
         """Set the lossy switches and drop loaded weights. The planner no longer chooses. Raise InvalidInput for
@@ -111,12 +120,14 @@ class BaseEngine(ABC):
         """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
         full."""
         self._check_open()
-        _ = self.core.opened.origins
+        with reporting(self.listener):
+            _ = self.core.opened.origins
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
         self._check_open()
-        return self.planner.layout(workload, self.core.resident)
+        with reporting(self.listener):
+            return self.planner.layout(workload, self.core.resident)
 
     def close(self) -> None:
         """End the running job, if any, and free memory and files. Further calls do nothing.
@@ -185,8 +196,9 @@ class BaseEngine(ABC):
     ) -> Generator[Result]:
         with self._lock:
             self._check_idle()
-            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first)
-            self._running = running = self._job.results(prompts, params)
+            self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
+                            self.job_rows)  # fmt: skip
+            self._running = running = reported(self.listener, self._job.results(prompts, params))
         try:
             yield from running
             if self._running is not running:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ import torch
 from torch import Tensor
 
 from flexengine import texts
+from flexengine.activity import Activity, Listener, activity
 from flexengine.config import Result
 from flexengine.engine.core import Core
+from flexengine.engine.generating import GENERATING
 from flexengine.engine.planner import Planner
 from flexengine.errors import InvalidInput
 from flexengine.lossy import BUNDLED
@@ -95,19 +98,16 @@ class Calibration:
 
 
 class Calibrator:
-    """Importances of the weights of an engine's model, measured once by an engine that runs the exact model.
+    """Importances of the weights of an engine's model, measured once by an engine that runs the exact model."""
 
-    Attributes:
-        say: called with a message before the exact model reads the text.
-    """
-
-    def __init__(self, core: Core, exact_engine: Callable[[], "ExactEngine"], say: Callable[[str], None]) -> None:
+    def __init__(self, core: Core, exact_engine: Callable[[Listener], "ExactEngine"]) -> None:
         """Check that the text can be read. Raise InvalidInput if it cannot.
 
         Args:
-            exact_engine: return an engine for the same model with the checkpoint's own weights.
+            exact_engine: return an engine for the same model with the checkpoint's own weights, which reports to a
+                listener.
         """
-        self.core, self.exact_engine, self.say = core, exact_engine, say
+        self.core, self.exact_engine = core, exact_engine
         if core.lossy.calibrate:
             check(core.lossy.calibrate, core.tokenizer)
 
@@ -129,10 +129,16 @@ class Calibrator:
     def _measure(self) -> dict[str, Tensor]:
         assert self.text is not None
         tokens = sum(map(len, self.text.rows))
-        self.say(f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens")
-        with self.exact_engine() as engine:
-            engine.planner.prefill_tokens = PIECE
-            return self.text.measure(engine.core.skeleton, engine.score)
+        text = f"calibrating, once for this model and text: the exact model reads {tokens:,} tokens"
+        with activity("calibrating", text, level=logging.INFO) as work:
+
+            def follow(record: Activity) -> None:
+                if record.name == GENERATING:
+                    work.update(record.done, record.total)
+
+            with self.exact_engine(follow) as engine:
+                engine.planner.prefill_tokens = PIECE
+                return self.text.measure(engine.core.skeleton, engine.score)
 
 
 class ExactEngine(Protocol):

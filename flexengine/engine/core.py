@@ -5,6 +5,7 @@ import contextlib
 import torch
 
 from flexengine import kernels
+from flexengine.activity import activity
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.stages import JobResources, Stage
 from flexengine.engine.summary import Summary, Verified
@@ -57,12 +58,13 @@ class Core:
         self.trace = Trace(options.trace) if options.trace else None
         self.verifier = Verifier() if options.verify else None
         name = str(options.model) if options.model is not None else None
-        self.opened = open_model(
-            name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
-            verifier=self.verifier, layers=layers, allow_symlinks=options.allow_symlinks,
-        )  # fmt: skip
-        self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
-        self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
+        with activity("opening", f"opening {name or 'the demo model'}"):
+            self.opened = open_model(
+                name, options.dtype, self.machine.kind, options.trust_remote_code, lossy=options.lossy,
+                verifier=self.verifier, layers=layers, allow_symlinks=options.allow_symlinks,
+            )  # fmt: skip
+            self.source, self.skeleton, self.dtype = self.opened.source, self.opened.skeleton, self.opened.dtype
+            self.tokenizer = load_tokenizer(self.source.directory, options.trust_remote_code)
         self.eos = eos_tokens(self.source.directory, self.skeleton.config)
         kernels.load()  # tiers convert with the CPU's kernels, also with a GPU: build them before lanes start
         self.kernels = kernels.load_for(self.machine.compute)

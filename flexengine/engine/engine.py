@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
+from flexengine.activity import Listener
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine.base import BaseEngine
 from flexengine.engine.file_job import FileJob
@@ -56,8 +57,8 @@ class Engine(BaseEngine):
         """
         super().__init__(EngineOptions(*args, **options))
 
-    def _exact(self) -> "Engine":
-        return Engine(**vars(self.options.exact(self.planner.known())))
+    def _exact(self, progress: Listener) -> "Engine":
+        return Engine(**vars(self.options.exact(self.planner.known(), progress)))
 
     @overload
     def generate(self, prompts: Row, params: SamplingParams | None = None) -> Result: ...

@@ -10,7 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
+from flexengine.activity import activity, message, reporting
 from flexengine.config import Result, SamplingParams
+from flexengine.engine.generating import JobRows
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput, OutOfMemory
@@ -35,7 +37,7 @@ class FileJob:
         """Run a job on an engine.
 
         Args:
-            job: an open job. Its messages, and those of this class, go to `engine.planner.say`.
+            job: an open job. Its messages, and those of this class, are reported to `engine.listener`.
             params: sampling parameters of rows without fields of these names.
             prompt_column: the column that `job.rows` was opened with.
         """
@@ -46,10 +48,11 @@ class FileJob:
 
     def run(self) -> Summary:
         """Run the rows that remain, write the output file, and return the summary. Raise as `Engine.run_job`."""
-        self.begin()
-        for _ in self.results():
-            pass
-        return self.end()
+        with reporting(self.engine.listener):
+            self.begin()
+            for _ in self.results():
+                pass
+            return self.end()
 
     def begin(self) -> bool:
         """Compare this run with the run that began the job, and use its choices. Return whether rows remain.
@@ -64,7 +67,7 @@ class FileJob:
         self._rows = job.begin(self._manifest, engine.core.source.name)
         self._say_note()
         if job.resumed:
-            engine.planner.say(f"{job.resumed} of {job.total} rows were done before")
+            message(f"{job.resumed} of {job.total} rows were done before")
         if engine.options.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
             self._check_cache(job.settings.get("cache", ""))
@@ -77,6 +80,7 @@ class FileJob:
         if not self._rows or not self.job.total:
             return
         self.ran = True
+        self.engine.job_rows = JobRows(self.job.total, self.job.done, self.job.resumed - self.job.done)
         found = self.engine.stream(self._rows, self.params)
         with self._saving(), self._same_cuts(), contextlib.closing(found):
             for result in found:
@@ -88,13 +92,14 @@ class FileJob:
         """Write the output file, and return the summary. The engine may be closed before."""
         job, engine = self.job, self.engine
         if not job.finished:
-            job.end()
+            with activity("writing", "writing the results", job.total, "rows"):
+                job.end()
         counts = JobCounts(job.total, job.done, job.failed, job.resumed)
         return replace(engine.summary if self.ran else engine.core.empty_summary(), job=counts)
 
     def _say_note(self) -> None:
         if note := self.job.take_note():
-            self.engine.planner.say(note)
+            message(note)
 
     @contextlib.contextmanager
     def _saving(self) -> Iterator[None]:
@@ -126,7 +131,7 @@ class FileJob:
         planner, began = self.engine.planner, self.job.settings.get("prefill_tokens")
         policy, tokens = planner.policy, planner.prefill_tokens
         if planner.keep_prefill(began):
-            planner.say(f"prefill_tokens stays {began}, with which the job began")
+            message(f"prefill_tokens stays {began}, with which the job began")
         try:
             yield
         finally:

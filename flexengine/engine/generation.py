@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flexengine.config import Completion, Result
+from flexengine.engine.generating import Generating
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import Progress
 from flexengine.job.prompts import Request
@@ -67,13 +68,14 @@ class Generation:
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
         progress: updated after every sweep.
+        reports: told about every sweep.
     """
 
     def __init__(
-        self, resources: JobResources, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], progress: Progress
+        self, resources: JobResources, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], reports: Generating
     ) -> None:
-        self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, progress
-        self.feed = feed
+        self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, reports.progress
+        self.feed, self.reports = feed, reports
         self._more = True
         self._bad: deque[Result] = deque()
         self._texts: dict[int, Text] = {}
@@ -113,6 +115,7 @@ class Generation:
             progress.rows += sum(result.error is None for result in results)
             if on_sweep:
                 on_sweep(progress)
+            self.reports.end_sweep()
             yield from results
 
     def _note(self, swept: Swept, seconds: float) -> None:
@@ -187,7 +190,7 @@ class Generation:
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
         self.progress.tokens += len(sweeps.joined)
         over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
-        seconds = [stage.sweep(batches, sweeps, self._texts) for stage in resources.stages]
+        seconds = self._stages(batches)
         sampled = {s: token for s, token in resources.stages[-1].worker.sampled.items() if s not in over}
         self._first.update((s, sampled.pop(s)) for s in sampled.keys() - sweeps.live.keys())
         stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
@@ -196,6 +199,15 @@ class Generation:
         for sequence in ended:
             resources.release(sequence)
         return Swept(batches, ended, prefill, seconds)
+
+    def _stages(self, batches: list[Batch]) -> list[float]:
+        """Compute the sweep in every stage. Return the seconds of each."""
+        seconds, sweeps = list[float](), self.resources.sweeps
+        self.reports.begin_sweep([stage.cells(batches) for stage in self.resources.stages], len(sweeps.live))
+        for number, stage in enumerate(self.resources.stages):
+            self.reports.begin_stage(number)
+            seconds.append(stage.sweep(batches, sweeps, self._texts))
+        return seconds
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
         """Append a token to a sequence. Return whether it was the last one."""

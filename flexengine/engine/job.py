@@ -9,15 +9,17 @@
 If memory runs out, `prepare` and `run` are repeated with a smaller layout.
 """
 
+import logging
 import time
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence, Sized
 from dataclasses import replace
 from typing import Any
 
+from flexengine.activity import activity, listener, message
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
+from flexengine.engine.generating import Generating, JobRows, best_read_rate
 from flexengine.engine.generation import Generation
 from flexengine.engine.planner import Plan, Planner
 from flexengine.engine.recovery import REPLANS, exhausted, given_too_large, replanned
@@ -28,6 +30,8 @@ from flexengine.engine.survey import Reader
 from flexengine.errors import OutOfMemory
 from flexengine.job.prompts import Request
 from flexengine.job.rows import Row
+from flexengine.places import is_disk
+from flexengine.plan.brief import plan_line
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
@@ -51,9 +55,10 @@ class Job:
         reader: Reader,
         on_sweep: Callable[[Progress], None] | None = None,
         load_first: bool = False,
+        rows: JobRows | None = None,
     ) -> None:
         self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
-        self.on_sweep, self.load_first = on_sweep, load_first
+        self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows or JobRows()
         self.layout: Layout | None = None
         self.summary = core.empty_summary()
 
@@ -63,12 +68,15 @@ class Job:
         """Yield results as rows finish. Raise as `Engine.stream`."""
         if iter(prompts) is prompts:  # an iterator can be iterated only once
             prompts = list(prompts)
+        if self.rows.total is None and isinstance(prompts, Sized):
+            self.rows = replace(self.rows, total=len(prompts))
         workload = self.reader.survey(prompts, params)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)
         tokens = sum(n * times for (_, n), times in plan.workload.sizes.items())
         state = JobState(self._requests(prompts, params, plan), Progress(most=tokens))
         if plan.layout is not None:
+            self._report_plan(plan.workload, plan.layout)
             yield from self._run(plan.workload, plan.layout, state)
             return
         for row in state.feed:
@@ -76,6 +84,11 @@ class Job:
             state.progress.failed += 1
             yield Result(row.index, error=row.error, prompt=row.prompt)
         self.summary = self._summarise(state, None)
+
+    def _report_plan(self, workload: Workload, layout: Layout) -> None:
+        if listener() is not None:
+            cost, kept = self.planner.cost(workload), self.core.resident == layout.policy
+            message(plan_line(cost, cost.predict(layout, 0.0 if kept else 1.0)), logging.DEBUG)
 
     def _requests(
         self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], plan: Plan
@@ -103,9 +116,8 @@ class Job:
             except OutOfMemory as error:
                 raise exhausted(lack, layout, replans, error) from error
             replans += 1
-            message = replanned(lack, layout, smaller, state.rows, replans)
-            state.replanned.append(message)
-            self.planner.say(message)
+            state.replanned.append(replanned(lack, layout, smaller, state.rows, replans))
+            message(state.replanned[-1], logging.WARNING)
             layout = smaller
 
     def _attempt(self, watch: Watch, state: JobState) -> Generator[Result, None, Shortage | None]:
@@ -119,15 +131,19 @@ class Job:
             return resources
         self.layout = watch.layout
         core = self.core
-        generation = Generation(resources, state.feed, core.tokenizer, core.eos, state.progress)
+        reports = self._reports(resources, state, watch)
+        generation = Generation(resources, state.feed, core.tokenizer, core.eos, reports)
         lack: Shortage | None = None
+        failed = True
         try:
             with resources:
                 yield from generation.run(self.on_sweep)
+            failed = False
         except Shortage as error:
             lack = error.with_traceback(None)
             state.restart(generation.unfinished(), generation.feed)
         finally:
+            reports.end(failed)
             resources.close()
             core.machine.give_back()
             for stage in resources.stages:
@@ -138,6 +154,15 @@ class Job:
             self.planner.learn(watch)
         return lack
 
+    def _reports(self, resources: JobResources, state: JobState, watch: Watch) -> Generating:
+        disks = [tier for place, tier in self.core.machine.tiers.items() if is_disk(place)]
+        reports = Generating(
+            listener(), state.progress, self.rows, lambda: sum(disk.bytes_read for disk in disks),
+            best_read_rate(watch.cost.hardware), resources.pending_bytes,
+        )  # fmt: skip
+        resources.watch(reports.look)
+        return reports
+
     def _prepare(self, watch: Watch, state: JobState) -> JobResources | Shortage:
         """Return the resources of the sweeps, or the shortage if their allocation ran out of memory."""
         core, began = self.core, time.perf_counter()
@@ -145,7 +170,8 @@ class Job:
             _ = core.opened.origins  # calibrates with a second engine, so before this engine allocates memory
         core.machine.give_back()  # memory that planning freed
         try:
-            resources = core.prepare(watch, self.load_first)
+            with activity("allocating", "allocating the memory of the plan"):
+                resources = core.prepare(watch, self.load_first)
         except Exception as error:
             if (lack := shortage(error, core.machine.kind == "cuda")) is None:
                 forget_variables(error)
@@ -157,12 +183,12 @@ class Job:
         return resources
 
     def _write_trace(self) -> None:
-        """Write the trace, if any. Warn if it cannot be written, so that the job still returns its results."""
+        """Write the trace, if any. Report it if it cannot be written, so that the job still returns its results."""
         try:
             if self.core.trace:
                 self.core.trace.write()
         except OSError as error:
-            warnings.warn(f"the trace is lost: {error}", RuntimeWarning, stacklevel=2)
+            message(f"the trace is lost: {error}; the results are complete", logging.WARNING)
 
     def _summarise(self, state: JobState, watch: Watch | None) -> Summary:
         """Return the summary of the job so far."""

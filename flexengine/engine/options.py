@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+from flexengine.activity import Listener
 from flexengine.config import cache_root, parse_size, shown
 from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
@@ -87,6 +88,10 @@ class EngineOptions(MachineOptions):
         lossy: switches whose results differ from the checkpoint's own numbers.
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
+        progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
+            nothing; messages go to the logger "flexengine". A function is called with an `activity.Activity` at the
+            start and the end of long work, and about twice a second meanwhile, possibly from another thread, one call
+            at a time. None is True if standard error is a terminal, else False.
 
     Raises:
         InvalidInput: a value has the wrong type or is not allowed, or two options exclude each other.
@@ -104,6 +109,7 @@ class EngineOptions(MachineOptions):
     lossy: Lossy = EXACT
     allow: Sequence[str] = ()
     verify: bool = False
+    progress: bool | Listener | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,16 +126,20 @@ class EngineOptions(MachineOptions):
         if self.allow and (self.lossy or self.policy is not None):
             raise InvalidInput("allow cannot be combined with lossy or policy, which fix what the planner would choose;"
                                " remove one of them")  # fmt: skip
+        if not (isinstance(self.progress, bool | None) or callable(self.progress)):
+            kind = type(self.progress).__name__
+            raise InvalidInput(f"progress is {kind}; it must be True, False, None or a function")
         named_dtype(self.dtype)
 
-    def exact(self, hardware: Hardware) -> "EngineOptions":
+    def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.
 
         Args:
             hardware: rates to plan with. An engine with given rates corrects no stored rates.
+            progress: receives its reports.
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
-                       verify=False)  # fmt: skip
+                       verify=False, progress=progress)  # fmt: skip
 
 
 def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

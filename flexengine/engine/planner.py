@@ -1,10 +1,12 @@
 """Planning for a model on a machine: a search for the policy, with rates that are measured for long jobs."""
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.options import MachineOptions
 from flexengine.engine.survey import Reader, Refused
@@ -28,8 +30,6 @@ from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.tier.machine import Machine
 from flexengine.worker.opened import Opened
-
-Say = Callable[[str], None]
 
 SAVING = 0.95  # a lossier choice must take less than this share of the predicted seconds
 SPARED, MOST_SPARED = 1 / 16, 1 / 4  # after an out-of-memory error a tier's budget becomes 3/4 to 15/16 of its bookings
@@ -63,7 +63,6 @@ class Planner:
         choices: lossy switches that the planner may choose from for the first job; () leaves them as they are.
         unsuited: why the model or machine cannot use the first unusable switch that the user allowed; None if it can
             use all.
-        say: called with a message before steps that take long.
     """
 
     def __init__(
@@ -92,14 +91,6 @@ class Planner:
         allowed = choices(allow) if allow else ()
         self.choices = tuple(each for each in allowed if opened.refusal(each) is None)
         self.unsuited = next(filter(None, map(opened.refusal, allowed)), None)
-
-    @property
-    def say(self) -> Say:
-        return self.opened.say
-
-    @say.setter
-    def say(self, say: Say) -> None:
-        self.opened.say = say
 
     def use(self, lossy: Lossy) -> None:
         """Plan with these switches from now on."""
@@ -130,8 +121,8 @@ class Planner:
         chosen = self.least_lossy(workload, self.choices)
         self.choices = ()
         if self.unsuited:
-            self.say(f"not considered: {self.unsuited}")
-        self.say(f"chosen: {chosen}; flexengine quality shows what that costs")
+            message(f"not considered: {self.unsuited}")
+        message(f"chosen: {chosen}; flexengine quality shows what that costs")
 
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
         """Set and return the switches with the shortest predicted time; see `least_lossy` below."""
@@ -181,11 +172,12 @@ class Planner:
         """
         facts, known = self.opened.facts, self.known()
         options = replace(options or Options(), overlap=self.overlap)
-        first = search(facts, known, workload, options)
-        complete = self._hardware is not None or store.knows(known, facts)
-        if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
-            return first
-        return search(facts, self.hardware(), workload, options)
+        with activity("planning", "searching the policy with the shortest predicted time"):
+            first = search(facts, known, workload, options)
+            complete = self._hardware is not None or store.knows(known, facts)
+            if complete or not measure or first.best.seconds < MIN_JOB_SECONDS:
+                return first
+            return search(facts, self.hardware(), workload, options)
 
     def choose(
         self,
@@ -274,12 +266,12 @@ class Planner:
 
     def hardware(self) -> Hardware:
         """Return the rates of this machine and of this model on it. Measure rates that are not stored. If measuring
-        fails, call `say` with the reason and return `known()`."""
+        fails, report the reason and return `known()`."""
         if self._hardware is None:
             try:
-                self._hardware = store.obtain(self.machine, self.opened, measure=True, say=self.say)
+                self._hardware = store.obtain(self.machine, self.opened, measure=True)
             except (FlexError, OSError) as error:
-                self.say(f"not measured: {error}")
+                message(f"not measured: {error}", logging.WARNING)
         self._hardware = self._hardware or self.known()
         return self._hardware
 
@@ -326,7 +318,6 @@ def this_machine(
     options: MachineOptions,
     opened: Opened | None,
     again: bool = False,
-    say: Say | None = None,
     dtype: str | None = None,
 ) -> Hardware:
     """Return this machine's rates and, with a model, the rates of the model on it. Measure rates that are not stored.
@@ -334,15 +325,14 @@ def this_machine(
     Args:
         opened: the model; None measures the machine alone.
         again: measure stored rates again, too.
-        say: called with messages.
         dtype: dtype of activations if there is no model; None takes the machine's default.
     """
     computing = named_dtype(dtype)
     machine = options.machine()
-    if machine.no_offload and say:
-        say(f"nothing is offloaded to disk: {machine.no_offload}")
+    if machine.no_offload:
+        message(f"nothing is offloaded to disk: {machine.no_offload}")
     try:
-        hardware = store.obtain(machine, opened, True, say, again, computing)
+        hardware = store.obtain(machine, opened, True, again, computing)
         assert hardware is not None
         return hardware
     finally:

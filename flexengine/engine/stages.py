@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -40,6 +40,10 @@ class Stage:
     def layout(self) -> Layout:
         """The layout under which memory is allocated."""
         return self.watch.layout
+
+    def cells(self, batches: Sequence[Batch]) -> int:
+        """Return the number of cells of a sweep of this stage."""
+        return len(self.program.streamed) * len(batches)
 
     def sweep(self, batches: list[Batch], sweeps: Sweeps, texts: Mapping[int, Text]) -> float:
         """Compute one sweep of this stage. Return its seconds.
@@ -87,6 +91,16 @@ class JobResources:
     def cuda(self) -> bool:
         """Whether a stage computes on a CUDA GPU."""
         return any(stage.worker.weights.machine.kind == "cuda" for stage in self.stages)
+
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of weights that the first sweep reads into memory."""
+        return sum(stage.worker.weights.pending_bytes for stage in self.stages)
+
+    def watch(self, look: Callable[[int], None]) -> None:
+        """Call `look` during sweeps; see `Executor`."""
+        for stage in self.stages:
+            stage.executor.look = look
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         """Take KV pages in every stage until the sequence can hold `tokens` tokens."""

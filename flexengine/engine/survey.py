@@ -1,9 +1,10 @@
 """Conversion of prompts to requests, and the survey: a count of all rows by size, before the job is planned."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
 
+from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.prompts import Request, encode
@@ -32,8 +33,8 @@ class Refused:
         """Count a row that cannot be run."""
         self.count, self.first = self.count + 1, self.first or row.error or ""
 
-    def report(self, workload: Workload, name: str, say: Callable[[str], None]) -> None:
-        """Call `say` with the number of rows that cannot be run, if any.
+    def report(self, workload: Workload, name: str) -> None:
+        """Report the number of rows that cannot be run, if any, as a message.
 
         Args:
             workload: the rows that can be run.
@@ -45,7 +46,7 @@ class Refused:
         if not workload.count:
             raise InvalidInput(f"{name} has no row that can be run; {self if self else 'it is empty'}")
         if self:
-            say(str(self))
+            message(str(self))
 
 
 class Reader:
@@ -106,9 +107,13 @@ class Reader:
         for each in [params] if isinstance(params, SamplingParams) else params:
             self.check(each)
         sizes: Counter[tuple[int, int]] = Counter()
-        for item in self.requests(prompts, params):
-            if isinstance(item, Request):
-                sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
-            elif refused is not None:
-                refused.note(item)
+        total = len(prompts) if isinstance(prompts, Sized) else None
+        text = "tokenizing all prompts, as the plan depends on their lengths"
+        with activity("tokenizing", text, total, "rows") as work:
+            for item in self.requests(prompts, params):
+                work.advance()
+                if isinstance(item, Request):
+                    sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
+                elif refused is not None:
+                    refused.note(item)
         return Workload(sizes)

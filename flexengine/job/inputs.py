@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from flexengine.activity import advance
 from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.documents import InvalidJson, elements, is_document
@@ -108,6 +109,7 @@ def survey(rows: Iterable[Row]) -> int:
     total, hashes = 0, array("q")
     for row in rows:
         total += 1
+        advance()
         if row.custom_id:
             hashes.append(hash(row.custom_id))
     if repeated := openai.duplicate_ids(rows, hashes):

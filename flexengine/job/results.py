@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from flexengine.activity import advance
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.openai import batch_line
@@ -222,6 +223,7 @@ def write_output(
         with part.open("xb") as file:
             for row, result in zip(rows, results, strict=True):
                 file.write(encode(row, result))
+                advance()
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, target)

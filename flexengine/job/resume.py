@@ -10,6 +10,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any
 
+from flexengine.activity import activity
 from flexengine.config import Result
 from flexengine.errors import InvalidInput
 from flexengine.job.inputs import Rows, survey
@@ -349,7 +350,8 @@ def open_job(
         InvalidInput: OpenAI batch lines share a custom_id, an argument needs a journal, another process writes this
             output, or the output file exists but its journal does not.
     """
-    total = survey(rows)
+    with activity("reading", f"reading {rows.path}", unit="rows"):
+        total = survey(rows)
     if output is not None and journal_path(output) is not None:
         return JournalJob(rows, total, output, restart, retry_errors)
     if restart or retry_errors:

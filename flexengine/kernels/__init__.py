@@ -1,12 +1,13 @@
 """Implementations of `base.Kernels`: `load` returns the fastest one for the CPU, `load_for` the one for a device."""
 
+import logging
 import os
-import warnings
 from functools import cache
 from threading import Lock
 
 import torch
 
+from flexengine.activity import message
 from flexengine.errors import InvalidInput
 from flexengine.kernels.base import Kernels
 from flexengine.kernels.build import BuildFailed
@@ -29,7 +30,7 @@ def _load_cuda() -> Kernels:
 
 
 def load() -> Kernels:
-    """Return the native kernels, or after one warning the plain torch kernels if the native ones cannot be built.
+    """Return the native kernels, or after one message the plain torch kernels if the native ones cannot be built.
 
     The choice is made once per process, also if several threads call at the same time. The environment variable
     FLEXENGINE_KERNELS=reference selects the plain torch kernels.
@@ -54,7 +55,8 @@ def _load() -> Kernels:
     try:
         return load_native()
     except BuildFailed as error:
-        warnings.warn(f"kernels run in plain torch, several times slower: {error}", RuntimeWarning, stacklevel=2)
+        slow = "attention and products with encoded weights run several times slower"
+        message(f"{slow}: {error}", logging.WARNING)
         return ReferenceKernels()
 
 

@@ -14,11 +14,11 @@ import shutil
 import subprocess
 import tempfile
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from flexengine.activity import activity, advance, message, tick
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 
@@ -27,9 +27,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-exceptio
          "-ffp-contract=off")  # else the compiler fuses a * b + c in some loops only, and results depend on the batch
 COMPILERS = ("c++", "g++", "clang++")  # names to look for
 SECONDS = 300  # limit of one compiler run
-QUIET = 5  # seconds of waiting for another process before a message says so
-
-log = logging.getLogger(__name__)
+POLL = 0.25  # seconds between two looks at running compilers
 
 
 class BuildFailed(Exception):
@@ -54,7 +52,7 @@ def load(*flags: str, sources: Sequence[Path] = ()) -> ctypes.CDLL:
                 return _load(command, [*FLAGS, *flags], sources or SOURCES)
         except (BuildFailed, OSError, ValueError, subprocess.SubprocessError) as error:
             problems.append(f"{compiler}: {error}")
-    raise BuildFailed("; ".join(problems) or "no C++ compiler found (looked for $CXX, c++, g++, clang++)")
+    raise BuildFailed("; ".join(problems) or "no C++ compiler was found ($CXX, c++, g++, clang++); install g++")
 
 
 def compiled() -> Path | None:
@@ -77,7 +75,7 @@ def _compilers() -> list[str]:
 def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> ctypes.CDLL:
     """Return the loaded library.
 
-    If the compiler does not support -march=native, the flag is left out, with a warning. If the cached file cannot be
+    If the compiler does not support -march=native, the flag is left out, with a message. If the cached file cannot be
     loaded, as after a crash, it is built again.
     """
     try:
@@ -85,8 +83,8 @@ def _load(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> cty
     except BuildFailed as error:
         flags = [flag for flag in flags if flag != "-march=native"]
         library = _build(compiler, flags, sources)
-        slow = f"kernels are built for any processor, several times slower than for this one: {error}"
-        warnings.warn(slow, RuntimeWarning, stacklevel=2)
+        message("kernels are compiled for any CPU, several times slower than for this one, as the compiler refuses"
+                f" -march=native: {error}", logging.WARNING)  # fmt: skip
     try:
         return ctypes.CDLL(str(library))
     except OSError:
@@ -112,8 +110,8 @@ def _folder() -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except (OSError, InvalidInput) as error:
-        log.warning("kernels are built for this process alone, as they cannot be kept: %s; set FLEXENGINE_CACHE to a"
-                    " directory that can be written", error)  # fmt: skip
+        message(f"compiled kernels cannot be kept for the next run: {error}; set FLEXENGINE_CACHE to a directory that"
+                " can be written", logging.WARNING)  # fmt: skip
         private = tempfile.mkdtemp(prefix="flexengine-kernels-")
         atexit.register(shutil.rmtree, private, ignore_errors=True)
         return Path(private)
@@ -154,8 +152,9 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
     library = _folder() / name
     with _alone(library):
         if not library.exists():
-            log.warning("compiling kernels into %s: 20 to 60 s", library.parent)
-            _compile(compiler, flags, sources, openmp_runtime(), library)
+            with activity("compiling", "compiling kernels for this CPU, once per machine (20 to 60 s)", len(sources),
+                          "files", logging.INFO):  # fmt: skip
+                _compile(compiler, flags, sources, openmp_runtime(), library)
     return library
 
 
@@ -171,33 +170,37 @@ def _alone(library: Path) -> Iterator[None]:
 
     The block runs without the lock after SECONDS of waiting, or if the folder cannot be locked.
     """
-    folder, began, announced = os.open(library.parent, os.O_RDONLY), time.monotonic(), False
+    folder = os.open(library.parent, os.O_RDONLY)
     try:
-        while not library.exists():
-            try:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                waited = time.monotonic() - began
-                if waited > SECONDS:
-                    break
-                if waited > QUIET and not announced:
-                    announced = True
-                    log.warning("waiting for another process that builds kernels: it has locked %s; after %s s they are"
-                                " built here as well", library.parent, SECONDS)  # fmt: skip
-                time.sleep(0.05)
-            except OSError:
-                break
+        if not library.exists() and not _locked(folder):
+            text = (f"waiting for another process that compiles kernels (at most {SECONDS} s; it has locked"
+                    f" {library.parent})")  # fmt: skip
+            began = time.monotonic()
+            with activity("waiting", text, level=logging.INFO):
+                while not library.exists() and not _locked(folder) and time.monotonic() - began <= SECONDS:
+                    tick()
+                    time.sleep(0.05)
         yield
     finally:
         os.close(folder)
+
+
+def _locked(folder: int) -> bool:
+    """Lock a folder. Return False if another process has locked it, True also if it cannot be locked."""
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], openmp: str | None, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         compiled, linked = [f"{folder}/{path.stem}.o" for path in sources], f"{folder}/cpu.so"
         pairs = zip(sources, compiled, strict=True)
-        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in pairs))
+        _run(*([*compiler, *flags, "-fopenmp", "-c", str(source), "-o", to] for source, to in pairs), ended=advance)
         link = [*compiler, "-shared", *compiled, "-o", linked]
         try:
             if openmp is None:
@@ -210,12 +213,16 @@ def _compile(compiler: list[str], flags: list[str], sources: Sequence[Path], ope
         os.replace(linked, library)
 
 
-def _run(*commands: list[str]) -> str:
-    """Run the commands at the same time and return their joined output. Raise BuildFailed with the first error."""
+def _run(*commands: list[str], ended: Callable[[], object] = tick) -> str:
+    """Run the commands at the same time and return their joined output. Raise BuildFailed with the first error.
+
+    Args:
+        ended: called when a command has ended.
+    """
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     running = [subprocess.Popen(command, **pipe) for command in commands]  # type: ignore[call-overload]
     try:
-        outputs = [process.communicate(timeout=SECONDS) for process in running]
+        outputs = _outputs(running, ended)
     finally:
         for process in running:
             process.kill()
@@ -225,3 +232,18 @@ def _run(*commands: list[str]) -> str:
             lines = [x for x in lines if "error" in x] or [*lines[-1:], f"exit code {process.returncode}"]
             raise BuildFailed(lines[0])
     return "".join(out for out, _ in outputs)
+
+
+def _outputs(running: Sequence["subprocess.Popen[str]"], ended: Callable[[], object]) -> list[tuple[str, str]]:
+    """Return the outputs and errors of all processes when they have ended. Raise TimeoutExpired after SECONDS."""
+    outputs, began = dict[int, tuple[str, str]](), time.monotonic()
+    while len(outputs) < len(running):
+        for number, process in enumerate(running):
+            if number not in outputs:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    outputs[number] = process.communicate(timeout=POLL)
+                    ended()
+                tick()
+        if time.monotonic() - began > SECONDS:
+            raise subprocess.TimeoutExpired(running[0].args, SECONDS)
+    return [outputs[number] for number in range(len(running))]

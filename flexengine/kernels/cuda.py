@@ -1,8 +1,8 @@
 """Kernels for a GPU, in Triton if it works there, else in batched torch. Neither synchronises with the host."""
 
 import functools
+import logging
 import os
-import warnings
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from flexengine.activity import message
 from flexengine.codec.cache import CacheFormat
 from flexengine.codec.packed import Packed
 from flexengine.kernels import base, checks
@@ -164,7 +165,7 @@ class Fused(NamedTuple):
 
 @functools.cache
 def fused_kernels(kind: str) -> Fused | None:
-    """Return the Triton kernels if they run on devices of this kind; else None, with one warning for a GPU."""
+    """Return the Triton kernels if they run on devices of this kind; else None, with one message for a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if kind != "cuda" and not (kind == "cpu" and interpreted):
         return None
@@ -174,7 +175,7 @@ def fused_kernels(kind: str) -> Fused | None:
         triton_attention.probe(torch.device(kind))
     except Exception as error:  # Triton is not installed, has no compiler for its launchers, or lacks this GPU
         reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"kernels run in plain torch, several times slower: {reason}", RuntimeWarning, stacklevel=2)
+        message(f"kernels run in plain torch, several times slower, as Triton fails: {reason}", logging.WARNING)
         return None
     return Fused(triton_attention, triton_codes)
 

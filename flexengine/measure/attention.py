@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flexengine import kernels as available
+from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.lossy import Lossy
 from flexengine.measure.timing import fill, room, unnoticed
@@ -170,6 +171,7 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
     figures, calls = list[Figure](), list[Call]()
     with ExitStack() as stack:
         for figure in _figures(trial, window, most):
+            tick()
             with suppress(OutOfMemory):
                 calls.append(stack.enter_context(figure.call))
                 figures.append(figure)
@@ -179,6 +181,7 @@ def _measured(trial: Trial, window: int | None, most: int) -> Tables:
         other = _product(trial)
         for _ in range(TURNS):
             for call, seconds in zip(calls, times, strict=True):
+                tick()
                 seconds += _seconds(call, other, SECONDS / TURNS, trial.machine)
     took = [median(seconds) for seconds in times]
     tables: dict[str, list[tuple[float, float]]] = defaultdict(list)

@@ -12,7 +12,7 @@ from flexengine import kernels
 from flexengine.errors import OutOfMemory
 from flexengine.measure.links import WHAT
 from flexengine.measure.model import Trial, random_weights
-from flexengine.measure.timing import fill, seconds_per_call, unnoticed
+from flexengine.measure.timing import fill, measuring, seconds_per_call, unnoticed
 from flexengine.plan.page_size import PAGE_TOKENS
 from flexengine.runtime.execute import Executor
 from flexengine.schedule.order import Batch, Piece
@@ -37,7 +37,11 @@ def measure_delegation(opened: Opened, machine: Machine) -> float | None:
     if machine.capacity.shared:
         return None
     names = [opened.facts.signature(j) for j in range(len(opened.facts.layers))]
-    with unnoticed(machine), random_weights(opened.skeleton, names, opened.held, machine) as bound:
+    with (
+        unnoticed(machine),
+        measuring("attention of the CPU beside the device", "model", "2 s"),
+        random_weights(opened.skeleton, names, opened.held, machine) as bound,
+    ):
         if not bound:
             return None
         regions = Regions(machine)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from flexengine import kernels as available
+from flexengine.activity import tick
 from flexengine.kernels import Kernels
 from flexengine.measure.links import WHAT, readable, stretches
 from flexengine.measure.overhead import cell_seconds, sweep_seconds, task_seconds
@@ -142,6 +143,7 @@ def _prompts(machine: Machine, kernels: Kernels, dtype: torch.dtype) -> Table:
     """Return FLOP/s of causal attention: 2 per multiply-add, in q @ k and in weights @ v, of visible pairs."""
     points = []
     for tokens in PROMPTS:
+        tick()
         shape = (1, tokens, HEADS, HEAD_DIM)
         q, k, v = (fill(torch.empty(shape, dtype=dtype, device=machine.compute), 1.0) for _ in range(3))
 
@@ -241,6 +243,7 @@ def _slowdowns(machine: Machine, first: Calls, second: Calls) -> tuple[float, fl
     """
     rates: dict[str, list[float]] = {name: [] for name in ("first", "second", "first beside", "second beside")}
     for _ in range(TURNS):
+        tick()
         rates["first"].append(_rate(first, machine.synchronize, WINDOW))
         rates["second"].append(beside(second, WHAT, lambda: time.sleep(WINDOW))[0])
         slowed, together = beside(second, WHAT, lambda: _rate(first, machine.synchronize, WINDOW))

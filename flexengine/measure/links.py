@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from flexengine.activity import tick
 from flexengine.errors import InvalidInput
 from flexengine.kernels import load as load_kernels
 from flexengine.measure.timing import beside, fill, room, unnoticed
@@ -123,7 +124,9 @@ def _turn(call: Callable[[int], object], budget: float, first: int, machine: Mac
         call(first + count)
         count += 1
     machine.synchronize()
-    return time.perf_counter() - began, count
+    seconds = time.perf_counter() - began
+    tick()
+    return seconds, count
 
 
 def _touch(most: int) -> tuple[float, float]:
@@ -138,7 +141,9 @@ def _touch(most: int) -> tuple[float, float]:
     fresh = aligned_buffer(max(HUGE, min(TOUCHED, most, usable_memory() // 8)))
     fifth = len(fresh) // 5
     fresh[: 2 * fifth : PAGE] = 1
+    tick()
     alone = _faults(fresh[2 * fifth : 4 * fifth])
+    tick()
     factor = torch.ones(WIDTH, WIDTH)
     _, busy = beside(lambda _: torch.mm(factor, factor), "computing", lambda: _faults(fresh[4 * fifth :]))
     return alone, busy
@@ -297,6 +302,7 @@ def _write(file: int, most: int) -> int:
     while done < most and (not done or time.perf_counter() - began < PATIENCE):
         done += os.write(file, block[: min(len(block), most - done)])
         os.fdatasync(file)
+        tick()
     return done // ALIGN * ALIGN or done
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flexengine.activity import tick
 from flexengine.config import SamplingParams
 from flexengine.measure.links import WHAT
 from flexengine.measure.timing import fill, room, seconds_per_call, unnoticed, without_falls
@@ -117,6 +118,7 @@ def time_layers(
             if time.perf_counter() > end and set(found[n]) | {cold[n][0] if n in cold else START} == {START, *names}:
                 break
         took[n] = time.perf_counter() - began
+        tick()
     Trial.end_all(list(trials.values()))
     for n, (name, seconds) in cold.items():
         found[n] = found[n] if name in found[n] else {**found[n], name: [seconds]}

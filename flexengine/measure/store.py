@@ -2,12 +2,13 @@
 
 import hashlib
 import json
+import logging
 import math
 import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from flexengine import __version__
 from flexengine import kernels as available
+from flexengine.activity import message
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
 from flexengine.measure.attention import measure_attention
@@ -25,7 +27,7 @@ from flexengine.measure.kernels import measure_crosstalk, measure_kernels
 from flexengine.measure.links import measure_links
 from flexengine.measure.model import measure_model
 from flexengine.measure.streaming import measure_streaming
-from flexengine.measure.timing import noticing
+from flexengine.measure.timing import measuring, noticing
 from flexengine.model.linear import numerics
 from flexengine.places import link_of
 from flexengine.plan.facts import ModelFacts
@@ -37,12 +39,11 @@ from flexengine.worker.opened import Opened
 
 PATIENCE = 30.0  # seconds for each disk; if measuring has taken longer, crosstalk is left out
 MIN_CORRECTION, MAX_CORRECTION = 0.2, 5.0  # limits of the product of all corrections of a figure
-Say = Callable[[str], None]
 
 
 def obtain(
-    machine: Machine, opened: Opened | None, measure: bool = False, say: Say | None = None,
-    again: bool = False, dtype: torch.dtype | None = None,
+    machine: Machine, opened: Opened | None, measure: bool = False, again: bool = False,
+    dtype: torch.dtype | None = None,
 ) -> Hardware | None:  # fmt: skip
     """Return this machine's Hardware with the model's own rates and the memory that is free now.
 
@@ -52,7 +53,6 @@ def obtain(
         machine: to measure.
         opened: the model; None for the machine's rates only.
         measure: measure rates that the cache lacks, within a minute. Otherwise they are missing.
-        say: receives a message before each measurement.
         again: ignore the cache.
         dtype: of activations, if `opened` is None.
 
@@ -62,32 +62,31 @@ def obtain(
     held = opened.dtype if opened else dtype or (torch.float16 if machine.kind == "cuda" else torch.float32)
     files = opened.files if opened else []
     key = key_of(machine, held, files)
-    say = say or _silent
     hardware = None if again else cached(key)
     if hardware is None and not measure:
         return None
     if hardware is None:
-        hardware = measure_machine(machine, held, files, say)
+        hardware = measure_machine(machine, held, files)
         if fault := save_rates(key, hardware):
-            say(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set FLEXENGINE_CACHE"
-                " to a directory that can be written")  # fmt: skip
+            message(f"the measured rates cannot be saved, so the next job will measure again: {fault}; set"
+                    " FLEXENGINE_CACHE to a directory that can be written", logging.WARNING)  # fmt: skip
     if measure and opened is not None:
-        hardware = _with_model(key, hardware, machine, opened, say)
+        hardware = _with_model(key, hardware, machine, opened)
     return hardware.with_capacity(machine.capacity)
 
 
-def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened, say: Say) -> Hardware:
+def _with_model(key: str, hardware: Hardware, machine: Machine, opened: Opened) -> Hardware:
     """Return `hardware` with the model's own rates, and save them. Only missing ones are measured."""
     facts, name = opened.facts, opened.facts.signature(0)
     layers, heads, streaming = dict[str, Table](), dict[str, Table](), dict[str, Mapping[str, float]]()
     attention, delegation = dict[str, Mapping[str, Table]](), dict[str, float]()
-    with noticing(say):
+    with noticing():
         if not knows_products(hardware, facts):
-            say("measuring the model's layers")
-            layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
+            with measuring("this model's layers", "model", "10 s"):
+                layers, heads = measure_model(opened.skeleton, facts, opened.held, machine)
         if not knows_attention(hardware, facts):
-            say("measuring the model's attention")
-            attention = {**measure_attention(opened, machine)}
+            with measuring("this model's attention", "model", "2 s for each shape"):
+                attention = {**measure_attention(opened, machine)}
         table = layers.get(name) or hardware.layers.get(name)
         if table and name not in hardware.streaming and (mutual := measure_streaming(opened, machine, table)):
             streaming = {name: mutual}
@@ -124,17 +123,17 @@ def knows_products(hardware: Hardware, facts: ModelFacts) -> bool:
     return layers <= set(hardware.layers) and (facts.output is None or facts.head_signature in hardware.heads)
 
 
-def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path], say: Say) -> Hardware:
+def measure_machine(machine: Machine, dtype: torch.dtype, checkpoint: Sequence[Path]) -> Hardware:
     """Return the rates that do not depend on the model, without capacities. Takes about twenty seconds."""
     began, crosstalk = time.perf_counter(), dict[str, dict[str, float]]()
-    with noticing(say):
-        say("measuring this machine's links")
-        links = measure_links(machine, checkpoint)
-        say("measuring this machine's kernels")
-        rates = measure_kernels(machine, dtype)
+    with noticing():
+        with measuring("the rates of disk and memory", "machine", "10 s"):
+            links = measure_links(machine, checkpoint)
+        with measuring("the rates of products and attention", "machine", "10 s"):
+            rates = measure_kernels(machine, dtype)
         if time.perf_counter() - began < PATIENCE * len(machine.disks):
-            say("measuring how much compute and transfers slow each other")
-            crosstalk = measure_crosstalk(machine, checkpoint)
+            with measuring("how much computing and transfers slow each other", "machine", "5 s"):
+                crosstalk = measure_crosstalk(machine, checkpoint)
     return Hardware(
         machine_name(machine), machine.kind, None, None, None, links.links, links.checkpoint_read,
         more_disks=(None,) * (len(machine.disks) - 1),
@@ -258,10 +257,6 @@ def save_rates(key: str, hardware: Hardware) -> str:
         return ""
     except (OSError, InvalidInput) as error:
         return str(error)
-
-
-def _silent(_: str) -> None:
-    pass
 
 
 def _measured(hardware: Hardware, name: str) -> Table:

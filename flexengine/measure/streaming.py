@@ -7,10 +7,11 @@ from statistics import median
 
 import torch
 
+from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.measure.links import disk_of
 from flexengine.measure.model import Trial
-from flexengine.measure.timing import unnoticed
+from flexengine.measure.timing import measuring, unnoticed
 from flexengine.plan.hardware import MOST_SLOWED, Table, at
 from flexengine.plan.layout import lay_out_weights
 from flexengine.policy import Policy
@@ -80,7 +81,8 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
         return {}
     policy = Policy(1, 1, weights=(0.0, 0.0, 1.0), slots=2)
     layout = lay_out_weights(opened.facts, policy, machine.capacity)
-    with unnoticed(machine):
+    what = "how much computing and reading of layers slow each other"
+    with unnoticed(machine), measuring(what, "model", "5 s"):
         try:
             weights = Weights(opened, layout, machine)
         except OutOfMemory:
@@ -138,6 +140,7 @@ def _passes(weights: Weights, trials: Sequence[Trial], depth: int, slots: int) -
         trial.layer()
 
     program = Program(weights.streamed[:depth], depth, slots, weights.machine.routes)
+    tick()
     with Executor(perform, weights.machine.lanes) as executor:
         executor.run(program.sweep(0, batches, True))
         before, began, number, more = dict(executor.busy), time.perf_counter(), 0, True

@@ -1,9 +1,10 @@
 """Timing of calls within a time budget, memory available for it, and detection of load from other programs."""
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from statistics import median
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from scipy.optimize import isotonic_regression
 from torch import Tensor
 
+from flexengine.activity import Work, activity, message, tick
 from flexengine.runtime.lane import Done, new_lane
 from flexengine.tier.limits import usable_memory
 from flexengine.tier.machine import Machine
@@ -54,6 +56,7 @@ def seconds_per_call(
             times.append((now - start) / count)
         if now - began >= budget and (len(times) >= MIN_CALLS or now - began >= 2 * budget):
             break
+    tick()
     return median(times)
 
 
@@ -120,8 +123,20 @@ def unnoticed(machine: Machine) -> Iterator[None]:
             ledger.peak = max(peak, ledger.used)
 
 
+def measuring(what: str, once: str, seconds: str) -> AbstractContextManager[Work]:
+    """Report the block as a measurement.
+
+    Args:
+        what: the measured thing.
+        once: model or machine; its rates are stored.
+        seconds: usual duration.
+    """
+    text = f"measuring {what}, for the plan, once for this {once} (about {seconds})"
+    return activity("measuring", text, level=logging.INFO)
+
+
 @contextmanager
-def noticing(say: Callable[[str], None]) -> Iterator[None]:
+def noticing() -> Iterator[None]:
     """Report after the block if other programs used cores that this process needed."""
     others, began = _others_seconds(), time.perf_counter()
     yield
@@ -129,8 +144,8 @@ def noticing(say: Callable[[str], None]) -> Iterator[None]:
         return
     cores = (_others_seconds() - others) / seconds
     if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
-        say(f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low, so"
-            " measure again when the machine is idle")  # fmt: skip
+        message(f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
+                " so measure again when the machine is idle", logging.WARNING)  # fmt: skip
 
 
 def _others_seconds() -> float:

@@ -1,14 +1,16 @@
 """Encoded weights: the choice of matrices, the format of each, and the files that encoded weights are written to."""
 
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from flexengine.activity import activity, advance
 from flexengine.codec.named import EDGES, WEIGHTS
 from flexengine.codec.packed import ROWS, Packed
 from flexengine.errors import BadCheckpoint, InvalidInput
@@ -26,7 +28,6 @@ from flexengine.read_retries import opened
 
 FIT = 1  # part of the key of weights that were fitted to importances; raise it if a change yields other codes
 CHUNK = 1 << 18  # elements encoded at a time, so that they stay in the cache of a core
-Say = Callable[[str], None]
 
 
 def forms(skeleton: Skeleton, codec: str | None) -> dict[str, WeightFormat]:
@@ -75,7 +76,7 @@ def use_forms(skeleton: Skeleton, chosen: dict[str, WeightFormat]) -> None:
 
 
 def encoded(
-    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], say: Say,
+    source: Path, files: Sequence[Path], stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat],
     importances: Importances | None = None, verifier: Verifier | None = None,
 ) -> dict[str, Origin]:  # fmt: skip
     """Return the location of the encoded bytes of every parameter in `chosen`, after writing the missing ones.
@@ -87,7 +88,6 @@ def encoded(
         files: files of the checkpoint.
         stored: location of each parameter in the checkpoint.
         chosen: format of each parameter to encode.
-        say: receives progress messages.
         importances: of a calibration; None for equal weights of all columns.
         verifier: see prepare.prepared.
 
@@ -101,7 +101,7 @@ def encoded(
         what += json.dumps({"fit": FIT, "importances": importances.digest})
 
     def build(directory: Path) -> None:
-        _write(directory, stored, chosen, say, importances)
+        _write(directory, stored, chosen, importances)
 
     directory = prepared(source, files, build, what, verifier, _label(chosen, importances))
     origins: dict[str, Origin] = {}
@@ -121,25 +121,30 @@ def _label(chosen: Mapping[str, WeightFormat], importances: Importances | None) 
 
 
 def _write(
-    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], say: Say,
-    importances: Importances | None,
-) -> None:  # fmt: skip
+    directory: Path, stored: Mapping[str, Origin], chosen: Mapping[str, WeightFormat], importances: Importances | None
+) -> None:
     """Write one file per parameter, under a temporary name until it is complete."""
     total = sum(form.nbytes for form in chosen.values())
     done = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     check_room(directory, "encoded weights", max(0, total - done))
-    for number, (name, form) in enumerate(chosen.items()):
-        final = directory / f"{number:05}.safetensors"
-        if final.exists():
-            continue
-        if number % 32 == 0:
-            say(f"encoding weights, once for this model: {number} of {len(chosen)} matrices")
-        data = _encoded(name, stored[name], form, importances)
-        writing = final.with_suffix(".writing")
-        save({name: data}, writing)
-        with writing.open("rb") as file:
-            os.fsync(file.fileno())
-        writing.rename(final)
+    read = sum(stored[name].nbytes for name in chosen)
+    text = (f"encoding {len(chosen)} matrices, once for this model and format ({read / 1e9:.2f} GB become"
+            f" {total / 1e9:.2f} GB)")  # fmt: skip
+    with activity("encoding", text, read, "B", logging.INFO) as work:
+        for number, (name, form) in enumerate(chosen.items()):
+            final = directory / f"{number:05}.safetensors"
+            if final.exists():
+                work.advance(stored[name].nbytes)
+            else:
+                _save(name, _encoded(name, stored[name], form, importances), final)
+
+
+def _save(name: str, data: Tensor, final: Path) -> None:
+    writing = final.with_suffix(".writing")
+    save({name: data}, writing)
+    with writing.open("rb") as file:
+        os.fsync(file.fileno())
+    writing.rename(final)
 
 
 def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importances | None) -> Tensor:
@@ -154,6 +159,7 @@ def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importa
                 data = Packed(form.packed.codec, *part.shape).encode(part, importance)
             except InvalidInput as error:
                 raise BadCheckpoint(f"tensor {name}: {error}") from error
+            advance(part.numel() * origin.dtype.itemsize)
             target[offset : offset + len(data)] = data
             offset += len(data)
     return out.view(form.shape)

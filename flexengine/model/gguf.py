@@ -7,11 +7,12 @@ tensors without a target, and RoPE scaling; here both are either carried over or
 
 import logging
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.activity import activity, message
 from flexengine.errors import BadCheckpoint, FlexError, UnsupportedModel
 from flexengine.model.config import check_backed, check_limits, size_of
 from flexengine.model.gguf_header import GgufTensor, Header, read_header
@@ -28,8 +29,6 @@ _NO_TOKENIZER = ("", "none", "no_vocab")  # as llama.cpp takes them
 _ROPE_FREQS = "rope_freqs.weight"
 _SIZES = {"attention.key_length": "head_dim", "expert_feed_forward_length": "moe_intermediate_size"}
 
-log = logging.getLogger(__name__)
-
 
 def convert(path: Path, directory: Path) -> None:
     """Write a GGUF file as config.json, generation_config.json, tokenizer files and safetensors into `directory`.
@@ -43,8 +42,11 @@ def convert(path: Path, directory: Path) -> None:
         OutOfMemory: the disk is full.
     """
     header = read_header(path)
+    nbytes = sum(map(_result_bytes, header.tensors))
+    text = f"converting {path.name} to safetensors, once for this file ({nbytes / 1e9:.2f} GB)"
     try:
-        _write(header, directory)
+        with activity("converting", text, nbytes, "B", logging.INFO) as work:
+            _write(header, directory, work.advance)
     except FlexError:
         raise
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -52,7 +54,7 @@ def convert(path: Path, directory: Path) -> None:
         raise BadCheckpoint(f"{path} contradicts itself: {type(error).__name__}: {error}") from error
 
 
-def _write(header: Header, directory: Path) -> None:
+def _write(header: Header, directory: Path, advance: Callable[[int], None]) -> None:
     path, config = header.path, _config(header)
     model = _skeleton(path, config)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -67,13 +69,15 @@ def _write(header: Header, directory: Path) -> None:
         except BadCheckpoint as error:
             raise BadCheckpoint(f"{path}: {error}") from error
         written.add(name)
+        advance(tensor.nbytes)
     writer.close()
     tied = set(getattr(model, "all_tied_weights_keys", {}))
     if missing := sorted(set(expected) - written - tied):
         raise BadCheckpoint(f"{path} lacks {len(missing)} tensors, among them {missing[:3]}")
     config.save_pretrained(directory)
     model.generation_config.save_pretrained(directory)
-    _save_tokenizer(header, config, directory)
+    with activity("converting", f"converting the tokenizer of {path.name}"):
+        _save_tokenizer(header, config, directory)
 
 
 def _config(header: Header) -> Any:
@@ -282,7 +286,7 @@ def _save_tokenizer(header: Header, config: Any, directory: Path) -> None:
     """Write tokenizer.json and its config with the chat template, or log a warning if the file has no tokenizer."""
     path = header.path
     if header.text("tokenizer.ggml.model") in _NO_TOKENIZER:
-        log.warning("%s has no tokenizer; only prompt_token_ids can be used with it", path)
+        message(f"{path} has no tokenizer; only prompt_token_ids can be used with it", logging.WARNING)
         return
     from transformers import AutoTokenizer
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from flexengine.activity import activity, advance
 from flexengine.model import gguf_header
 from flexengine.model.checkpoint import read_header
 from flexengine.model.source import Source
@@ -61,8 +62,14 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
     Raises:
         OSError, BadCheckpoint: a file cannot be read.
     """
-    small = sum(path.stat().st_size for path in files.values()) <= WHOLE
-    return {name: asdict(_mark(path, path in loaded, small, known.get(name) or {})) for name, path in files.items()}
+    total = sum(path.stat().st_size for path in files.values())
+    text = f"hashing the model's files, to notice a change when the job is continued ({total / 1e9:.2f} GB)"
+    with activity("hashing", text, len(files), "files"):
+        found = dict[str, dict[str, Any]]()
+        for name, path in files.items():
+            found[name] = asdict(_mark(path, path in loaded, total <= WHOLE, known.get(name) or {}))
+            advance()
+    return found
 
 
 def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> Mark:

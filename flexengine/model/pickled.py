@@ -1,14 +1,16 @@
 """Conversion of old checkpoints, pytorch_model*.bin, into safetensors. They are read with weights_only=True."""
 
 import ctypes
+import logging
 import mmap
 import os
 import shutil
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint
 from flexengine.model.files import indexed_files, regular_file
 from flexengine.model.shards import ShardWriter, check_room
@@ -43,7 +45,16 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
         BadCheckpoint: a .bin file is refused; the message names the file.
         OutOfMemory: the disk is too small.
     """
-    check_room(directory, f"weights of {shards[0].parent}", sum(file.stat().st_size for file in shards))
+    nbytes = sum(file.stat().st_size for file in shards)
+    check_room(directory, f"weights of {shards[0].parent}", nbytes)
+    text = f"converting {shards[0].parent.name} to safetensors, once for this model ({nbytes / 1e9:.2f} GB)"
+    with activity("converting", text, nbytes, "B", logging.INFO) as work:
+        _convert(shards, directory, work.advance)
+    for file in copied:
+        shutil.copyfile(file, directory / file.name)
+
+
+def _convert(shards: Sequence[Path], directory: Path, advance: Callable[[int], None]) -> None:
     writer = ShardWriter(directory)
     for file in shards:
         state = _load_bin(file)
@@ -54,9 +65,8 @@ def convert_bin(shards: Sequence[Path], copied: Sequence[Path], directory: Path)
             except BadCheckpoint as error:
                 raise BadCheckpoint(f"{file}: {error}") from error
             _forget(tensor)
+            advance(tensor.nbytes)
     writer.close()
-    for file in copied:
-        shutil.copyfile(file, directory / file.name)
 
 
 def _load_bin(file: Path) -> "dict[str, torch.Tensor]":

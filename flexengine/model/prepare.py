@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from flexengine.activity import activity, tick
 from flexengine.config import cache_root
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import regular_file
@@ -32,8 +33,7 @@ ABANDONED = 30 * 24 * 3600  # seconds after the last change, until unfinished we
 NOTE = "prepared.json"  # file in a prepared directory: the model's path as source, FORMAT and label
 _MIB = 2**20
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
-
-log = logging.getLogger(__name__)
+_POLL = 0.1  # seconds between two attempts to lock
 
 
 def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
@@ -152,7 +152,6 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
     temporary = final.with_name(f"{final.name}.part" if keep else f"{final.name}.tmp-{os.getpid()}")
     temporary.mkdir(mode=0o700, exist_ok=keep)
     try:
-        log.warning("preparing %s in %s", source, final)
         build(temporary)
         note = {"source": str(source.resolve()), "format": FORMAT, "label": label}
         (temporary / NOTE).write_text(json.dumps(note), encoding="utf-8")
@@ -170,10 +169,24 @@ def _build(source: Path, final: Path, build: Callable[[Path], None], what: str, 
 def _lock(final: Path) -> Iterator[None]:
     descriptor = os.open(final.with_name(f"{final.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = f"waiting for another process that prepares the same weights in {final.parent}"
+            with activity("waiting", text, level=logging.INFO):
+                _wait_for(descriptor)
         yield
     finally:
         os.close(descriptor)
+
+
+def _wait_for(descriptor: int) -> None:
+    """Lock a file that another process has locked."""
+    while True:
+        with suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        tick()
+        time.sleep(_POLL)
 
 
 def _sweep(final: Path) -> None:

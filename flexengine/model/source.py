@@ -1,10 +1,12 @@
 """Resolution of the user's model argument into a directory of config.json, safetensors and tokenizer files."""
 
+import logging
 import re
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from flexengine.activity import activity
 from flexengine.errors import ModelNotFound
 from flexengine.model import prepare
 from flexengine.model.files import DEMO_PACKAGE, set_links
@@ -154,10 +156,12 @@ def _download(model: str, trust_remote_code: bool, download: bool) -> Path:
                 model_info(model, timeout=_HUB_SECONDS)
         except Exception as error:
             silent = error
-        path = Path(snapshot_download(
-            model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP,
-            local_files_only=not download or silent is not None,
-        ))  # fmt: skip
+        offline = not download or silent is not None
+        text = f"downloading {model} from the hub, unless its cache has the files"
+        with activity("downloading", text, level=logging.DEBUG if offline else logging.INFO):
+            path = Path(snapshot_download(
+                model, allow_patterns=patterns, ignore_patterns=_HUB_SKIP, local_files_only=offline
+            ))  # fmt: skip
     except Exception as error:  # network, authorisation, unknown id, disk: one message for all
         cause = silent or error
         if not download:

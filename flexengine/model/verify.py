@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from shlex import quote
 from typing import Any
 
+from flexengine.activity import activity
 from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.model.files import DEMO_PACKAGE, indexed_files, is_snapshot, regular_file
 from flexengine.read_retries import opened
@@ -32,7 +33,6 @@ _RECIPE = f"find . -type f ! -name {SUMS} -exec sha256sum {{}} + > {SUMS}"
 _MAX_SUMS_BYTES = 10_000_000  # limit in bytes of SHA256SUMS; a model with 1,000 shards needs 100,000
 _NAMED = 8  # maximum number of files in a message
 _CHUNK = 1 << 20  # bytes read at a time
-_QUIET = 2.0  # seconds before a progress bar is shown
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{64}) [ *](.+)")
 _HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
@@ -129,7 +129,7 @@ class Verifier:
         if not sums:
             return
         began, faults, sizes = time.perf_counter(), [], 0
-        with _progress("verifying", sums) as tick:
+        with _reading("verifying", "comparing the model's files with their checksums", sums) as tick:
             for file, digest in sums.items():
                 name = file.relative_to(directory) if directory else file
                 try:
@@ -199,7 +199,7 @@ def write_sums(directory: Path) -> None:
 def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
     """Return the content of SHA256SUMS in a directory for files below it, with the digests of their present contents.
     """
-    with _progress("checksums", files) as tick:
+    with _reading("hashing", "computing checksums of the prepared files, for --verify", files) as tick:
         lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
     return os.fsencode("".join(lines))
 
@@ -344,10 +344,8 @@ def _remedy(text: str) -> Iterator[None]:
 
 
 @contextmanager
-def _progress(what: str, files: Iterable[Path]) -> Iterator[Tick]:
-    """Show a progress bar in bytes while the block runs, after _QUIET seconds."""
-    from flexengine.bar import Bar
-
+def _reading(name: str, text: str, files: Iterable[Path]) -> Iterator[Tick]:
+    """Report the block as an activity that reads these files."""
     total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
-    with Bar(total=total, desc=what, unit="B", unit_scale=True, delay=_QUIET, leave=False, disable=None) as bar:
-        yield bar.update
+    with activity(name, f"{text} ({total / 1e9:.2f} GB)", total, "B") as work:
+        yield work.advance

@@ -216,7 +216,7 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     """Return what sweeps of one kind wait for: their longest lane, its share of the sweep, and the data it carries."""
     by, sweep = prediction.lanes[kind], prediction.sweep_seconds[kind]
     lane = busiest(by)
-    what = _waits_for(lane, cost.hardware.shared)
+    what = waits_for(lane, cost.hardware.shared)
     share = by[lane] / sweep
     text = f"waits for {what}: busy {percent(min(1.0, share))} of a sweep"
     if lane not in ("device", "cpu"):
@@ -228,7 +228,8 @@ def _waits(cost: Cost, prediction: Prediction, kind: str) -> str:
     return text
 
 
-def _waits_for(lane: str, shared: bool) -> str:
+def waits_for(lane: str, shared: bool) -> str:
+    """Return the work of a lane in words, as an object of "waits for"."""
     if shared and lane == "h2d":
         return "copies of weights from RAM to a slot"
     disk, _, way = lane.partition("_")

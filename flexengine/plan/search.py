@@ -6,11 +6,12 @@ the tiers (`placement`). They are rounded to whole tensors and sequences, laid o
 one step away, and by moving their weights in small steps (`refinement`).
 """
 
-import warnings
+import logging
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 
+from flexengine.activity import message
 from flexengine.errors import InvalidInput
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
@@ -69,7 +70,7 @@ def search(model: ModelFacts, hardware: Hardware, workload: Workload, options: O
         _stream(placement)
         Refinement(placement).refine()
         if placement.failed is not None:
-            warnings.warn(f"the plan may not be the best: {placement.failed}", RuntimeWarning, stacklevel=2)
+            message(f"the plan may not be the best: {placement.failed}", logging.WARNING)
     return Search(_best(tried), tuple(tried.predictions.values()))
 
 

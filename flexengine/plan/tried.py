@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from flexengine.activity import tick
 from flexengine.errors import OutOfMemory
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.cost import Cost
@@ -42,6 +43,7 @@ class Tried:
         if policy in self.refused or self.shapes.too_large(policy):
             return None
         if policy not in self.predictions:
+            tick()
             try:
                 prediction = self.cost.predict(self.laid_out(policy, self.capacity))
             except OutOfMemory as error:

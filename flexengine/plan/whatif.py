@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from flexengine.activity import activity
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.places import MOST_DISKS, is_disk, place_names
 from flexengine.plan.cost import Cost
@@ -62,6 +63,7 @@ class Change:
     grown: tuple[str, int] | None = None
 
 
+@activity("planning", "searching the changes that would help most")
 def helps(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction, options: Options | None = None,
     budget: float = SEARCH_SECONDS, now: Callable[[], float] = time.monotonic,
@@ -186,6 +188,7 @@ def four_bits(model: ModelFacts) -> ModelFacts | None:
     return small if small_bytes < 0.9 * model_bytes else None
 
 
+@activity("planning", "searching the policy of the planner, for comparison")
 def instead(model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction) -> list[Help]:
     """Return the speedup of the planner's policy over a given one, or [] if it is below MIN_SPEEDUP.
 

@@ -1,12 +1,12 @@
 """The one loop: for each task ask the edges what it waits for and hand it to its lane."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import cast
 
+from flexengine.activity import messenger
 from flexengine.runtime.lane import Done, Lane, Mark, new_lane
 from flexengine.runtime.trace import Trace
 from flexengine.runtime.watchdog import Watchdog
@@ -14,10 +14,7 @@ from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import LOADING, Op, Task
 
 QUIET_SECONDS = 120.0  # without the end of any task, until people are told what it is that lasts
-
-
-def _say(text: str) -> None:
-    print(f"flexengine: {text}", file=sys.stderr)
+_CELLS = (Op.COMPUTE, Op.PROJECT)  # each cell has one task of these
 
 
 class Cancelled(Exception):
@@ -33,6 +30,8 @@ class Executor:
     On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
     say: told what is under way when no task has ended for QUIET_SECONDS, for twice that, and so on; a task may last
     that long, or a lane hang (a network disk that does not answer), which nothing but the user can tell apart.
+    look: called about twice a second while `run` lasts, from another thread, with the number of cells that it has
+    computed; None for no calls.
     """
 
     def __init__(self, perform: Callable[[Task], None], lane_kind: str, trace: Trace | None = None) -> None:
@@ -41,7 +40,8 @@ class Executor:
         self.edges: Edges[Done] = Edges()
         self.busy: dict[str, float] = {}
         self._marked: deque[tuple[Task, Mark, Mark]] = deque()  # beginning and end of tasks that `busy` lacks
-        self.say: Callable[[str], None] = _say
+        self.say: Callable[[str], None] = messenger()
+        self.look: Callable[[int], None] | None = None
         self._ended = False
         self._under_way: dict[str, tuple[Task, float]] = {}  # by lane: since when, in seconds of time.perf_counter
         self._awaited: Task | None = None  # what `run` waits for
@@ -83,7 +83,9 @@ class Executor:
         """
         pending: list[tuple[Task, Done]] = []
         self._awaited = None
-        with self._watchdog.watching(self._lasting, self.say):
+        look = self.look
+        seen = None if look is None else lambda: look(self.cells)
+        with self._watchdog.watching(self._lasting, self.say, seen):
             for task in program:
                 done = self._submit(task)
                 failed = done.error is not None
@@ -95,6 +97,11 @@ class Executor:
                 done.wait()
                 self._watchdog.progress()
         self._count()
+
+    @property
+    def cells(self) -> int:
+        """Number of cells that the present `run` has computed, on the GPU too."""
+        return sum(task.op in _CELLS and end.passed for task, _, end in self._marked.copy())
 
     def _count(self) -> None:
         """Add the tasks that have ended to `busy` and to the trace. Weights loaded ahead may still be under way."""

@@ -1,11 +1,12 @@
-"""Reports to the user when no task has ended for long, since a hang raises no error."""
+"""A look at the tasks of a sweep from time to time: how far they are, and whether any has ended recently."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 
-_PATIENCE = 1.0  # seconds to wait for the thread at the end: `say` may block
+_PATIENCE = 1.0  # seconds to wait for the thread at the end: `say` and `look` may block
+_LOOK_SECONDS = 0.5  # between two calls of `look`
 
 
 class Watchdog:
@@ -24,18 +25,21 @@ class Watchdog:
         self._last = time.perf_counter()
 
     @contextlib.contextmanager
-    def watching(self, lasting: Callable[[], str], say: Callable[[str], None]) -> Iterator[None]:
+    def watching(
+        self, lasting: Callable[[], str], say: Callable[[str], None], look: Callable[[], object] | None = None
+    ) -> Iterator[None]:
         """Watch from a thread of its own while the block runs.
 
         Args:
             lasting: returns a text that names the running tasks. Not stored, as the owner of `lasting` may own this
                 watchdog: the reference cycle would hold the job's memory until a garbage collection.
             say: receives the reports; it may block.
+            look: called every _LOOK_SECONDS; it may block. Blocks that are shorter cost nothing.
         """
         self.progress()
         over = threading.Event()
         thread = threading.Thread(
-            target=self._watch, args=(over, lasting, say), name="flexengine-watchdog", daemon=True
+            target=self._watch, args=(over, lasting, say, look), name="flexengine-watchdog", daemon=True
         )
         thread.start()
         try:
@@ -44,9 +48,15 @@ class Watchdog:
             over.set()
             thread.join(_PATIENCE)
 
-    def _watch(self, over: threading.Event, lasting: Callable[[], str], say: Callable[[str], None]) -> None:
-        quiet = self._first
-        while not over.wait(self._first / 4):
+    def _watch(
+        self, over: threading.Event, lasting: Callable[[], str], say: Callable[[str], None],
+        look: Callable[[], object] | None,
+    ) -> None:  # fmt: skip
+        quiet, pause = self._first, self._first / 4
+        while not over.wait(pause if look is None else min(pause, _LOOK_SECONDS)):
+            if look is not None:
+                with contextlib.suppress(Exception):  # the main thread meets a listener's error, too
+                    look()
             silent = time.perf_counter() - self._last
             if silent < self._first:
                 quiet = self._first

@@ -1,13 +1,14 @@
 """Tiers for a GPU: its own memory as the device tier, and pinned RAM as the host tier."""
 
 import contextlib
+import logging
 import resource
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from flexengine.activity import message
 from flexengine.errors import OutOfMemory
 from flexengine.tier.base import Region, Tier, aligned
 from flexengine.tier.ledger import Ledger
@@ -23,7 +24,7 @@ class PinnedTier(MemoryTier):
     Every region is one mapping of exactly the bytes that the ledger books. torch's own pinned memory is rounded up to
     powers of two: a matrix of 129 MiB would take 256 MiB.
 
-    Memory that cannot be locked is used unlocked, after one warning: copies are then slower and block their lane.
+    Memory that cannot be locked is used unlocked, after one message: copies are then slower and block their lane.
     """
 
     def __init__(self, name: str, ledger: Ledger) -> None:
@@ -42,17 +43,15 @@ class PinnedTier(MemoryTier):
         return room
 
     def _refused(self, nbytes: int, what: str, error: str) -> None:
-        """Raise OutOfMemory if RAM is short; else warn once that the limit of locked memory was reached."""
+        """Raise OutOfMemory if RAM is short; else say once that the limit of locked memory was reached."""
         if usable_memory() < nbytes:
             raise OutOfMemory(self.name, what, nbytes, remedy="lower --host-mem, or end what else takes memory")
         if not self._warned:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
             most = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit:,} bytes"
-            warnings.warn(
-                f"host memory cannot be locked ({what}, {nbytes:,} bytes: {error}), so copies to and from the GPU are"
-                f" slower; the limit of locked memory is {most}: raise it by ulimit -l, in a container by --ulimit"
-                " memlock=-1", RuntimeWarning, stacklevel=2,
-            )  # fmt: skip
+            message(f"host memory cannot be locked ({what}, {nbytes:,} bytes: {error}), so copies to and from the GPU"
+                    f" are slower; the limit of locked memory is {most}: raise it by ulimit -l, in a container by"
+                    " --ulimit memlock=-1", logging.WARNING)  # fmt: skip
         self._warned = True
 
     def free(self, region: Region, what: str) -> None:

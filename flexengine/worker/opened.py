@@ -28,10 +28,6 @@ from flexengine.model.verify import Verifier
 from flexengine.plan.facts import ModelFacts, TensorFact
 
 
-def _silent(_: str) -> None:
-    pass
-
-
 def _no_importances() -> None:
     return None
 
@@ -48,7 +44,6 @@ class Opened:
         cpu: whether the compute device is a CPU.
         held: by name, the dtype of each parameter on the device.
         facts: sizes of the model, for the planner.
-        say: receives messages about long work.
         importances: returns the importances of columns for encoding; None if all columns are equal.
         verifier: compares encoded weights with their checksums; None for no check.
         lossy: the current lossy switches.
@@ -61,7 +56,6 @@ class Opened:
     cpu: bool
     held: dict[str, torch.dtype] = field(init=False)
     facts: ModelFacts = field(init=False)
-    say: Callable[[str], None] = _silent
     importances: Callable[[], Importances | None] = _no_importances
     verifier: Verifier | None = None
     lossy: Lossy = EXACT
@@ -136,7 +130,7 @@ class Opened:
         if not self.forms:
             return self.locations
         checkpoint = self.source.directory, self.given, self.locations
-        made = encoded(*checkpoint, self.forms, self.say, self.importances(), self.verifier)
+        made = encoded(*checkpoint, self.forms, self.importances(), self.verifier)
         return {**self.locations, **made}
 
 

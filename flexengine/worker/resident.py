@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from flexengine.activity import advance
 from flexengine.plan.layout import COPYING, PASSING, Layout
 from flexengine.tier.base import Region, Tier
 from flexengine.tier.machine import Machine
@@ -95,10 +96,14 @@ class Arrivals:
         return [unit for unit in sorted(self._batches) for _ in self._batches[unit]]
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes that are not read yet. Must not be called while another thread reads them."""
+        return sum(item.nbytes for unit in self._batches.values() for batch in unit for item in batch)
+
+    @property
     def missing(self) -> float:
         """Fraction of all bytes that is not read yet."""
-        pending = sum(item.nbytes for unit in self._batches.values() for batch in unit for item in batch)
-        return pending / max(1, pending + self.loaded_bytes)
+        return (pending := self.pending_bytes) / max(1, pending + self.loaded_bytes)
 
     def load_resident(self, unit: int) -> None:
         """Make the reads of the unit's next batch. Raise BadCheckpoint if a file ends early."""
@@ -111,7 +116,8 @@ class Arrivals:
             elif self._passes(item.target):
                 self._pass(*item)
         self.machine.synchronize()
-        self.loaded_bytes += sum(item.nbytes for item in self._batches[unit].popleft())
+        self.loaded_bytes += (nbytes := sum(item.nbytes for item in self._batches[unit].popleft()))
+        advance(nbytes)  # if this is the thread of an activity, not of a lane
 
     def _copy(self, copy: Copy) -> None:
         """Copy bytes to a further disk through a buffer in RAM."""

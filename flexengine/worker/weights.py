@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from flexengine.activity import activity
 from flexengine.codec.packed import Packed
 from flexengine.model.form import WeightFormat
 from flexengine.model.skeleton import ParamRef
@@ -85,6 +86,11 @@ class Weights:
         return self._arrivals.missing
 
     @property
+    def pending_bytes(self) -> int:
+        """Bytes that `load_resident` has not read yet. Must not be called while a lane reads them."""
+        return self._arrivals.pending_bytes
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes that `load_resident` has read."""
         return self._arrivals.loaded_bytes
@@ -98,8 +104,9 @@ class Weights:
 
     def load_all_resident(self) -> None:
         """Read the resident weights of all units. Raise BadCheckpoint if a read fails."""
-        for unit in self.arriving:
-            self.load_resident(unit)
+        with activity("loading", "reading the weights that stay in memory", self.pending_bytes, "B"):
+            for unit in self.arriving:
+                self.load_resident(unit)
 
     def _make_room(self) -> None:
         """Allocate every tensor except those on the first disk, which stay in the checkpoint."""

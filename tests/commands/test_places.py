@@ -17,6 +17,7 @@ from flexengine.kernels import build
 from flexengine.measure import store
 from flexengine.tier.limits import device_of
 from tests.helpers.job import Job
+from tests.helpers.listening import listening
 from tests.helpers.tiny_gguf import tiny_gguf
 
 ON_DISK = {"gpu_batch_size": 8, "num_gpu_batches": 1, "cache": [0, 0, 1]}
@@ -93,32 +94,35 @@ def test_no_home_directory(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_built_kernels_are_found_in_a_cache_that_cannot_be_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = tmp_path / "some.cpp"
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
-    try:
-        build.load(sources=[source])
-    except build.BuildFailed as error:
-        pytest.skip(str(error))
-    (told,) = caplog.messages
-    assert told == f"compiling kernels into {tmp_path / 'cache' / 'kernels'}: 20 to 60 s"
-    caplog.clear()
+    with listening() as heard:
+        try:
+            build.load(sources=[source])
+        except build.BuildFailed as error:
+            pytest.skip(str(error))
+    assert heard.begun() == ["compiling kernels for this CPU, once per machine (20 to 60 s)"]
+    assert (heard.last("compiling").done, heard.last("compiling").total) == (1, 1)
+    heard.clear()
 
     def read_only(*_: Any, **__: Any) -> Any:
         raise OSError(errno.EROFS, "Read-only file system", str(tmp_path / "cache"))
 
     monkeypatch.setattr(tempfile, "TemporaryFile", read_only)
-    with monkeypatch.context() as patched:
+    with listening() as heard, monkeypatch.context() as patched:
         patched.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
         assert build.load(sources=[source]).answer() == 42
-    assert not caplog.records
+    assert not heard
     source.write_text('extern "C" int answer() { return 43; }\n')
-    assert build.load(sources=[source]).answer() == 43
+    with listening() as heard:
+        assert build.load(sources=[source]).answer() == 43
     assert len(list((tmp_path / "cache" / "kernels").iterdir())) == 1
-    assert "set FLEXENGINE_CACHE" in caplog.text
-    assert "Read-only file system" in caplog.text
+    (said,) = heard.messages
+    assert "set FLEXENGINE_CACHE" in said
+    assert "Read-only file system" in said
 
 
 def test_a_machine_is_measured_without_an_offload_directory(

@@ -17,6 +17,7 @@ from flexengine.errors import BadCheckpoint, InvalidInput
 from flexengine.lossy import QUALITY, choices
 from flexengine.model import encoding
 from tests.helpers.families import NEW, make_checkpoint, reference
+from tests.helpers.listening import Heard
 
 D, MIX = (1, 0, 0), (0.4, 0.3, 0.3)
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -108,12 +109,11 @@ def test_weights_multiplied_in_bf16_are_kept_in_it(families: Any, tmp_path: Path
     for lossy in (Lossy(compute="bf16"), Lossy(cache="bf16")):
         with pytest.raises(InvalidInput, match="CPUs that compute in fp32"):
             Engine(known.directory, device="sim", dtype="bfloat16", lossy=lossy)
-    said: list[str] = []
-    with Engine(known.directory, device="sim", dtype="bfloat16", allow=["bf16-compute", "int8-weights"]) as engine:
-        engine.planner.say = said.append
+    heard, allow = Heard(), ["bf16-compute", "int8-weights"]
+    with Engine(known.directory, device="sim", dtype="bfloat16", allow=allow, progress=heard) as engine:
         engine.generate(known.rows[:2], GREEDY)
         assert engine.lossy.compute is None
-        assert any("not considered: compute is 'bf16'" in line for line in said)
+        assert any("not considered: compute is 'bf16'" in line for line in heard.messages)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gpt-oss"])

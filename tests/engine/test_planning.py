@@ -105,7 +105,7 @@ class Recorder:
         self.asked: list[bool] = []
 
     def __call__(
-        self, _machine: Any, _opened: Any, measure: bool = False, say: Any = None
+        self, _machine: Any, _opened: Any, measure: bool = False
     ) -> Hardware | None:
         self.asked.append(measure)
         return self.measured if measure else self.cached

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import gc
 import json
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, SamplingParams, Summary
+from flexengine.activity import Activity
 from flexengine.commands import exit_codes, run
 from flexengine.engine.recovery import REPLANS, halved
 from flexengine.errors import OutOfMemory, RanOut
@@ -22,6 +24,7 @@ from flexengine.runtime.shortage import shortage
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.worker import Worker
 from tests.helpers.families import NEW
+from tests.helpers.listening import Heard
 
 GREEDY = SamplingParams(NEW, ignore_eos=True)
 GPU = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.50 KiB. GPU 0 has a total capacity of 1 GiB")
@@ -73,17 +76,17 @@ def engine(family: Any, **options: Any) -> Engine:
 def test_a_smaller_block_and_the_same_tokens(families: Any, faults: Faults, kind: str, device: str) -> None:
     """Memory runs out in the fourth sweep, reported by ledger, torch or system; the tokens equal those of
     transformers."""
-    family, told = families("llama"), list[str]()
+    family, heard = families("llama"), Heard()
     given = {} if device == "sim" else {"device": "cpu", "host_mem": None, "device_mem": "1G"}
     faults.kind = kind
-    with engine(family, **given) as made:
-        made.planner.say = told.append
+    with engine(family, progress=heard, **given) as made:
         faults.when = lambda worker, task: faults.raised < 1 and task.cell.sweep == 3 and task.op is Op.COMPUTE
         found = made.generate(family.rows, GREEDY)
         summary, block = made.summary, made.layout.policy.block_size if made.layout else 0
     assert faults.raised == 1
     assert [r.token_ids for r in found] == family.expected
     assert block == 4
+    told = [record.text for record in heard if record.level == logging.WARNING]
     assert list(summary.replanned) == told
     assert (summary.rows, summary.failed, summary.generated_tokens) == (8, 0, 8 * NEW)
     what = "activations" if kind == "ledger" else "compute, Cell(sweep=3, layer="
@@ -203,11 +206,11 @@ def test_what_was_computed_is_let_go(
         seen.extend(weakref.ref(event.hidden) for event in events if isinstance(event, Layer))
         return bool(seen)
 
-    def alive(_: str = "") -> None:
-        left.append(sum(ref() is not None for ref in seen))
+    def alive(record: Activity | None = None) -> None:
+        if record is None or record.level == logging.WARNING:
+            left.append(sum(ref() is not None for ref in seen))
 
-    with engine(family, overlap=overlap) as made:
-        made.planner.say = alive
+    with engine(family, overlap=overlap, progress=alive) as made:
         made.core._weights, faults.when = None, last_layer
         if not short:
             monkeypatch.setitem(ERRORS, "ledger", lambda: ArithmeticError("something else"))

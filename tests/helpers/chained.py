@@ -9,6 +9,7 @@ from typing import Any
 from flexengine import Policy, SamplingParams
 from flexengine.config import Result
 from flexengine.engine.core import Core
+from flexengine.engine.generating import Generating, JobRows
 from flexengine.engine.generation import Generation
 from flexengine.engine.options import EngineOptions
 from flexengine.engine.planner import Planner
@@ -46,7 +47,8 @@ class Chain:
             ports = Ports(between[i - 1] if i else None, between[i] if i < len(between) else None)
             stages.append(core.stage(planner.watch(workload, planner.layout(workload)), ports=ports))
         resources = JobResources(stages)
-        generation = Generation(resources, reader.requests(rows, params), last.tokenizer, last.eos, Progress())
+        reports = Generating(None, Progress(), JobRows())
+        generation = Generation(resources, reader.requests(rows, params), last.tokenizer, last.eos, reports)
         try:
             with resources:
                 return sorted(generation.run(None), key=lambda result: result.index)

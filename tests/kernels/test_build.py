@@ -1,7 +1,9 @@
 """How the native kernels are built and kept, and which set of kernels is chosen where they cannot be."""
 
 import fcntl
+import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +13,6 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from flexengine import kernels
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput, ModelNotFound
 from flexengine.kernels import build
+from tests.helpers.listening import listening
 
 
 @pytest.fixture(autouse=True)
@@ -30,9 +32,9 @@ def fresh() -> Iterator[None]:
 
 def test_the_reference_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLEXENGINE_KERNELS", "reference")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with listening() as heard:
         assert kernels.load().name == "reference"
+    assert not heard
     kernels._load.cache_clear()
     monkeypatch.setenv("FLEXENGINE_KERNELS", "fast")
     with pytest.raises(InvalidInput, match="fast"):
@@ -65,17 +67,20 @@ def test_threads_that_call_first_at_once_build_once(monkeypatch: pytest.MonkeyPa
     assert len(found) == len(calls) == 1
 
 
-def test_without_a_compiler_one_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_compiler_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.warns(RuntimeWarning, match="no C\\+\\+ compiler") as caught:
-        found = kernels.load()
-    assert len(caught) == 1
-    assert found.name == "reference"
-    with warnings.catch_warnings():
+    with listening() as heard, warnings.catch_warnings():
         warnings.simplefilter("error")
+        found = kernels.load()
         assert kernels.load() is found
+    assert heard.messages == [
+        "attention and products with encoded weights run several times slower: no C++ compiler was found ($CXX, c++,"
+        " g++, clang++); install g++"
+    ]
+    assert [record.level for record in heard] == [logging.WARNING]
+    assert found.name == "reference"
 
 
 def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -84,8 +89,9 @@ def test_a_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(build, "SOURCES", [source])
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path))
     monkeypatch.delenv("FLEXENGINE_KERNELS", raising=False)
-    with pytest.warns(RuntimeWarning, match="broken on purpose|no C\\+\\+ compiler"):
+    with listening() as heard:
         assert kernels.load().name == "reference"
+    assert re.search("broken on purpose|no C\\+\\+ compiler", heard.messages[0])
     assert not list(tmp_path.glob("kernels/*"))
 
 
@@ -99,15 +105,18 @@ def test_a_compiler_that_does_not_know_this_processor(monkeypatch: pytest.Monkey
     source.write_text('extern "C" int answer() { return 42; }\n')
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.warns(RuntimeWarning, match="for any processor, .* unknown -march"):
+    with listening() as heard:
         assert build.load(sources=[source]).answer() == 42
+    (said,) = heard.messages
+    assert re.search("for any CPU, .* unknown -march", said)
     [library] = tmp_path.glob("cache/kernels/*.so")
     copy = tmp_path / "other" / "kernels" / library.name
     copy.parent.mkdir(parents=True)
     copy.write_bytes(b"damaged")
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "other"))
-    with pytest.warns(RuntimeWarning, match="for any processor"):
+    with listening() as heard:
         assert build.load(sources=[source]).answer() == 42
+    assert heard.messages == [said]
 
 
 def test_the_headers_are_part_of_what_is_built(tmp_path: Path) -> None:
@@ -150,20 +159,18 @@ def test_two_processes_may_build_at_once_and_share_one_openmp(tmp_path: Path, lo
     assert len((tmp_path / "compiled").read_text()) == (1 if locks else 2)
 
 
-def test_who_waits_is_told_once_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    monkeypatch.setattr(build, "QUIET", 0.1)
+def test_who_waits_is_told_once_what_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "SECONDS", 0.5)
     folder = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(folder, fcntl.LOCK_EX)
-    with build._alone(tmp_path / "library.so"):
+    with listening() as heard, build._alone(tmp_path / "library.so"):
         pass
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert str(tmp_path) in caplog.text
+    (said,) = heard.begun("waiting")
+    assert str(tmp_path) in said
     os.close(folder)
-    caplog.clear()
-    with build._alone(tmp_path / "library.so"):
+    with listening() as heard, build._alone(tmp_path / "library.so"):
         pass
-    assert not caplog.records
+    assert not heard
 
 
 TOLD = """
@@ -179,6 +186,7 @@ fcntl.flock = flock
 """
 UNLOCKED = """
 import fcntl
+import logging
 def flock(*_):
     raise OSError("not here")
 fcntl.flock = flock
@@ -194,6 +202,7 @@ extern "C" long flex_total(long n) {
 RACER = r"""
 import pathlib, re, sys, torch
 from flexengine.kernels import build
+from tests.helpers.listening import listening
 library = build.load(sources=[pathlib.Path(sys.argv[1])])
 runtimes = set(re.findall(r"/\S*/lib(?:gomp|omp|iomp5)\S*", pathlib.Path("/proc/self/maps").read_text()))
 print(library.flex_total(1000), *runtimes)

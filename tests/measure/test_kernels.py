@@ -2,16 +2,19 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from flexengine import activity
 from flexengine.kernels import ReferenceKernels
 from flexengine.measure import kernels, store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Links, Machine
+from tests.helpers.listening import listening
 from tests.helpers.measuring import MB, books
 
 # Kernels.
@@ -94,13 +97,22 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])
-def test_a_whole_machine(at: Callable[..., Machine], kind: str, memory: int | None) -> None:
-    """Every figure positive, and the same after a way through JSON."""
+def test_a_whole_machine(
+    at: Callable[..., Machine], kind: str, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every figure positive, and the same after a way through JSON. Each step reports itself, and that it goes on."""
+    monkeypatch.setattr(activity, "INTERVAL", 0.0)
     machine = at(kind, memory)
-    before, said = books(machine), list[str]()
-    found = store.measure_machine(machine, torch.float32, (), said.append).with_capacity(machine.capacity)
+    before = books(machine)
+    with listening() as heard:
+        found = store.measure_machine(machine, torch.float32, ()).with_capacity(machine.capacity)
     assert books(machine) == before
-    assert said
+    parts = ["the rates of disk and memory", "the rates of products and attention",
+             "how much computing and transfers slow each other"]  # fmt: skip
+    assert [re.sub(r"measuring (.*), for the plan, once for this machine \(about \d+ s\)", r"\1", text)
+            for text in heard.begun("measuring")] == parts  # fmt: skip
+    running = [record.text for record in heard if record.state == "running"]
+    assert all(running.count(text) > 3 for text in heard.begun("measuring"))
     assert found.measured
     assert found.kind == kind
     assert found.capacity == machine.capacity

@@ -54,7 +54,7 @@ def test_a_slow_link_is_not_measured_for_long(at: Callable[..., Machine], monkey
 def test_little_memory(at: Callable[..., Machine], memory: int) -> None:
     """Transfers and kernels are as small as the device, and what cannot be measured there is not known."""
     machine = at("sim", memory)
-    found = store.measure_machine(machine, torch.float32, (), lambda _: None)
+    found = store.measure_machine(machine, torch.float32, ())
     assert max(x for x, _ in found.links["h2d"]) <= memory / 2
     assert all(figure > 0 for _, figure in (*found.products["float32"], *found.decode_attention))
     assert machine.device.ledger.peak == 0

@@ -14,6 +14,7 @@ from flexengine import Engine, Policy
 from flexengine.measure import store
 from flexengine.plan.hardware import Hardware
 from flexengine.tier.machine import Machine
+from tests.helpers.listening import listening
 from tests.helpers.measuring import MB, SLOW, hardware
 
 
@@ -114,18 +115,23 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The machine is measured once, each model once, and what is free is asked for every time."""
     monkeypatch.setenv("FLEXENGINE_CACHE", str(tmp_path / "cache"))
     measured = list[str]()
-    monkeypatch.setattr(store, "noticing", lambda _: nullcontext())
+    monkeypatch.setattr(store, "noticing", nullcontext)
     monkeypatch.setattr(store, "measure_machine", lambda *_: measured.append("machine") or hardware())
 
     def ask(family: str, measure: bool, memory: int) -> Hardware | None:
         known = families(family)
         with Engine(known.directory, policy=Policy(), device="cpu", device_mem=memory, offload_dir=tmp_path) as engine:
-            return store.obtain(engine.core.machine, engine.core.opened, measure, measured.append)
+            with listening() as heard:
+                found = store.obtain(engine.core.machine, engine.core.opened, measure)
+            measured.extend(text.partition(", ")[0] for text in heard.begun("measuring"))
+            return found
 
     assert ask("llama", False, 50 * MB) is None
     first = ask("llama", True, 50 * MB)
     assert first is not None
-    assert measured == ["machine", "measuring the model's layers", "measuring the model's attention"]
+    steps = ["measuring this model's layers", "measuring this model's attention",
+             "measuring how much computing and reading of layers slow each other"]  # fmt: skip
+    assert measured == ["machine", *steps]
     assert (first.device_bytes, first.host_bytes) == (50 * MB, None)
     second = ask("llama", False, 60 * MB)
     assert second is not None
@@ -137,4 +143,4 @@ def test_obtain(families: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert both is not None
     assert len(both.layers) == 2
     assert first.layers.items() <= both.layers.items()
-    assert measured[3:] == ["measuring the model's layers", "measuring the model's attention"]
+    assert measured[4:] == steps

@@ -14,6 +14,7 @@ from flexengine import Engine, Policy, SamplingParams
 from flexengine.measure import delegation, links, streaming, timing
 from flexengine.schedule.program import Op
 from flexengine.tier.machine import Machine
+from tests.helpers.listening import listening
 from tests.helpers.measuring import books
 
 # Streaming beside computing.
@@ -145,21 +146,22 @@ def test_seconds_per_call(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_others_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other programs are reported only if they use cores that measuring needs."""
-    said, clock, used = list[str](), [0.0], [100.0]
+    clock, used = [0.0], [100.0]
     monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(timing, "_others_seconds", lambda: used[0])
     monkeypatch.setattr(timing.psutil, "cpu_count", lambda: 4)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    for cores in (2.0, 2.5):
-        with timing.noticing(said.append):
-            clock[0] += 10
-            used[0] += 10 * cores
-    assert len(said) == 1
-    assert "2.5 cores" in said[0]
-    with timing.noticing(said.append):  # one tick of the processor's clock is not ten busy cores
-        clock[0] += 0.001
-        used[0] += 0.01
-    assert len(said) == 1
+    with listening() as heard:
+        for cores in (2.0, 2.5):
+            with timing.noticing():
+                clock[0] += 10
+                used[0] += 10 * cores
+        (said,) = heard.messages
+        assert "2.5 cores" in said
+        with timing.noticing():  # one tick of the processor's clock is not ten busy cores
+            clock[0] += 0.001
+            used[0] += 0.01
+        assert len(heard) == 1
 
 
 def test_room(at: Callable[..., Machine]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from flexengine import activity
 from flexengine.commands import measure, run
 from flexengine.commands import plan as command
 from flexengine.engine import planner as planning
@@ -218,8 +219,8 @@ def test_refusals(line: Line, options: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("machine", [GPU, CPU])
 def test_a_measured_machine(line: Line, monkeypatch: pytest.MonkeyPatch, machine: Hardware) -> None:
-    def this_machine(options: MachineOptions, opened: object, again: bool, say: Any, dtype: str) -> Hardware:
-        say("measuring")
+    def this_machine(options: MachineOptions, opened: object, again: bool, dtype: str) -> Hardware:
+        activity.message("measuring")
         assert (options.device, options.offload_dir, opened, again, dtype) == ("cpu", ["d"], None, True, "auto")
         return machine
 

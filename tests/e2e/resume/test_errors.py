@@ -2,11 +2,12 @@
 
 import errno
 import json
-import re
 from typing import Any
 
 import pytest
 
+from flexengine.engine.engine import Engine
+from flexengine.engine.generating import JobRows
 from flexengine.engine.planner import Planner
 from tests.helpers.job import Job
 from tests.helpers.resuming import SAMPLED, Watch, journal_of, records, rows_done, state
@@ -15,8 +16,11 @@ from tests.helpers.resuming import SAMPLED, Watch, journal_of, records, rows_don
 
 
 @pytest.mark.parametrize(("after", "sampling"), [(0, ()), (3, SAMPLED), (7, ())])
-def test_goes_on_where_it_was(job: Job, watch: Watch, whole: Any, after: int, sampling: tuple[str, ...]) -> None:
-    expected = whole(*sampling)
+def test_goes_on_where_it_was(
+    job: Job, watch: Watch, whole: Any, after: int, sampling: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, jobs = whole(*sampling), list[JobRows]()
+    monkeypatch.setattr(Engine, "job_rows", property(lambda _: jobs[-1], lambda _, rows: jobs.append(rows)), False)
     watch.fail_at = after
     assert job(*sampling) == 3
     assert not job.output.exists()
@@ -26,9 +30,8 @@ def test_goes_on_where_it_was(job: Job, watch: Watch, whole: Any, after: int, sa
     assert job(*sampling) == 0
     assert watch.ran == [i for i in range(8) if i not in done]
     assert (f"{after} of 8 rows were done before" in job.err) == (after > 0)
-    shown = [int(n) for n in re.findall(r"(\d+) of 8 rows done, 0 failed", job.err)]
-    assert shown[-1] == 8  # with those of the first run
-    assert min(shown) >= after
+    assert jobs[-1].total == 8
+    assert (jobs[-1].done, jobs[-1].failed) == (after, 0)  # progress counts the rows of the first run, too
     assert job.output.read_bytes() == expected
     assert sorted(p.name for p in job.folder.glob("out*")) == ["out.jsonl", "out.jsonl.journal"]
 

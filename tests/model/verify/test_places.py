@@ -193,8 +193,7 @@ def job(model: Path, cache: Path, capsys: pytest.CaptureFixture[str]) -> Job:
 def test_the_command_says_what_was_verified(job: Job) -> None:
     output = job.folder / "out.jsonl"
     assert job("--verify", "--json") == 0
-    assert "flexengine: verified 3 files, 0.00 GB, in 0." in job.err
-    assert "; verified 3 files" in job.err.splitlines()[-1]
+    assert "flexengine: verified 3 files, " in job.err
     assert json.loads(job.out.splitlines()[-1])["verified"]["files"] == 3
     plain = job.out.splitlines()[0]
     assert job() == 0

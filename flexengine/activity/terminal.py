@@ -1,0 +1,194 @@
+"""Reports on standard error: one bar at a time on a terminal, plain lines elsewhere."""
+
+import logging
+import os
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from flexengine.activity import MESSAGE, Activity, Listener, listener
+
+if TYPE_CHECKING:
+    from flexengine.activity.bar import Bar
+
+LINE_SECONDS = 10.0  # between two plain lines of one activity
+QUICK_SECONDS = 2.0  # an activity of level DEBUG prints no plain line before
+MIN_ETA_SECONDS, MIN_ETA_TOTAL = 2.0, 20  # seconds of an activity, and its total, for which remaining time is shown
+COLUMNS = 80  # of a terminal that does not tell its width
+
+
+@dataclass
+class _Shown:
+    """An activity under way.
+
+    Attributes:
+        record: its latest report.
+        began: seconds of time.monotonic.
+        printed: when its last plain line was printed; None if none was.
+    """
+
+    record: Activity
+    began: float
+    printed: float | None = None
+
+
+class Display:
+    """Listener that prints reports on standard error.
+
+    On a terminal, the innermost activity has a bar, which disappears at the end. Elsewhere an activity prints a line at
+    the start, one every LINE_SECONDS, and one at the end; quick ones print nothing. An error of the stream is ignored,
+    as no job should fail by it. May be called by several threads.
+
+    Args:
+        level: messages of a lower level are left out; see `Activity.level`.
+    """
+
+    def __init__(self, level: int = logging.INFO) -> None:
+        self.level = level
+        self._lock = threading.RLock()
+        self._shown: dict[tuple[str, str], _Shown] = {}  # by name and text, in the order of their starts
+        self._bar: Bar | None = None
+        self._drawn: _Shown | None = None  # the activity of the bar
+
+    def __call__(self, record: Activity) -> None:
+        if sys.stderr is None:  # the process was started without one
+            return
+        with self._lock:
+            try:
+                if record.name != MESSAGE:
+                    self._take(record)
+                elif record.level >= self.level:
+                    self._print(record.text)
+            except (OSError, ValueError):  # standard error was closed
+                self._bar = None
+
+    def _take(self, record: Activity) -> None:
+        now, key = time.monotonic(), (record.name, record.text)
+        shown = self._shown.setdefault(key, _Shown(record, now))
+        shown.record = record
+        if ended := record.state in ("done", "failed"):
+            del self._shown[key]
+        if record.state == "began" and record.level >= logging.INFO:
+            self._print(record.text)
+            shown.printed = now
+        if is_terminal():
+            self._draw(now)
+        elif not ended:
+            self._line(shown, now)
+        elif shown.printed is not None and record.state == "done":
+            self._print(f"{record.name}: done in {minutes(now - shown.began)}")
+
+    def _print(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._bar is not None:
+            self._bar.clear()
+        print(f"flexengine: {text}", file=sys.stderr, flush=True)
+        if self._bar is not None:
+            self._bar.refresh()
+
+    def _line(self, shown: _Shown, now: float) -> None:
+        record = shown.record
+        if shown.printed is None and now - shown.began >= QUICK_SECONDS:
+            self._print(record.text)
+        elif shown.printed is not None and now - shown.printed >= LINE_SECONDS:
+            part = share(record)
+            numbers = facts(record, now - shown.began)
+            self._print(f"{record.name}: {', '.join(numbers if part is None else [f'{part:.0%}', *numbers])}")
+        else:
+            return
+        shown.printed = now
+
+    def _draw(self, now: float) -> None:
+        """Draw the bar of the innermost activity."""
+        last = next(reversed(self._shown.values()), None)
+        if self._bar is not None and self._drawn is not last:
+            self._bar.close()
+            self._bar = None
+        self._drawn = last
+        if last is None:
+            return
+        if self._bar is None:
+            from flexengine.activity.bar import Bar
+
+            self._bar = Bar()
+        self._bar.draw(last.record.name, share(last.record), facts(last.record, now - last.began), columns() - 1)
+
+
+def is_terminal() -> bool:
+    """Return whether standard error is a terminal."""
+    return sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
+
+
+def columns() -> int:
+    """Return the characters of a line of the terminal."""
+    try:
+        return os.get_terminal_size(sys.stderr.fileno()).columns or COLUMNS
+    except (OSError, ValueError):
+        return COLUMNS
+
+
+def share(record: Activity) -> float | None:
+    """Return the finished part of an activity, 0 to 1; None if it is unknown."""
+    return min(1.0, record.done / record.total) if record.total else None
+
+
+def facts(record: Activity, seconds: float) -> list[str]:
+    """Return the numbers of an activity that has lasted some seconds, the most important first."""
+    if record.details:
+        return list(record.details)
+    numbers = [amount(record.done, record.total, record.unit)] if record.unit else []
+    numbers.append(minutes(seconds))
+    part = share(record)
+    if part and seconds >= MIN_ETA_SECONDS and record.total and record.total >= MIN_ETA_TOTAL:
+        numbers.append(f"{minutes(seconds * (1 - part) / part)} left")
+    return numbers
+
+
+def amount(done: float, total: float | None, unit: str) -> str:
+    """Return a count, of a total if there is one, with its unit. Bytes (unit "B") have a prefix, as in 1.2 of 3.4 GB.
+    """
+    if unit != "B":
+        return f"{done:,.0f} {unit}" if total is None else f"{done:,.0f} of {total:,.0f} {unit}"
+    largest = max(done, total or 0.0)
+    prefix, factor = next((x for x in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)) if largest >= x[1]), ("kB", 1e3))
+    of = "" if total is None else f" of {total / factor:,.1f}"
+    return f"{done / factor:,.1f}{of} {prefix}"
+
+
+def minutes(seconds: float) -> str:
+    """Return seconds as m:ss or h:mm:ss."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def listener_of(progress: bool | Listener | None) -> Listener | None:
+    """Return the listener that `EngineOptions.progress` selects; None for the logger.
+
+    None selects the listener of this context, as of a command that opens an engine, if there is one.
+    """
+    if callable(progress):
+        return progress if isinstance(progress, Display) else _Serial(progress)
+    if progress is None and (present := listener()) is not None:
+        return present
+    return _display() if progress or (progress is None and is_terminal()) else None
+
+
+@cache
+def _display() -> Display:
+    """Return the display that all engines of this process share."""
+    return Display()
+
+
+class _Serial:
+    """A listener that is called by one thread at a time."""
+
+    def __init__(self, to: Listener) -> None:
+        self._to, self._lock = to, threading.RLock()
+
+    def __call__(self, record: Activity) -> None:
+        with self._lock:
+            self._to(record)

@@ -1,0 +1,144 @@
+"""Reports of a running job: rows, tokens, rates, remaining time, and how far the present sweep is."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from flexengine.activity import Activity, Listener, Work
+from flexengine.activity.terminal import minutes
+from flexengine.engine.state import Progress
+from flexengine.plan.hardware import Hardware
+from flexengine.plan.words import digits, percent, size
+
+GENERATING = "generating"  # name of the activity
+TOKEN_SECONDS, DISK_SECONDS = 30.0, 5.0  # rates of tokens and of disk reads are means of these times
+LONG_SWEEP_SECONDS = 2.0  # a longer sweep is shown with its finished share
+MIN_RATE_SECONDS = 1.0  # of a job, until rates are shown
+MIN_DISK_RATE = 1e6  # bytes per second; lower rates are not shown
+
+
+@dataclass(frozen=True)
+class JobRows:
+    """Rows of a job of which this engine may run only a part.
+
+    Attributes:
+        total: rows of the whole job; None if it is unknown.
+        done, failed: rows that earlier runs finished, without and with an error.
+    """
+
+    total: int | None = None
+    done: int = 0
+    failed: int = 0
+
+
+class Rate:
+    """A rate over the last seconds of a window."""
+
+    def __init__(self, window: float) -> None:
+        self._window = window
+        self._seen: deque[tuple[float, float]] = deque()  # seconds and value
+
+    def __call__(self, now: float, value: float) -> float | None:
+        """Add a value and return its change per second; None at first."""
+        self._seen.append((now, value))
+        while len(self._seen) > 2 and now - self._seen[1][0] >= self._window:
+            self._seen.popleft()
+        began, first = self._seen[0]
+        return (value - first) / (now - began) if now - began >= MIN_RATE_SECONDS else None
+
+
+class Generating:
+    """Reports of the sweeps of a job. `look` may be called by another thread than the other methods.
+
+    Args:
+        listener: receives the reports.
+        progress: counts of the job.
+        rows: of the job.
+        bytes_read: returns the bytes read so far from all disks.
+        best: highest measured bytes per second of reads from all disks; None if it was not measured.
+        loading: bytes of weights that the first sweep reads into memory.
+    """
+
+    def __init__(
+        self, listener: Listener | None, progress: Progress, rows: JobRows, bytes_read: Callable[[], int] = lambda: 0,
+        best: float | None = None, loading: int = 0,
+    ) -> None:  # fmt: skip
+        self.progress, self.rows, self.bytes_read, self.best = progress, rows, bytes_read, best
+        self._began = self._swept = time.monotonic()
+        self._finished = progress.rows + progress.failed
+        self._tokens, self._bytes = Rate(TOKEN_SECONDS), Rate(DISK_SECONDS)
+        self._cells: tuple[int, ...] = ()
+        self._stage = self._expected = 0
+        self._loading, self._read_before = loading, bytes_read()
+        self._work = Work(listener, Activity(GENERATING, f"generating at most {progress.most:,} tokens",
+                                             total=progress.most, unit="tokens"))  # fmt: skip
+
+    def begin_sweep(self, cells: Sequence[int], tokens: int) -> None:
+        """Note the start of a sweep.
+
+        Args:
+            cells: of each stage.
+            tokens: that it generates.
+        """
+        self._swept = time.monotonic()
+        self._cells, self._expected = tuple(cells), tokens
+
+    def begin_stage(self, number: int) -> None:
+        """Note the start of a stage of the sweep."""
+        self._stage = number
+
+    def look(self, cells: int) -> None:
+        """Report a sweep under way. cells: that the present stage has computed."""
+        share = min(1.0, (sum(self._cells[: self._stage]) + cells) / max(1, sum(self._cells)))
+        self._update(self.progress.tokens + share * self._expected, share)
+
+    def end_sweep(self) -> None:
+        """Report a finished sweep."""
+        self._loading = 0
+        if self._work.due:
+            self._update(self.progress.tokens, None)
+
+    def end(self, failed: bool) -> None:
+        """Report the end of the job."""
+        self._work.end(failed)
+
+    def _update(self, tokens: float, share: float | None) -> None:
+        now, p, nbytes = time.monotonic(), self.progress, self.bytes_read()
+        rows = self.rows.done + p.rows + (failed := self.rows.failed + p.failed)
+        details = [f"{rows:,} rows" if self.rows.total is None else f"{rows:,} of {self.rows.total:,} rows"]
+        details += [f"{failed:,} failed"] if failed else []
+        rate, read = self._tokens(now, tokens), self._bytes(now, nbytes)
+        if self._loading and (loaded := (nbytes - self._read_before) / self._loading) < 1:
+            details.append(f"reading weights {percent(loaded)}")
+        if rate:
+            details.append(f"{minutes(max(0.0, p.most - tokens) / rate)} left")
+            details.append(f"{digits(rate)} tok/s")
+        if read is not None and read >= MIN_DISK_RATE:
+            details.append(f"disk {disk_rate(read, self.best)}")
+        if (ended := p.rows + p.failed - self._finished) and now - self._began >= MIN_RATE_SECONDS:
+            details.append(f"{digits(ended / (now - self._began))} rows/s")
+        if share is not None and now - self._swept >= LONG_SWEEP_SECONDS:
+            details.append(f"sweep {p.sweeps + 1}: {percent(share)}")
+        self._work.update(tokens, p.most, tuple(details))
+
+
+def disk_rate(rate: float, best: float | None) -> str:
+    """Return a rate in bytes per second, with the best one if it is known and higher, such as 1.20 of 1.61 GB/s."""
+    text = f"{size(rate)}/s"
+    if best is None or best < rate:
+        return text
+    number, unit = text.split()
+    most, other = f"{size(best)}/s".split()
+    return f"{number} of {most} {unit}" if unit == other else f"{text} of {most} {other}"
+
+
+def best_read_rate(hardware: Hardware) -> float | None:
+    """Return the highest measured bytes per second of reads from all disks together; None if they are not measured."""
+    if not hardware.measured:
+        return None
+    lanes = [lane for lane in hardware.links if lane.startswith("disk") and lane.endswith("_read")]
+    best = {lane: max(rate for _, rate in hardware.links[lane]) for lane in lanes if hardware.links[lane]}
+    if hardware.checkpoint_read:
+        best["disk_read"] = max(best.get("disk_read", 0.0), *(rate for _, rate in hardware.checkpoint_read))
+    return sum(best.values()) or None
