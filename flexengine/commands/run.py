@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import combinations
@@ -57,6 +58,9 @@ def _add_output(group: "argparse._ArgumentGroup") -> None:
     group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
     group.add_argument("--trace", type=named, metavar="FILE.json",
                        help="write a Chrome trace of all lanes, for Perfetto")  # fmt: skip
+    group.add_argument("--report", type=named, metavar="FILE.html",
+                       help="write a page about the job: placement, time line of a sweep, rates, errors; renewed while"
+                            " the job runs (needs matplotlib)")  # fmt: skip
 
 
 def _add_sampling(group: "argparse._ArgumentGroup") -> None:
@@ -104,6 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexengine.job.interrupt import Interrupted, Interrupts
 
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     with Interrupts() as interrupts:
 
         def finish() -> int:
@@ -125,6 +130,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.input = STDIN if args.input == "-" else args.input
     check_output(args.output, args.input)
     _check_apart(args)
+    if args.report and not args.dry_run:
+        from flexengine.report.recorder import check
+
+        check(args.report)
     if args.limit is not None and args.limit < 1:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     params = SamplingParams(**{name: getattr(args, name) for name in _DEFAULT})
@@ -134,7 +143,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.lossy:
         say(f"lossy: {args.lossy}; python -m flexengine.quality shows what that costs")
     if args.dry_run:
-        for option in ("json", "trace", "restart", "retry_errors"):
+        for option in ("json", "trace", "report", "restart", "retry_errors"):
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
@@ -195,9 +204,11 @@ def _check_apart(args: argparse.Namespace) -> None:
     policy = None if args.policy == AUTO else args.policy
     text = None if args.calibrate == BUNDLED else args.calibrate
     used = {"INPUT": args.input, "--policy": policy, "--calibrate": text, "--output": args.output,
-            "--trace": args.trace}  # fmt: skip
+            "--trace": args.trace, "--report": args.report}  # fmt: skip
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
+    if args.report:
+        used |= {"--report's unfinished part": part_path(args.report)}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}
     for what, other in combinations(paths, 2):
         written = {what, other} - {"INPUT", "--policy", "--calibrate"}

@@ -13,18 +13,21 @@ from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy
 
+RUN = ["python", "-m", "flexengine.run"]  # words of the command before its arguments
+
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.engine.state import Progress
     from flexengine.job.inputs import Rows
     from flexengine.job.interrupt import Interrupts
     from flexengine.job.resume import Job
+    from flexengine.report.recorder import NoReport
 
 
 def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
     """Run the rows that remain, write the output file, and return the summary."""
     _print_note(job)
-    bar = JobBar(job)
+    bar, report = JobBar(job), _recorder(args, job)
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
@@ -35,8 +38,10 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
             job.save_settings({"prefill_tokens": engine.layout.policy.prefill_tokens} | chosen | fitted)
         job.save(at_once=False)
         bar.show(progress)
+        report.sweep(progress)
 
-    with open_engine(args, sweep_ended) as engine:
+    with report, open_engine(args, sweep_ended) as engine:
+        report.attach(engine)
         rows = job.begin(lambda known: _manifest(args, job, params, engine, known), engine.core.source.name)
         _print_note(job)
         if job.resumed:
@@ -52,12 +57,19 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
                 for result in engine.stream(rows, params):
                     job.take(result)
                     bar.note(result)
+                    report.take(result)
         summary = dict(engine.summary)
     if not job.finished:
         job.end()
     print(last_line(job, args.output, summary), file=sys.stderr)
     counts = {"rows": job.total, "done": job.done, "failed": job.failed, "done_before": job.resumed}
     return {**summary, "job": counts}
+
+
+def _recorder(args: argparse.Namespace, job: "Job") -> "NoReport":
+    from flexengine.report.recorder import NoReport, Recorder
+
+    return Recorder(args.report, RUN + args.argv, job, say) if args.report else NoReport()
 
 
 def _print_note(job: "Job") -> None:

@@ -18,6 +18,7 @@ from flexengine.errors import InvalidInput, RanOut
 from flexengine.job.columns import answered
 from flexengine.lossy import Lossy
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 
@@ -90,6 +91,11 @@ class Engine:
     def layout(self) -> Layout | None:
         """The layout of the last job; None if there was none, or if no row of it could be run."""
         return self._job.layout if self._job else None
+
+    @property
+    def watch(self) -> Watch | None:
+        """Predicted and measured seconds of the last job so far; None without a layout."""
+        return self._job.watch if self._job else None
 
     @property
     def summary(self) -> dict[str, Any]:

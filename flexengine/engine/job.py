@@ -38,6 +38,7 @@ class Job:
 
     Attributes:
         layout: the present layout; None before the plan is made, and if no row can be run.
+        watch: predicted and measured seconds under this layout; None without a layout.
         summary: what `Engine.summary` returns; empty before the first sweep ends.
     """
 
@@ -53,6 +54,7 @@ class Job:
         self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
         self.on_sweep, self.load_first = on_sweep, load_first
         self.layout: Layout | None = None
+        self.watch: Watch | None = None
         self.summary: dict[str, Any] = {}
 
     def results(self, prompts: Iterable[Any], params: SamplingParams) -> Generator[Result]:
@@ -110,7 +112,7 @@ class Job:
         resources = self._prepare(watch, state)
         if isinstance(resources, Shortage):
             return resources
-        self.layout = watch.layout
+        self.watch, self.layout = watch, watch.layout
         core = self.core
         generation = Generation(resources, state.feed, core.tokenizer, core.eos, state.progress)
         lack: Shortage | None = None
