@@ -104,8 +104,8 @@ def _purposes(memories: Sequence[Memory]) -> list[str]:
     total: Counter[str] = Counter()
     for _, account, _ in memories:
         total.update(account)
-    first = ("weights", "KV cache")
-    largest = sorted((what for what, n in total.items() if n), key=lambda what: (what not in first, -total[what]))
+    first = [what for what in ("weights", "KV cache") if total[what]]
+    largest = [*first, *(what for what, n in total.most_common() if n and what not in first)]
     return largest if len(largest) <= MOST_PURPOSES else [*largest[: MOST_PURPOSES - 1], OTHER]
 
 

@@ -7,14 +7,14 @@ from typing import Any
 from flexengine.plan import explain
 from flexengine.plan.feedback import Watch
 from flexengine.plan.picture import Memory
-from flexengine.plan.problem import fraction
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.problem import HIDDEN, fraction
 from flexengine.plan.words import place_name
 from flexengine.report.errors import Errors
 from flexengine.report.series import Bucket, Histogram
 from flexengine.report.timeline import SweepLine
 
 RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
-ACTIVATIONS = "activations"  # name of hidden states in a page
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Planned:
         measured: whether the rates were measured on this machine.
         shared: whether host and device are one memory.
         places: names of the places.
-        placement: by kind of data, its bytes, and its share of each place.
+        placement: by kind of data, its bytes in each place.
         memories: name, bytes by purpose and capacity of each memory.
         lanes: by lane, predicted and measured seconds of work so far.
         predicted_seconds: prediction of the sweeps so far.
@@ -100,7 +100,7 @@ class Planned:
     measured: bool
     shared: bool
     places: tuple[str, ...]
-    placement: dict[str, tuple[int, tuple[float, ...]]]
+    placement: dict[str, tuple[int, ...]]
     memories: list[Memory]
     lanes: dict[str, tuple[float, float]]
     predicted_seconds: float
@@ -159,18 +159,26 @@ def planned(watch: Watch, model: str) -> Planned:
     cost, layout = watch.cost, watch.layout
     hardware, facts, workload = cost.hardware, cost.model, cost.workload
     prediction = cost.predict(layout)
-    sizes = explain.kind_bytes(facts, workload, prediction)
-    placement = {}
-    for shown, kind in explain.KINDS.items():
-        shares = tuple(prediction.fractions.get(fraction(kind, place), 0.0) for place in layout.places)
-        placement[ACTIVATIONS if shown == "hidden states" else shown] = (sizes[shown], shares)
     seen = watch.report()
     return Planned(
         hardware=explain.machine(hardware), measured=hardware.measured, shared=hardware.shared,
-        places=tuple(place_name(place, hardware.shared) for place in layout.places), placement=placement,
+        places=tuple(place_name(place, hardware.shared) for place in layout.places),
+        placement=_placement(watch, prediction),
         memories=explain.tiers(prediction, hardware),
         lanes={lane: (x["predicted"], x["measured"]) for lane, x in seen["lanes"].items()},
         predicted_seconds=seen["predicted_seconds"], measured_seconds=seen["measured_seconds"],
         job_seconds=prediction.total_seconds, policy=layout.policy.to_json(),
         text=explain.report(model, facts, hardware, workload, prediction),
     )  # fmt: skip
+
+
+def _placement(watch: Watch, prediction: Prediction) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place."""
+    cost, layout = watch.cost, watch.layout
+    hidden = explain.kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
+    shares = [prediction.fractions.get(fraction(HIDDEN, place), 0.0) for place in layout.places]
+    return {
+        "weights": tuple(layout.stored_bytes[place] for place in layout.places),
+        "KV cache": tuple(layout.account[place].get("KV cache", 0) for place in layout.places),
+        "activations": tuple(round(share * hidden) for share in shares),
+    }

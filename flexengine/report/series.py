@@ -50,18 +50,21 @@ class Rates:
 
     def add(self, sweep: Bucket) -> None:
         """Add a sweep. If all buckets are full, merge each two."""
-        if not self.buckets or self.buckets[-1].sweeps >= self._per:
-            if len(self.buckets) == self._most:
-                self._halve()
+        if self._full and len(self.buckets) == self._most:
+            self._halve()
+        if self._full:
             self.buckets.append(Bucket())
         self.buckets[-1].add(sweep)
+
+    @property
+    def _full(self) -> bool:
+        return not self.buckets or self.buckets[-1].sweeps >= self._per
 
     def _halve(self) -> None:
         for first, second in zip(self.buckets[::2], self.buckets[1::2], strict=False):
             first.add(second)
         del self.buckets[1::2]
         self._per *= 2
-        # Of an odd number of buckets the last one stays half full, and takes the next sweeps.
 
 
 class Histogram:
