@@ -166,9 +166,9 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 
     elsewhere = {"--model", "--output", "--restart", "--retry-errors", "--trace", "--report", "--temperature",
-                 "--seed", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
-                 "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run",
-                 "--version"}  # fmt: skip
+                 "--seed", "--top-k", "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty",
+                 "--frequency-penalty", "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify",
+                 "--dry-run", "--version"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere
 
 
