@@ -74,7 +74,7 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
         tiles.append((f"{digits(totals.tokens / totals.seconds)} tok/s", "generated",
                       f"{totals.tokens:,} tokens in {clock(totals.seconds)}"))  # fmt: skip
     if totals.prefill_seconds:
-        tiles.append((f"{digits(totals.computed_prompt_tokens / totals.prefill_seconds)} tok/s", "prompts read",
+        tiles.append((f"{digits(totals.computed_prompt_tokens / totals.prefill_seconds)} tok/s", "prompts computed",
                       f"{totals.computed_prompt_tokens:,} tokens in {clock(totals.prefill_seconds)}"))  # fmt: skip
     tiles.append((clock(record.elapsed), "from start to this page", count(totals.sweeps, "sweep", "sweeps")))
     if plan is not None and plan.measured_seconds:

@@ -106,8 +106,6 @@ def test_a_page_that_cannot_be_written_stops_no_job(job: Job, monkeypatch: pytes
         replace(source, target)
 
     monkeypatch.setattr(recorder, "FIRST_SECONDS", 0.0)
-    monkeypatch.setattr(recorder, "RENEW_SECONDS", 0.0)
-    monkeypatch.setattr(recorder, "MOST_SHARE", 1e9)
     monkeypatch.setattr(recorder.os, "replace", full)
     assert job("--report", str(job.folder / "r.html")) == 0
     assert [r["token_ids"] for r in job.rows] == job.family.expected
