@@ -12,6 +12,7 @@ from flexengine.commands.progress import JobBar, last_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.lossy import Lossy
+from flexengine.report.base import NoReport
 
 RUN = ["python", "-m", "flexengine.run"]  # words of the command before its arguments
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from flexengine.job.inputs import Rows
     from flexengine.job.interrupt import Interrupts
     from flexengine.job.resume import Job
-    from flexengine.report.recorder import NoReport
 
 
 def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interrupts: "Interrupts") -> dict[str, Any]:
@@ -66,10 +66,12 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     return {**summary, "job": counts}
 
 
-def _recorder(args: argparse.Namespace, job: "Job") -> "NoReport":
-    from flexengine.report.recorder import NoReport, Recorder
+def _recorder(args: argparse.Namespace, job: "Job") -> NoReport:
+    if not args.report:
+        return NoReport()
+    from flexengine.report.recorder import Recorder
 
-    return Recorder(args.report, RUN + args.argv, job, say) if args.report else NoReport()
+    return Recorder(args.report, RUN + args.argv, job, say)
 
 
 def _print_note(job: "Job") -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
 
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
 from flexengine.job.results import part_path
 from flexengine.plan.feedback import Watch
+from flexengine.report.base import Counted, NoReport, Observed, Progress
 from flexengine.report.errors import Errors
 from flexengine.report.machine import machine
 from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Counts, Lengths, Record, Totals, planned
@@ -43,63 +43,6 @@ def check(path: str | None) -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise InvalidInput(f"--report needs matplotlib ({error}); {INSTALL}") from error
-
-
-class Counted(Protocol):
-    """The rows of a job, as `job.resume.Job` counts them."""
-
-    total: int
-    resumed: int
-
-    @property
-    def done(self) -> int: ...
-
-    @property
-    def failed(self) -> int: ...
-
-
-class Progress(Protocol):
-    """Counts after a sweep, as in `engine.state.Progress`."""
-
-    sweeps: int
-    prompt_tokens: int
-    computed_prompt_tokens: int
-    tokens: int
-    most: int
-    prefill_seconds: float
-    decode_seconds: float
-
-
-class Observed(Protocol):
-    """The engine of the job, as far as a page shows it."""
-
-    core: Any
-
-    @property
-    def summary(self) -> dict[str, Any]: ...
-
-    @property
-    def watch(self) -> Watch | None: ...
-
-
-class NoReport:
-    """Recorder of a job without a page. All its methods do nothing."""
-
-    def __enter__(self) -> "NoReport":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-    def attach(self, engine: Observed) -> None:
-        """Observe an engine, before its job begins."""
-
-    def sweep(self, progress: Progress) -> None:
-        """Record a sweep that has ended. Write the page if it is time to."""
-
-    def take(self, result: Result) -> None:
-        """Record the result of a row."""
 
 
 class Recorder(NoReport):
@@ -173,8 +116,9 @@ class Recorder(NoReport):
     ) -> None:
         if self._engine is None:
             return  # the job was refused
-        if kind is None and not self._totals.sweeps and not self._taken:
-            self._say(f"no row remained to be run, so --report writes no page; {self.path} is left as it is")
+        if self._engine.watch is None and not self._taken:  # refused later, or nothing to do
+            if kind is None:
+                self._say(f"no row remained to be run, so --report writes no page; {self.path} is left as it is")
             return
         if kind is None:
             self._write(DONE)

@@ -93,6 +93,9 @@ def test_a_finished_job_keeps_its_page(job: Job) -> None:
     assert "no row remained to be run, so --report writes no page" in job.err
     assert path.read_text() == before
     job.write([*job.family.rows, job.family.rows[0]])
+    assert job("--report", str(path)) == 2  # another input: refused after the engine is opened
+    assert "--restart" in job.err
+    assert path.read_text() == before
     assert job("--report", str(path), "--restart") == 0
     assert path.read_text() != before
 
