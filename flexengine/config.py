@@ -64,7 +64,7 @@ class SamplingParams:
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
 
-    Example:
+    Examples:
         >>> SamplingParams(max_tokens=64, temperature=0.7, seed=1, stop=["\\n\\n"])
     """
 
@@ -279,7 +279,7 @@ class Result:
         prompt: the prompt as it was given, not copied: text, messages or token ids. None if the row has none, and for
             rows of a file, whose output has the row's own fields.
 
-    Example:
+    Examples:
         >>> for result in engine.generate(["Hello", "Good morning"]):
         ...     print(result.prompt, result.error or result.generated_text)
     """

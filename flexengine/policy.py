@@ -78,7 +78,7 @@ class Policy:
     Raises:
         InvalidInput: a value is not allowed; the message names the field, its value and the limit.
 
-    Example:
+    Examples:
         >>> Policy(gpu_batch_size=32, num_gpu_batches=2, weights=(0.2, 0.8, 0), cache=(0, 1, 0))
         >>> Policy.load("policy.json")
     """

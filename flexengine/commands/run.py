@@ -64,6 +64,9 @@ def _add_output(group: Group) -> None:
     group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
     group.add_argument("--trace", type=named, metavar="FILE.json",
                        help="write a Chrome trace of all lanes, for Perfetto")  # fmt: skip
+    group.add_argument("--report", type=named, metavar="FILE.html",
+                       help="write a page about the job: placement, time line of a sweep, rates, errors; renewed while"
+                            " the job runs (needs matplotlib)")  # fmt: skip
 
 
 def _add_machine(group: Group) -> None:
@@ -84,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from flexengine.job.interrupt import Interrupted, Interrupts
 
     args = parser().parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     with Interrupts() as interrupts:
 
         def finish() -> int:
@@ -115,6 +119,10 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.json or args.dry_run:
         check_output(None)
     _check_apart(args)
+    if args.report and not args.dry_run:
+        from flexengine.report.recorder import check
+
+        check(args.report)
     if args.limit is not None and args.limit < 1:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     params = SamplingParams(**{name: getattr(args, name) for name in SAMPLING})
@@ -124,7 +132,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.lossy:
         say(f"lossy: {args.lossy}; flexengine quality shows what that costs")
     if args.dry_run:
-        for option in ("json", "trace", "restart", "retry_errors"):
+        for option in ("json", "trace", "report", "restart", "retry_errors"):
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
@@ -179,9 +187,12 @@ def _check_apart(args: argparse.Namespace) -> None:
 
     policy = None if args.policy == AUTO else args.policy
     used = {"INPUT": args.input, "--policy": policy, "--calibration-text": args.calibration_text,
-            "--output": args.output, "--trace": args.trace, "--config": args.config}  # fmt: skip
+            "--output": args.output, "--trace": args.trace, "--report": args.report,
+            "--config": args.config}  # fmt: skip
     if (journal := journal_path(args.output)) is not None:
         used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
+    if args.report:
+        used |= {"--report's unfinished part": part_path(args.report)}
     paths = {what: Path(name).resolve() for what, name in used.items() if name}
     for what, other in combinations(paths, 2):
         written = {what, other} - {"INPUT", "--policy", "--calibration-text", "--config"}

@@ -7,6 +7,7 @@ from flexengine.commands.messages import detail, say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.progress import RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
+from flexengine.report.base import NoReport
 
 if TYPE_CHECKING:
     from flexengine.engine.state import Progress
@@ -21,18 +22,29 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
 
     if note := job.take_note():
         say(note)
-    errors = RowErrors()
+    errors, report = RowErrors(), _recorder(args, job)
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
+        report.sweep(progress)
 
-    with open_engine(args, sweep_ended) as engine:
+    with report, open_engine(args, sweep_ended) as engine:
+        report.attach(engine)
         running = FileJob(engine, job, params, args.prompt_column)
         if running.begin():
             for result in running.results():
                 errors.note(result)
+                report.take(result)
     summary = running.end().to_json()
     say(last_line(job, args.output, summary if running.ran else {}))
     for line in detail_lines(summary) if running.ran else ():
         detail(line)
     return summary if running.ran else {"job": summary["job"]}
+
+
+def _recorder(args: argparse.Namespace, job: "Job") -> NoReport:
+    if not args.report:
+        return NoReport()
+    from flexengine.report.recorder import Recorder
+
+    return Recorder(args.report, ["flexengine", "run", *args.argv], job, say)

@@ -22,6 +22,7 @@ from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput, RanOut
 from flexengine.lossy import Lossy
 from flexengine.plan.facts import ModelFacts
+from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
 from flexengine.plan.workload import Workload
 
@@ -91,6 +92,11 @@ class BaseEngine(ABC):
     def layout(self) -> Layout | None:
         """Return the layout of the last job; None if there was none, or if no row of it could be run."""
         return self._job.layout if self._job else None
+
+    @property
+    def watch(self) -> Watch | None:
+        """Return predicted and measured seconds of the last job so far; None without a layout."""
+        return self._job.watch if self._job else None
 
     @property
     def summary(self) -> Summary:
@@ -175,7 +181,7 @@ class BaseEngine(ABC):
             OutOfMemory: as for `generate`.
             RanOut: as for `generate`, without results.
 
-        Example:
+        Examples:
             >>> for result in engine.stream(prompts, SamplingParams(max_tokens=32)):
             ...     print(result.index, result.generated_text)
         """

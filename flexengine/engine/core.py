@@ -21,7 +21,7 @@ from flexengine.plan.layout import Layout
 from flexengine.plan.least import has_room
 from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
-from flexengine.runtime.trace import Trace
+from flexengine.runtime.trace import Spans, Trace
 from flexengine.schedule.program import Program
 from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
@@ -42,7 +42,8 @@ class Core:
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
         verifier: compares files with their checksums; None for no check.
-        trace: collects task spans; None for no trace.
+        trace: writes task spans to a file; None for no trace.
+        sample: also gets task spans, from the next job on; None for no sample.
     """
 
     def __init__(self, options: EngineOptions, layers: tuple[int, int] | None = None) -> None:
@@ -56,6 +57,7 @@ class Core:
         self.options, self.machine = options, options.machine()
         self._check_disk(options.policy)
         self.trace = Trace(options.trace) if options.trace else None
+        self.sample: Spans | None = None
         self.verifier = Verifier() if options.verify else None
         name = str(options.model) if options.model is not None else None
         with activity("opening", f"opening {name or 'the demo model'}"):
@@ -138,7 +140,7 @@ class Core:
         moving = weights.arriving or any(weights.streamed) or layout.cache_buffer or layout.hidden_buffer or ports.names
         # Without overlap one inline lane runs all tasks. With a GPU it would wait for every kernel.
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
-        executor = Executor(worker.perform, lanes, self.trace)
+        executor = Executor(worker.perform, lanes, *filter(None, (self.trace, self.sample)))
         machine.synchronize()
         return Stage(worker, program, executor, watch)
 

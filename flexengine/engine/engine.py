@@ -34,7 +34,7 @@ class Engine(BaseEngine):
         options: the options that were given.
         on_sweep: see EngineOptions; may be changed between jobs.
 
-    Example:
+    Examples:
         >>> from flexengine import Engine, SamplingParams
         >>> with Engine(device_mem="4G") as engine:
         ...     result = engine.generate("The capital of France is", SamplingParams(max_tokens=8))
@@ -87,7 +87,7 @@ class Engine(BaseEngine):
             OutOfMemory: no prompt fits into memory; raised before anything large is allocated.
             RanOut: memory ran out, and smaller plans did not help or the policy was given; has the finished `results`.
 
-        Example:
+        Examples:
             >>> engine.generate("Two plus two is").generated_text
             >>> engine.generate(["One", {"prompt": "Two", "max_tokens": 4}], SamplingParams(max_tokens=16))
             >>> engine.generate(["One", "Two"], [SamplingParams(seed=1), SamplingParams(seed=2)])
@@ -132,7 +132,7 @@ class Engine(BaseEngine):
             OutOfMemory: as for `generate`.
             RanOut: as for `generate`.
 
-        Example:
+        Examples:
             >>> engine.chat([{"role": "user", "content": "Name three colours."}]).generated_text
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
@@ -180,7 +180,7 @@ class Engine(BaseEngine):
             OutOfMemory: as for `generate`.
             RanOut: as for `generate`.
 
-        Example:
+        Examples:
             >>> yes, no = engine.score("Is snow white? Answer:", [" yes", " no"])
             >>> yes.cumulative_logprob > no.cumulative_logprob
         """
@@ -228,7 +228,7 @@ class Engine(BaseEngine):
             RanOut: memory ran out; finished rows are in the journal.
             OSError: a file cannot be read or written; finished rows are in the journal.
 
-        Example:
+        Examples:
             >>> summary = engine.run_job("prompts.csv", "results.jsonl", SamplingParams(max_tokens=32),
             ...                          prompt_column="question")
             >>> print(f"{summary.job.done} of {summary.job.rows} rows done")

@@ -188,6 +188,7 @@ class Generation:
             raise RuntimeError(f"the next sequence needs more KV pages per layer than the pools have ({pages}); raise"
                                " --device-mem or lower max_tokens")  # fmt: skip
         prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
+        prompt_tokens = sum(p.count for b in batches for p in b.pieces if not p.decodes)
         self.progress.tokens += len(sweeps.joined)
         over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
         seconds = self._stages(batches)
@@ -195,6 +196,7 @@ class Generation:
         self._first.update((s, sampled.pop(s)) for s in sampled.keys() - sweeps.live.keys())
         stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
         self.progress.tokens += len(sampled)
+        self.progress.computed_prompt_tokens += prompt_tokens
         ended = sweeps.advance(batches, stopped)
         for sequence in ended:
             resources.release(sequence)

@@ -44,6 +44,7 @@ class Job:
 
     Attributes:
         layout: the present layout; None before the plan is made, and if no row can be run.
+        watch: predicted and measured seconds under this layout; None without a layout.
         summary: what `Engine.summary` returns; its counts are 0 until the job ends, in any way.
     """
 
@@ -60,6 +61,7 @@ class Job:
         self.core, self.planner, self.calibrator, self.reader = core, planner, calibrator, reader
         self.on_sweep, self.load_first, self.rows = on_sweep, load_first, rows or JobRows()
         self.layout: Layout | None = None
+        self.watch: Watch | None = None
         self.summary = core.empty_summary()
 
     def results(
@@ -129,7 +131,7 @@ class Job:
         resources = self._prepare(watch, state)
         if isinstance(resources, Shortage):
             return resources
-        self.layout = watch.layout
+        self.watch, self.layout = watch, watch.layout
         core = self.core
         reports = self._reports(resources, state, watch)
         generation = Generation(resources, state.feed, core.tokenizer, core.eos, reports)

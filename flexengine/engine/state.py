@@ -18,6 +18,8 @@ class Progress:
         rows: rows finished without an error.
         failed: rows that have an error.
         prompt_tokens: prompt tokens of the finished rows.
+        computed_prompt_tokens: prompt tokens computed so far, also of rows that are not finished, and computed again
+            after a replan.
         tokens: tokens generated so far.
         most: tokens of all rows if no further sequence stops before its limit.
         prefill_seconds: seconds of the sweeps that computed a prompt.
@@ -28,6 +30,7 @@ class Progress:
     rows: int = 0
     failed: int = 0
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
     tokens: int = 0
     most: int = 0
     prefill_seconds: float = 0.0

@@ -76,7 +76,7 @@ class Summary:
         plan: predicted against measured seconds; None if no row could be run.
         job: rows of the job over all its runs; None except from `Engine.run_job`.
 
-    Example:
+    Examples:
         >>> summary = engine.run_job("prompts.jsonl", "results.jsonl")
         >>> print(summary.rows, summary.failed, f"{summary.generated_tok_s:.1f} tok/s")
     """

@@ -94,7 +94,7 @@ class Hardware:
         corrected: by lane, or signature of a layer or head, factor by which jobs have lengthened the measured seconds.
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
 
-    Example:
+    Examples:
         >>> Engine("opt-30b", hardware=Hardware.load("policies/hardware/t4-16gb_208gb_ssd.json"))
     """
 

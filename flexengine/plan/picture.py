@@ -1,5 +1,6 @@
 """Plot a prediction: bytes per memory against capacity, seconds per lane and sweep, and the frontier."""
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,15 @@ from flexengine.plan.explain import tiers
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.words import lane_name, size
+from flexengine.schedule.routes import by_way
+
+MOST_PURPOSES = 8  # bytes of further purposes are one part of a bar
+OTHER = "other"
+# Place of a legend: below the axes and their labels (the pad is in heights of its font), or beside the title.
+BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0), "frameon": False, "borderaxespad": 3.8}
+ABOVE = {"loc": "lower right", "bbox_to_anchor": (1, 1), "frameon": False, "borderaxespad": 0.2}
+
+Memory = tuple[str, dict[str, int], int | None]  # name, bytes by purpose, capacity
 
 
 def plot(
@@ -34,7 +44,8 @@ def plot(
     figure = Figure(figsize=(5.5 * panels, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, panels)
-    _memory(axes[0], prediction, hardware)
+    draw_memory(axes[0], tiers(prediction, hardware))
+    axes[0].set_title("Memory", loc="left")
     _lanes(axes[1], prediction, hardware)
     if frontier:
         _frontier(axes[2], prediction, frontier)
@@ -55,30 +66,53 @@ def check(path: str | Path) -> None:
         raise InvalidInput(f"a plot needs matplotlib ({error}); pip install 'flexengine[plot]'") from error
 
 
-def _memory(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
-    """Draw a bar per memory, stacked by purpose, in % of the capacity. Without a limit, 100 % are the bytes in use."""
-    memories = tiers(prediction, hardware)
-    purposes = list(dict.fromkeys(what for _, account, _ in memories for what in account))
+def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
+    """Draw a bar per memory, stacked by purpose, in % of the capacity. Without a limit, 100 % are the bytes in use.
+
+    Args:
+        axes: of matplotlib.
+        memories: as `explain.tiers` returns them.
+
+    Returns:
+        What each part of a bar shows, by the gid of its artist.
+    """
+    purposes, shown = _purposes(memories), dict[str, str]()
     wholes = [limit or sum(account.values()) or 1 for _, account, limit in memories]
-    bottoms = [0.0] * len(memories)
-    for what in purposes:
-        heights = [100 * a.get(what, 0) / whole for (_, a, _), whole in zip(memories, wholes, strict=True)]
-        axes.bar(range(len(memories)), heights, bottom=bottoms, label=what, width=0.6)
-        bottoms = [b + h for b, h in zip(bottoms, heights, strict=True)]
-    axes.axhline(100, color="black")
-    limits = [size(limit) if limit else "no limit" for _, _, limit in memories]
-    labels = [f"{m[0]}\n{size(sum(m[1].values()))} of {limit}" for m, limit in zip(memories, limits, strict=True)]
-    axes.set_xticks(range(len(memories)), labels)
-    axes.set_ylabel("% of capacity")
-    axes.set_ylim(0, 110)
-    axes.set_title("Memory")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3)
+    ends = [0.0] * len(memories)
+    for column, purpose in enumerate(purposes):
+        parts = [sum(n for what, n in account.items() if purpose == (what if what in purposes else OTHER))
+                 for _, account, _ in memories]  # fmt: skip
+        widths = [100 * part / whole for part, whole in zip(parts, wholes, strict=True)]
+        bars = axes.barh(range(len(memories)), widths, left=ends, label=purpose, height=0.6)
+        for row, (bar, part) in enumerate(zip(bars, parts, strict=True)):
+            bar.set_gid(f"memory-{row}-{column}")
+            shown[f"memory-{row}-{column}"] = f"{memories[row][0]}: {purpose} {size(part)}, {widths[row]:.1f} %"
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    axes.axvline(100, color=axes.xaxis.label.get_color())
+    limits = [f"of {size(limit)}" if limit else "no limit" for _, _, limit in memories]
+    labels = [f"{m[0]}\n{size(sum(m[1].values()))} {limit}" for m, limit in zip(memories, limits, strict=True)]
+    axes.set_yticks(range(len(memories)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 105)
+    axes.set_xlabel("% of capacity")
+    axes.legend(**BELOW, ncols=4)
+    return shown
+
+
+def _purposes(memories: Sequence[Memory]) -> list[str]:
+    """Return at most MOST_PURPOSES purposes: weights, KV cache, those with the most bytes, and OTHER for the rest."""
+    total: Counter[str] = Counter()
+    for _, account, _ in memories:
+        total.update(account)
+    first = [what for what in ("weights", "KV cache") if total[what]]
+    largest = [*first, *(what for what, n in total.most_common() if n and what not in first)]
+    return largest if len(largest) <= MOST_PURPOSES else [*largest[: MOST_PURPOSES - 1], OTHER]
 
 
 def _lanes(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
     """Draw the seconds of each lane in a mean sweep of each kind, and a line at the sweep's end."""
     kinds = [kind for kind, count in prediction.counts.items() if count > 0]
-    lanes = [lane for lane in hardware.lanes if any(prediction.lanes[kind].get(lane, 0) > 0 for kind in kinds)]
+    lanes = [lane for lane in by_way(hardware.lanes) if any(prediction.lanes[kind].get(lane, 0) > 0 for kind in kinds)]
     labels = []
     for i, kind in enumerate(kinds):
         rows = [i * (len(lanes) + 1) + j for j in range(len(lanes))]
@@ -88,8 +122,8 @@ def _lanes(axes: Any, prediction: Prediction, hardware: Hardware) -> None:
     axes.set_yticks([row for row, _ in labels], [name for _, name in labels])
     axes.invert_yaxis()
     axes.set_xlabel("seconds in a mean sweep; the line is its end")
-    axes.set_title("Lanes")
-    axes.legend(fontsize="small")
+    axes.set_title("Lanes", loc="left")
+    axes.legend(**ABOVE, ncols=2)
 
 
 def _frontier(axes: Any, prediction: Prediction, frontier: Sequence[Prediction]) -> None:
@@ -101,5 +135,5 @@ def _frontier(axes: Any, prediction: Prediction, frontier: Sequence[Prediction])
     axes.tick_params(axis="x", which="minor", labelrotation=45)  # else labels overlap
     axes.set_xlabel("latency of a row, seconds")
     axes.set_ylabel("generated tokens per second")
-    axes.set_title("Frontier")
-    axes.legend(fontsize="small")
+    axes.set_title("Frontier", loc="left")
+    axes.legend(**ABOVE)

@@ -8,7 +8,7 @@ from typing import cast
 
 from flexengine.activity import messenger
 from flexengine.runtime.lane import Done, Lane, Mark, new_lane
-from flexengine.runtime.trace import Trace
+from flexengine.runtime.trace import Spans
 from flexengine.runtime.watchdog import Watchdog
 from flexengine.schedule.edges import Edges
 from flexengine.schedule.program import LOADING, Op, Task
@@ -28,14 +28,15 @@ class Executor:
     perform: does what a task says, in the lane's thread. busy: seconds of work per lane, of the tasks that had ended
     when `run` last returned or this was left; what brings weights home, once, is no work of the lane's but LOADING.
     On a CUDA stream a task lasts from when the stream comes to it until the GPU has done it, not while it is queued.
+    traces: get the times of every task that has ended.
     say: told what is under way when no task has ended for QUIET_SECONDS, for twice that, and so on; a task may last
     that long, or a lane hang (a network disk that does not answer), which nothing but the user can tell apart.
     look: called about twice a second while `run` lasts, from another thread, with the number of cells that it has
     computed; None for no calls.
     """
 
-    def __init__(self, perform: Callable[[Task], None], lane_kind: str, trace: Trace | None = None) -> None:
-        self.perform, self.kind, self.trace = perform, lane_kind, trace
+    def __init__(self, perform: Callable[[Task], None], lane_kind: str, *traces: Spans) -> None:
+        self.perform, self.kind, self.traces = perform, lane_kind, traces
         self.lanes: dict[str, Lane] = {}
         self.edges: Edges[Done] = Edges()
         self.busy: dict[str, float] = {}
@@ -104,7 +105,7 @@ class Executor:
         return sum(task.op in _CELLS and end.passed for task, _, end in self._marked.copy())
 
     def _count(self) -> None:
-        """Add the tasks that have ended to `busy` and to the trace. Weights loaded ahead may still be under way."""
+        """Add the tasks that have ended to `busy` and to the traces. Weights loaded ahead may still be under way."""
         for _ in range(len(self._marked)):
             task, began, end = self._marked.popleft()
             if not end.passed:
@@ -112,8 +113,8 @@ class Executor:
                 continue
             work = LOADING if task.op is Op.LOAD_RESIDENT else task.lane
             self.busy[work] = self.busy.get(work, 0.0) + end.seconds - began.seconds
-            if self.trace is not None:
-                self.trace.add(task, began.seconds, end.seconds)
+            for trace in self.traces:
+                trace.add(task, began.seconds, end.seconds)
 
     def _lasting(self) -> str:
         now = time.perf_counter()

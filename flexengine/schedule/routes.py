@@ -1,9 +1,10 @@
 """Routes: the lanes of copies between each place and the device, and of attention computed at a place."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
-from flexengine.places import HOST, TIERS, disk_lanes, is_disk, link_lanes
+from flexengine.places import HOST, TIERS, disk_lanes, is_disk, link_lanes, link_of
 
 
 @dataclass(frozen=True)
@@ -43,3 +44,16 @@ class Routes:
 
 
 STAGED, DIRECT = Routes.between(TIERS, staged=True), Routes.between(TIERS, staged=False)  # of machines with one disk
+
+_WAY = ("enter", "read", "cpu", "h2d", "device", "d2h", "write", "leave")
+
+
+def by_way(lanes: Iterable[str]) -> list[str]:
+    """Return lanes in the order in which data passes them: disk reads, host, h2d, device, d2h, disk writes. Lanes of
+    further disks follow the lane of the first disk."""
+    return sorted(lanes, key=lambda lane: (_stop(lane), len(lane), lane))  # disk_read before disk2_read
+
+
+def _stop(lane: str) -> int:
+    name = lane.rpartition("_")[2] if is_disk(lane) else link_of(lane)
+    return _WAY.index(name) if name in _WAY else len(_WAY)

@@ -54,7 +54,7 @@ class Links:
     Raises:
         InvalidInput: a rate is not positive, or the latency is negative.
 
-    Example:
+    Examples:
         >>> Engine(device="sim", device_mem="2G", links=Links(h2d=12e9, d2h=12e9, disk_read=2e9, disk_write=1e9))
     """
 

@@ -170,7 +170,8 @@ def test_every_option_of_run_that_changes_a_plan_is_there() -> None:
     def names(parser: Any) -> set[str]:
         return {option for action in parser._actions for option in action.option_strings if option[:2] == "--"}
 
-    elsewhere = {"--output", "--restart", "--retry-errors", "--trace", "--temperature", "--seed", "--top-k",
+    elsewhere = {"--output", "--restart", "--retry-errors", "--trace", "--report", "--temperature",
+                 "--seed", "--top-k",
                  "--top-p", "--min-p", "--repetition-penalty", "--presence-penalty", "--frequency-penalty",
                  "--logprobs", "--stop", "--stop-token-id", "--ignore-eos", "--verify", "--dry-run"}  # fmt: skip
     assert names(run.parser()) - names(command.parser()) == elsewhere

@@ -222,6 +222,44 @@ def test_plot_draws(tmp_path: Path, curve: bool) -> None:
     assert len({tuple(pixel) for row in image[::7] for pixel in row[::7].round(2)}) > 6  # bars of several colours
 
 
+def test_no_legend_of_the_plot_covers_its_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Legends lie beside their axes, and on no text."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
+    for found, curve in ((toy_search().best, frontier(toy_search())), (predicted(MIXED), ())):
+        picture.plot(found, GPU, tmp_path / "a.png", frontier=curve)
+    for figure in figures:
+        figure.draw_without_rendering()
+        page = figure.bbox
+        for axes in figure.axes:
+            legend = axes.get_legend().get_window_extent()
+            assert page.x0 <= legend.x0 < legend.x1 <= page.x1
+            assert page.y0 <= legend.y0 < legend.y1 <= page.y1
+            texts = [axes.title, axes._left_title, axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels()]
+            for artist in (axes.patch, *texts):
+                if artist is axes.patch or artist.get_text():
+                    assert not legend.overlaps(artist.get_window_extent()), artist
+
+
+def test_parts_of_a_memory_are_told_and_few() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    account = {"workspace": 30, "KV cache": 20, **{f"buffer {i}": 10 - i for i in range(9)}, "weights": 5, "none": 0}
+    axes = Figure().subplots()
+    shown = picture.draw_memory(axes, [("device", account, 200), ("host", {"weights": 7}, None)])
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["weights", "KV cache", "workspace", "buffer 0", "buffer 1", "buffer 2", "buffer 3", "other"]
+    assert list(shown.values())[::2] == [
+        "device: weights 5 B, 2.5 %", "device: KV cache 20 B, 10.0 %", "device: workspace 30 B, 15.0 %",
+        *(f"device: buffer {i} {10 - i} B, {(10 - i) / 2:.1f} %" for i in range(4)), "device: other 20 B, 10.0 %",
+    ]  # fmt: skip
+    assert shown["memory-1-0"] == "host: weights 7 B, 100.0 %"
+
+
 def test_plot_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = predicted(MIXED)
     with pytest.raises(InvalidInput, match=r"a\.jpg does not end with \.png"):

@@ -141,9 +141,13 @@ def test_chrome_trace(tmp_path: Path, kind: str) -> None:
     trace.write()
     written = json.loads(path.read_text())
     assert set(written) == {"traceEvents", "displayTimeUnit"}
-    names = {e["tid"]: e["args"]["name"] for e in written["traceEvents"] if e["ph"] == "M"}
+    about = [e for e in written["traceEvents"] if e["ph"] == "M"]
+    names = {e["tid"]: e["args"]["name"] for e in about if e["name"] == "thread_name"}
     assert sorted(names.values()) == sorted({t.lane for t in program})
-    assert all(e["name"] == "thread_name" for e in written["traceEvents"] if e["ph"] == "M")
+    assert [e["args"] for e in about if e["name"] == "process_name"] == [{"name": "flexengine"}]
+    places = {names[e["tid"]]: e["args"]["sort_index"] for e in about if e["name"] == "thread_sort_index"}
+    assert sorted(places, key=lambda lane: places[lane]) == ["disk_read", "h2d", "device", "d2h", "disk_write"]
+    assert len({e["pid"] for e in written["traceEvents"]}) == 1
     spans = [e for e in written["traceEvents"] if e["ph"] == "X"]
     said = [(names[e["tid"]], e["name"], *e["args"].values()) for e in spans]
     assert sorted(said) == sorted((t.lane, t.op.value, *t.cell, t.home, t.hop) for t in program)

@@ -1,0 +1,209 @@
+"""The pictures of a page: matplotlib figures as inline SVG."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from flexengine.plan.picture import draw_memory
+from flexengine.plan.words import clock, count, digits, lane_name, percent, size
+from flexengine.report.record import Planned
+from flexengine.report.series import Bucket, Histogram
+from flexengine.report.svg import FAINT, INK, SERIES, STYLE, to_svg
+from flexengine.report.timeline import KINDS, Span, SweepLine
+from flexengine.schedule.program import LOADING
+from flexengine.schedule.routes import by_way
+
+WIDTH, HALF = 9.0, 4.4  # inches of wide and of narrow pictures
+ABOVE = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.3}  # place of a legend above the axes
+
+Box = tuple[float, float, float, float]  # left, right, bottom, top
+Tips = dict[str, str | Sequence[str]]
+
+
+def _drawn(
+    name: str, title: str, description: str, inches: tuple[float, float], draw: Callable[[Any], Tips], panels: int = 1
+) -> str:
+    """Return an SVG. draw: draws on the axes (an array of axes for several panels), and returns the tooltips."""
+    import matplotlib
+    from cycler import cycler
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context({**STYLE, "axes.prop_cycle": cycler(color=list(SERIES))}):
+        figure = Figure(figsize=inches, layout="constrained")
+        tips = draw(figure.subplots(panels, 1, sharex=panels > 1))
+        return to_svg(figure, name, title, description, tips)
+
+
+def _boxes(axes: Any, boxes: Iterable[Box], gid: str, **look: Any) -> None:
+    """Draw rectangles, which are one artist with this gid."""
+    from matplotlib.collections import PolyCollection
+
+    corners = [((x0, y0), (x1, y0), (x1, y1), (x0, y1)) for x0, x1, y0, y1 in boxes]
+    artist = PolyCollection(corners, linewidths=look.pop("linewidths", 0), **look)
+    artist.set_gid(gid)
+    axes.add_collection(artist)
+
+
+# Placement.
+
+
+def memory(plan: Planned) -> str:
+    """Return a bar per memory: its bytes by purpose, in % of its capacity."""
+    parts = [f"{name} {size(sum(account.values()))}" + (f" of {size(limit)}" if limit else "")
+             for name, account, limit in plan.memories]  # fmt: skip
+
+    def draw(axes: Any) -> Tips:
+        axes.grid(axis="y", visible=False)
+        return dict(draw_memory(axes, plan.memories))
+
+    return _drawn("memory", "Bytes of each memory against its capacity", "; ".join(parts),
+                  (WIDTH, 1.5 + 0.5 * len(parts)), draw)  # fmt: skip
+
+
+# One sweep.
+
+
+def sweep(line: SweepLine, shared: bool) -> str:
+    """Return the time line of a sweep, one row per lane."""
+    lanes = line.lanes
+    named = [lane_name(lane, shared) for lane in lanes]
+    share = {lane: min(1.0, line.busy[lane] / line.seconds) if line.seconds else 0.0 for lane in lanes}
+    words = ", ".join(f"{name} busy {percent(share[lane])}" for name, lane in zip(named, lanes, strict=True))
+    unit, scale = ("ms", 1e3) if line.seconds < 2 else ("seconds", 1.0)
+
+    def draw(axes: Any) -> Tips:
+        tips: Tips = {}
+        for color, kind in zip(SERIES, KINDS, strict=False):
+            spans = [span for span in line.spans if span.kind == kind]
+            boxes = [(scale * s.began, scale * s.end, lanes.index(s.lane) - 0.38, lanes.index(s.lane) + 0.38)
+                     for s in spans]  # fmt: skip
+            _boxes(axes, boxes, f"sweep-{kind}".replace(" ", "-"), facecolors=color, label=kind if spans else None)
+            tips[f"sweep-{kind}".replace(" ", "-")] = [_span_words(span, shared) for span in spans]
+        axes.set_xlim(0, scale * line.seconds or 1)
+        axes.set_ylim(len(lanes) - 0.5, -0.5)
+        axes.set_yticks(range(len(lanes)), named)
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel(f"{unit} from the start of the sweep")
+        for row, lane in enumerate(lanes):
+            axes.annotate(percent(share[lane]), (1, row), xycoords=("axes fraction", "data"), xytext=(6, 0),
+                          textcoords="offset points", va="center", fontsize=9, annotation_clip=False)  # fmt: skip
+        axes.annotate("busy", (1, 1), xycoords="axes fraction", xytext=(6, 4), textcoords="offset points", fontsize=9)
+        axes.legend(**ABOVE, ncols=4)
+        return tips
+
+    return _drawn("sweep", "Time line of one sweep by lane", words, (WIDTH, 1.2 + 0.4 * len(lanes)), draw)
+
+
+def _span_words(span: Span, shared: bool) -> str:
+    def several(name: str, ends: tuple[int, int]) -> str:
+        low, high = ends
+        return "" if high < 0 else f", {name} {high}" if low in (-1, high) else f", {name}s {low} to {high}"
+
+    work = "" if span.tasks == 1 else f"; {span.tasks} tasks, {_brief(span.busy)} of work"
+    return (f"{lane_name(span.lane, shared)}: {span.op}{several('layer', span.layers)}"
+            f"{several('gpu_batch', span.batches).replace('gpu_batchs', 'gpu_batches')},"
+            f" {_brief(span.end - span.began)} from {_brief(span.began)} on{work}")  # fmt: skip
+
+
+def _brief(seconds: float) -> str:
+    return f"{digits(1e3 * seconds)} ms" if seconds < 1 else clock(seconds)
+
+
+# Tokens per second.
+
+
+def rates(buckets: Sequence[Bucket]) -> str:
+    """Return tokens per second over the seconds of all sweeps, of decode and of prefill sweeps."""
+    ends, total = [], 0.0
+    for bucket in buckets:
+        ends.append((total, total := total + bucket.seconds))
+    decode = [(b.decode_tokens, b.decode_seconds) for b in buckets]
+    prefill = [(b.prompt_tokens, b.prefill_seconds) for b in buckets]
+    shown = [("decode", "generated", decode, SERIES[3]), ("prefill", "prompt", prefill, SERIES[0])]
+
+    def draw(panels: Any) -> Tips:
+        tips: Tips = {}
+        for axes, (kind, what, sums, color) in zip(panels, shown, strict=True):
+            values = [(tokens / seconds if seconds else 0.0) for tokens, seconds in sums]
+            boxes = [(x0, x1, 0.0, y) for (x0, x1), y in zip(ends, values, strict=True)]
+            _boxes(axes, boxes, kind, facecolors=color, edgecolors=color, linewidths=0.4)
+            tips[kind] = [f"{kind}, {clock(x0)} to {clock(x1)}: {digits(y)} tok/s in {b.sweeps} sweeps"
+                          for (x0, x1, _, y), b in zip(boxes, buckets, strict=True)]  # fmt: skip
+            axes.set_ylim(0, 1.08 * max(values, default=0.0) or 1)
+            axes.set_title(f"{kind}: {what} tokens per second of {kind} sweeps", loc="left")
+        axes.set_xlim(0, total or 1)
+        axes.set_xlabel("seconds of sweeps")
+        return tips
+
+    means = [f"{kind} {digits(sum(n for n, _ in s) / spent)} tok/s" for kind, _, s, _ in shown
+             if (spent := sum(x for _, x in s))]  # fmt: skip
+    return _drawn("rates", "Tokens per second over time", "Mean: " + ", ".join(means), (WIDTH, 3.6), draw, 2)
+
+
+# Prediction.
+
+
+def lanes(plan: Planned) -> str:
+    """Return measured and predicted seconds of work by lane."""
+    order = [*by_way(lane for lane in plan.lanes if lane != LOADING), *([LOADING] if LOADING in plan.lanes else [])]
+    order = [lane for lane in order if any(plan.lanes[lane])]
+    named = [loading_name(lane, plan.shared) for lane in order]
+    words = "; ".join(f"{name} predicted {clock(plan.lanes[lane][0])}, measured {clock(plan.lanes[lane][1])}"
+                      for name, lane in zip(named, order, strict=True))  # fmt: skip
+
+    def draw(axes: Any) -> Tips:
+        tips: Tips = {}
+        looks = {"predicted": {"facecolor": "none", "edgecolor": INK, "hatch": "///"}, "measured": {"color": SERIES[3]}}
+        for i, (what, look) in enumerate(looks.items()):
+            seconds = [plan.lanes[lane][i] for lane in order]
+            bars = axes.barh([row + 0.4 * i - 0.2 for row in range(len(order))], seconds, 0.36, label=what, **look)
+            for name, bar, spent in zip(named, bars, seconds, strict=True):
+                bar.set_gid(f"{what}-{name}".replace(" ", "-"))
+                tips[f"{what}-{name}".replace(" ", "-")] = f"{name}: {what} {clock(spent)}"
+        axes.set_yticks(range(len(order)), named)
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlabel("seconds of work")
+        axes.legend(**ABOVE, ncols=2)
+        return tips
+
+    return _drawn("lanes", "Predicted and measured seconds of work by lane", words, (WIDTH, 1.2 + 0.5 * len(order)),
+                  draw)  # fmt: skip
+
+
+def loading_name(lane: str, shared: bool) -> str:
+    """Return the name of a lane, or of the reads of resident weights, which are listed beside the lanes."""
+    return "reading resident weights" if lane == LOADING else lane_name(lane, shared)
+
+
+# Lengths.
+
+
+def lengths(name: str, title: str, what: str, histogram: Histogram, color: str) -> str:
+    """Return a histogram of numbers of tokens.
+
+    Args:
+        name: prefix of ids.
+        title: of the picture.
+        what: what is counted, in the singular: row, sample.
+        histogram: the counts.
+        color: in SERIES.
+    """
+    bins = histogram.bins()
+    words = f"{histogram.least:,} to {histogram.largest:,} tokens, mean {digits(histogram.mean)}"
+
+    def draw(axes: Any) -> Tips:
+        boxes = [(low - 0.46, high + 0.46, 0.0, float(n)) for low, high, n in bins]
+        _boxes(axes, boxes, name, facecolors=color)
+        low, high = bins[0][0], bins[-1][1]
+        axes.set_xlim(low - 0.5 - 0.02 * (high - low), high + 0.5 + 0.02 * (high - low))
+        axes.set_ylim(0, 1.08 * max(n for _, _, n in bins))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("tokens")
+        axes.set_ylabel(f"{what}s")
+        axes.grid(axis="x", visible=False)
+        axes.axhline(0, color=FAINT, linewidth=0.8)
+        return {name: [f"{low:,} to {high:,} tokens: {count(n, what, what + 's')}" if high > low else
+                       f"{low:,} tokens: {count(n, what, what + 's')}" for low, high, n in bins]}  # fmt: skip
+
+    return _drawn(name, title, words, (HALF, 2.4), draw)

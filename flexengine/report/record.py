@@ -1,0 +1,184 @@
+"""Everything that a page shows, as plain values. Made from a running or an ended job by `recorder.py`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flexengine.plan import explain
+from flexengine.plan.feedback import Watch
+from flexengine.plan.picture import Memory
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.problem import HIDDEN, fraction
+from flexengine.plan.words import place_name
+from flexengine.report.errors import Errors
+from flexengine.report.series import Bucket, Histogram
+from flexengine.report.timeline import SweepLine
+
+RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Rows of a job, those of earlier runs included.
+
+    Attributes:
+        total: rows of the input.
+        done: rows that have a result without an error.
+        failed: rows that have an error.
+        done_before: rows that had a result when this run began.
+    """
+
+    total: int = 0
+    done: int = 0
+    failed: int = 0
+    done_before: int = 0
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums of this run.
+
+    Attributes:
+        sweeps: number of sweeps.
+        prompt_tokens: prompt tokens of finished rows.
+        computed_prompt_tokens: prompt tokens computed.
+        tokens: tokens generated.
+        most: tokens of all rows if no further sequence stops before its limit.
+        prefill_seconds: seconds of sweeps that computed a prompt.
+        decode_seconds: seconds of other sweeps.
+    """
+
+    sweeps: int = 0
+    prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
+    tokens: int = 0
+    most: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all sweeps."""
+        return self.prefill_seconds + self.decode_seconds
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of the rows that this run finished.
+
+    Attributes:
+        prompts: prompt tokens of each row.
+        completions: generated tokens of each sample.
+        endings: number of samples by finish reason.
+    """
+
+    prompts: Histogram = field(default_factory=Histogram)
+    completions: Histogram = field(default_factory=Histogram)
+    endings: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Placement and prediction of a job.
+
+    Attributes:
+        hardware: name, kind and origin of the rates.
+        measured: whether the rates were measured on this machine.
+        shared: whether host and device are one memory.
+        places: names of the places.
+        placement: by kind of data, its bytes in each place.
+        memories: name, bytes by purpose and capacity of each memory.
+        lanes: by lane, predicted and measured seconds of work so far.
+        predicted_seconds: prediction of the sweeps so far.
+        measured_seconds: seconds of the sweeps so far.
+        job_seconds: prediction of the whole job.
+        policy: fields of the policy file.
+        text: the plan in words.
+    """
+
+    hardware: str
+    measured: bool
+    shared: bool
+    places: tuple[str, ...]
+    placement: dict[str, tuple[int, ...]]
+    memories: list[Memory]
+    lanes: dict[str, tuple[float, float]]
+    predicted_seconds: float
+    measured_seconds: float
+    job_seconds: float
+    policy: dict[str, Any]
+    text: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """A job as a page shows it.
+
+    Attributes:
+        model: name of the model.
+        state: RUNNING, DONE, INTERRUPTED or FAILED.
+        error: why the job failed; "" if it did not.
+        began, written: times of the start and of this page, as text.
+        elapsed: seconds between them.
+        command: shell command that runs the job again.
+        folder: its working directory.
+        counts, totals, lengths, errors: see their classes.
+        rates: tokens and seconds of consecutive sweeps.
+        plan: None if no plan was made.
+        sweep: time line of one sweep; None if none was recorded.
+        summary: the engine's summary; empty while the job runs.
+        machine: (name, value) of the machine and of the versions.
+    """
+
+    model: str
+    state: str
+    error: str
+    began: str
+    written: str
+    elapsed: float
+    command: str
+    folder: str
+    counts: Counts
+    totals: Totals
+    lengths: Lengths
+    errors: Errors
+    rates: list[Bucket]
+    plan: Planned | None
+    sweep: SweepLine | None
+    summary: Mapping[str, Any]
+    machine: list[tuple[str, str]]
+
+
+def planned(watch: Watch, model: str) -> Planned:
+    """Return placement and prediction of a job.
+
+    Args:
+        watch: predicted and measured seconds so far.
+        model: name of the model.
+    """
+    cost, layout = watch.cost, watch.layout
+    hardware, facts, workload = cost.hardware, cost.model, cost.workload
+    prediction = cost.predict(layout)
+    seen = watch.report()
+    return Planned(
+        hardware=explain.machine(hardware), measured=hardware.measured, shared=hardware.shared,
+        places=tuple(place_name(place, hardware.shared) for place in layout.places),
+        placement=_placement(watch, prediction),
+        memories=explain.tiers(prediction, hardware),
+        lanes={lane: (x.predicted, x.measured) for lane, x in seen.lanes.items()},
+        predicted_seconds=seen.predicted_seconds, measured_seconds=seen.measured_seconds,
+        job_seconds=prediction.total_seconds, policy=layout.policy.to_json(),
+        text=explain.report(model, facts, hardware, workload, prediction),
+    )  # fmt: skip
+
+
+def _placement(watch: Watch, prediction: Prediction) -> dict[str, tuple[int, ...]]:
+    """Return the bytes of weights as stored, of all KV pages, and of the most hidden states of a sweep, by place."""
+    cost, layout = watch.cost, watch.layout
+    hidden = explain.kind_bytes(cost.model, cost.workload, prediction)["hidden states"]
+    shares = [prediction.fractions.get(fraction(HIDDEN, place), 0.0) for place in layout.places]
+    return {
+        "weights": tuple(layout.stored_bytes[place] for place in layout.places),
+        "KV cache": tuple(layout.account[place].get("KV cache", 0) for place in layout.places),
+        "activations": tuple(round(share * hidden) for share in shares),
+    }

@@ -1,0 +1,169 @@
+"""Collect a job's numbers while it runs, in bounded memory, and write its page from time to time and at the end."""
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from flexengine.config import Completion, Result
+from flexengine.errors import InvalidInput
+from flexengine.job.results import part_path
+from flexengine.plan.feedback import Watch
+from flexengine.report.base import Counted, NoReport, Observed, Progress
+from flexengine.report.errors import Errors
+from flexengine.report.machine import machine
+from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Counts, Lengths, Record, Totals, planned
+from flexengine.report.series import Bucket, Rates
+from flexengine.report.timeline import SweepSample
+
+RENEW_SECONDS = 20.0  # between two pages of a running job, at least
+FIRST_SECONDS = 5.0  # before the first page
+MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take
+INSTALL = "pip install 'flexengine[plot]'"
+
+
+def check(path: str | None) -> None:
+    """Raise InvalidInput if a page cannot be written to `path`. Called before all work. None is no page."""
+    if path is None:
+        return
+    target = Path(path).resolve()
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise InvalidInput(f"--report is {path}; it must end with .html, as the report is a page; change the name")
+    if target.exists() and not target.is_file():
+        kind = "a directory" if target.is_dir() else "no plain file"
+        raise InvalidInput(f"--report {path} is {kind}; name a plain file")
+    if not target.parent.is_dir():
+        raise InvalidInput(f"--report {path}: the directory {target.parent} does not exist; create it first")
+    if not os.access(target.parent, os.W_OK):
+        raise InvalidInput(f"--report {path}: {target.parent} is not writable; name another file")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise InvalidInput(f"--report needs matplotlib ({error}); {INSTALL}") from error
+
+
+class Recorder(NoReport):
+    """Recorder of a job, which writes the page. Use as a context manager around the job.
+
+    A page that cannot be written or drawn does not stop the job: `say` gets the reason, each reason once.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        command: Sequence[str],
+        rows: Counted,
+        say: Callable[[str], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Record a job for the page `path`.
+
+        Args:
+            path: file of the page, which `check` has accepted.
+            command: words of the command that runs the job.
+            rows: counts of the job's rows.
+            say: called with messages.
+            clock: return seconds.
+        """
+        self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
+        self.sample, self._rates, self._errors, self._lengths = SweepSample(), Rates(), Errors(), Lengths()
+        self._engine: Observed | None = None
+        self._watch: Watch | None = None
+        self._totals, self._decodes, self._taken, self._said = Totals(), 0, 0, set[str]()
+        self._began, self._since = time.time(), clock()
+        self._next = self._since + FIRST_SECONDS
+
+    def attach(self, engine: Observed) -> None:
+        self._engine = engine
+        engine.core.sample = self.sample
+
+    def sweep(self, progress: Progress) -> None:
+        last = self._totals
+        self._totals = now = Totals(**{name: getattr(progress, name) for name in vars(last)})
+        prefill = now.prefill_seconds > last.prefill_seconds
+        tokens = max(0, now.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
+        self._decodes += not prefill
+        self._rates.add(Bucket(
+            1, now.prefill_seconds - last.prefill_seconds, now.decode_seconds - last.decode_seconds,
+            now.computed_prompt_tokens - last.computed_prompt_tokens, tokens * prefill, tokens * (not prefill),
+        ))  # fmt: skip
+        assert self._engine is not None
+        if self._engine.watch is not self._watch:
+            if self._watch is not None:
+                self.sample.drop()
+            self._watch = self._engine.watch
+        self.sample.sweep_ended(now.sweeps, prefill)
+        if self._clock() >= self._next:
+            self._write(RUNNING)
+
+    def take(self, result: Result) -> None:
+        self._taken += 1
+        if result.error is not None:
+            self._errors.add(result.index, result.error)
+            return
+        self._lengths.prompts.add(result.prompt_tokens)
+        samples: Sequence[Completion | Result] = result.samples or [result]
+        for sample in samples:
+            self._lengths.completions.add(len(sample.token_ids))
+            reason = sample.finish_reason or "none"
+            self._lengths.endings[reason] = self._lengths.endings.get(reason, 0) + 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._engine is None:
+            return  # the job was refused
+        if self._engine.watch is None and not self._taken:  # refused later, or nothing to do
+            if kind is None:
+                self._say(f"no row remained to be run, so --report writes no page; {self.path} is left as it is")
+            return
+        if kind is None:
+            self._write(DONE)
+        elif issubclass(kind, KeyboardInterrupt):
+            self._write(INTERRUPTED)
+        else:
+            self._write(FAILED, str(error) or kind.__name__)
+
+    def record(self, state: str, error: str = "") -> Record:
+        """Return the job so far. Arguments as in Record."""
+        assert self._engine is not None
+        name, watch = self._engine.core.source.name, self._engine.watch
+        mean = self._totals.decode_seconds / max(1, self._decodes)
+        return Record(
+            model=name, state=state, error=error, began=_time(self._began), written=_time(time.time()),
+            elapsed=self._clock() - self._since, command=shlex.join(self._command), folder=os.getcwd(),
+            counts=Counts(self._rows.total, self._rows.done, self._rows.failed, self._rows.resumed),
+            totals=self._totals, lengths=self._lengths, errors=self._errors, rates=self._rates.buckets,
+            plan=planned(watch, name) if watch is not None else None, sweep=self.sample.typical(mean),
+            summary=self._engine.summary.to_json() if state != RUNNING else {}, machine=machine(),
+        )  # fmt: skip
+
+    def _write(self, state: str, error: str = "") -> None:
+        """Write the page under a temporary name, and rename it."""
+        from flexengine.report.page import render
+
+        began, part = self._clock(), part_path(self.path)
+        try:
+            text = render(self.record(state, error))
+            part.unlink(missing_ok=True)  # if `part` is a link, the page must not be written to the link's target
+            with part.open("x", encoding="utf-8", errors="backslashreplace") as file:
+                file.write(text)
+            os.replace(part, Path(self.path).resolve())
+        except Exception as problem:  # the job matters more than its page
+            self._tell(f"the report {self.path} is not written: {problem or type(problem).__name__}")
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+        now = self._clock()
+        self._next = now + max(RENEW_SECONDS, (now - began) / MOST_SHARE)
+
+    def _tell(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            self._say(message)
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(seconds))

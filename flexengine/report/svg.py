@@ -1,0 +1,99 @@
+"""Matplotlib figures as inline SVG for a page: colors from the page's style sheet, and a tooltip for each shape."""
+
+import io
+import re
+import xml.etree.ElementTree as ET
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_SVG, _XLINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}"
+# Colors in figures, and the CSS variables of page.html that replace them. Pages have a light and a dark set.
+INK, FAINT, PAPER = "#010101", "#010102", "#010103"
+SERIES = tuple(f"#0101{number:02x}" for number in range(16, 24))
+_VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)", PAPER: "var(--paper)",
+              **{color: f"var(--series-{i})" for i, color in enumerate(SERIES, 1)}}  # fmt: skip
+
+_REFERENCE = re.compile(r"#([\w-]+)")
+
+STYLE = {
+    "svg.fonttype": "none", "text.parse_math": False, "font.size": 10, "axes.titlesize": 10, "axes.labelsize": 9,
+    "xtick.labelsize": 9, "ytick.labelsize": 9, "legend.fontsize": 9, "legend.frameon": False, "axes.axisbelow": True,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.grid": True,
+    "grid.color": FAINT, "grid.linewidth": 0.4, "grid.alpha": 0.6, "text.color": INK, "axes.labelcolor": INK,
+    "axes.titlecolor": INK, "xtick.color": FAINT, "ytick.color": FAINT, "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK, "axes.facecolor": "none", "figure.facecolor": "none", "hatch.linewidth": 0.6,
+}  # fmt: skip
+
+
+def to_svg(figure: Any, name: str, title: str, description: str, tips: Mapping[str, str | Sequence[str]]) -> str:
+    """Return a figure as an `<svg>` element for an HTML page, drawn with STYLE.
+
+    Args:
+        figure: matplotlib figure. Its colors are INK, FAINT, PAPER and SERIES.
+        name: prefix of the element's ids, unique in the page.
+        title: name of the picture for screen readers.
+        description: its contents in words, for screen readers.
+        tips: by gid of an artist, the tooltip of the artist, or one tooltip for each of its shapes.
+    """
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    FigureCanvasSVG(figure)
+    text = io.StringIO()
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    root = ET.fromstring(text.getvalue())
+    for metadata in root.findall(f"{_SVG}metadata"):
+        root.remove(metadata)
+    for element in list(root.iter()):
+        _add_tips(element, tips)
+    _rename(root, name)
+    _label(root, name, title, description)
+    return _recolored(ET.tostring(root, encoding="unicode"))
+
+
+def _add_tips(element: ET.Element, tips: Mapping[str, str | Sequence[str]]) -> None:
+    """Add a `<title>` to the shapes of an artist that has tooltips."""
+    if (tip := tips.get(element.get("id", ""))) is None:
+        return
+    shapes = element.findall(f".//{_SVG}path")
+    texts = [tip] * len(shapes) if isinstance(tip, str) else tip
+    for shape, said in zip(shapes, texts, strict=True):
+        title = ET.Element("title")
+        title.text = said
+        shape.insert(0, title)
+
+
+def _rename(root: ET.Element, name: str) -> None:
+    """Drop namespaces, which HTML needs none of, and all ids but those that are referred to."""
+    for element in root.iter():
+        element.tag = element.tag.removeprefix(_SVG)
+        if (href := element.attrib.pop(f"{_XLINK}href", None)) is not None:
+            element.set("href", f"#{name}-{href.removeprefix('#')}")
+        for key in ("clip-path", "style"):
+            if "url(#" in (value := element.get(key, "")):
+                element.set(key, value.replace("url(#", f"url(#{name}-"))
+    values = (value for element in root.iter() for value in element.attrib.values())
+    used = {found for value in values for found in _REFERENCE.findall(value)}
+    for element in root.iter():
+        if (identity := element.attrib.pop("id", None)) is not None:
+            own = f"{name}-{identity}"
+            if own in used:
+                element.set("id", own)
+
+
+def _label(root: ET.Element, name: str, title: str, description: str) -> None:
+    for key in ("width", "height", "version"):
+        root.attrib.pop(key, None)
+    root.set("role", "img")
+    root.set("aria-labelledby", f"{name}-title {name}-description")
+    for i, (tag, said) in enumerate((("title", title), ("desc", description))):
+        element = ET.Element(tag, {"id": f"{name}-{'description' if tag == 'desc' else 'title'}"})
+        element.text = said
+        root.insert(i, element)
+
+
+def _recolored(text: str) -> str:
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    return text

@@ -1,0 +1,225 @@
+"""The time line of one sweep: times of its tasks, recorded for a few sweeps of a job and merged to be drawn."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+
+from flexengine.schedule.program import Op, Task
+from flexengine.schedule.routes import by_way
+
+MOST_RECORDED = 20_000  # tasks of a recorded sweep; of a longer one, the first tasks are shown
+MOST_DRAWN = 900
+MOST_KEPT = 3  # decode sweeps that are kept, of which the page shows one
+ALL_RECORDED = 3  # the first sweeps are all recorded, then each whose number is a power of two
+
+WEIGHTS, CACHE, HIDDEN, COMPUTE = KINDS = ("weights", "KV cache", "activations", "compute")
+_KINDS = {
+    Op.LOAD_RESIDENT: WEIGHTS, Op.LOAD_WEIGHT: WEIGHTS, Op.LOAD_ROWS: WEIGHTS, Op.LOAD_CACHE: CACHE,
+    Op.STORE_CACHE: CACHE, Op.LOAD_HIDDEN: HIDDEN, Op.STORE_HIDDEN: HIDDEN, Op.SEND: HIDDEN, Op.FETCH: HIDDEN,
+    Op.ENTER: HIDDEN, Op.LEAVE: HIDDEN,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Span:
+    """Time of one task, or of consecutive tasks of a lane.
+
+    Attributes:
+        lane: lane of the tasks.
+        op: operation of the tasks; of different ones, that of the first.
+        kind: kind of data, in KINDS.
+        began, end: seconds.
+        layers: first and last layer; -1 stands before the layers.
+        batches: first and last gpu_batch; -1 for none.
+        tasks: number of tasks.
+        busy: seconds of work; less than end - began if there are gaps.
+    """
+
+    lane: str
+    op: str
+    kind: str
+    began: float
+    end: float
+    layers: tuple[int, int]
+    batches: tuple[int, int]
+    tasks: int = 1
+    busy: float = 0.0
+
+    @staticmethod
+    def of(task: Task, began: float, end: float) -> "Span":
+        """Return the span of a task."""
+        layer, batch = task.cell.layer, task.cell.batch
+        kind = _KINDS.get(task.op, COMPUTE)
+        return Span(task.lane, task.op.value, kind, began, end, (layer, layer), (batch, batch), 1, end - began)
+
+    def joined(self, other: "Span") -> "Span":
+        """Return one span for this one and a later one of the same lane."""
+        longer = self if self.busy >= other.busy else other
+        return replace(
+            self, op=self.op, kind=longer.kind, end=max(self.end, other.end), layers=_range(self.layers, other.layers),
+            batches=_range(self.batches, other.batches), tasks=self.tasks + other.tasks, busy=self.busy + other.busy,
+        )  # fmt: skip
+
+
+def _range(one: tuple[int, int], other: tuple[int, int]) -> tuple[int, int]:
+    return min(one[0], other[0]), max(one[1], other[1])
+
+
+@dataclass(frozen=True)
+class SweepLine:
+    """The time line of one sweep.
+
+    Attributes:
+        sweep: number of the sweep in the job, from 1.
+        prefill: whether it computed a prompt.
+        seconds: seconds of the sweep.
+        spans: tasks between the start and the end of the sweep, in seconds from the start, sorted by lane in the order
+            of `by_way` and then by time.
+        busy: seconds of work by lane.
+        cut: whether only the first tasks of the sweep were recorded.
+    """
+
+    sweep: int
+    prefill: bool
+    seconds: float
+    spans: tuple[Span, ...]
+    busy: dict[str, float]
+    cut: bool = False
+
+    @property
+    def lanes(self) -> list[str]:
+        """Return the lanes, in the order in which data passes them."""
+        return by_way(self.busy)
+
+
+def line(sweep: int, prefill: bool, tasks: Sequence[tuple[Task, float, float]], cut: bool = False) -> SweepLine | None:
+    """Return the time line of a sweep; None if no task of it was recorded.
+
+    The sweep lasts from the first to the last of the tasks other than weight loads, which may run ahead of their sweep.
+
+    Args:
+        sweep: number of the sweep in the job.
+        prefill: whether it computed a prompt.
+        tasks: (task, began, end) of the sweep. Tasks of its neighbours may be among them if they are weight loads.
+        cut: whether tasks are missing.
+    """
+    own = [(began, end) for task, began, end in tasks if task.op is not Op.LOAD_WEIGHT]
+    if not own:
+        return None
+    zero, last = min(began for began, _ in own), max(end for _, end in own)
+    spans = [Span.of(task, max(began, zero) - zero, min(end, last) - zero)
+             for task, began, end in tasks if end > zero and began < last]  # fmt: skip
+    busy: dict[str, float] = {}
+    for span in spans:
+        busy[span.lane] = busy.get(span.lane, 0.0) + span.busy
+    return SweepLine(sweep, prefill, last - zero, tuple(merged(spans)), busy, cut)
+
+
+def merged(spans: Iterable[Span], most: int = MOST_DRAWN) -> list[Span]:
+    """Return at most about `most` spans: consecutive spans of a lane are joined until they are few enough.
+
+    Spans of one operation are joined first, then short spans of several.
+    """
+    lanes: dict[str, list[Span]] = {}
+    for span in sorted(spans, key=lambda span: span.began):
+        lanes.setdefault(span.lane, []).append(span)
+    whole = max((span.end for each in lanes.values() for span in each), default=0.0)
+    lines = [lanes[lane] for lane in by_way(lanes)]
+    same = [(whole / parts, 0.0) for parts in (4000, 2000, 1000, 500)]
+    any_op = [(whole / parts, whole / parts) for parts in (2000, 1000, 500, 200, 100, 50, 10)]
+    for gap, longest in same + any_op:
+        if sum(map(len, lines)) <= most:
+            break
+        lines = [_joined(each, gap, longest) for each in lines]
+    return list(chain.from_iterable(lines))
+
+
+def _joined(spans: list[Span], gap: float, longest: float) -> list[Span]:
+    """Return the spans of one lane with neighbours joined that are at most `gap` seconds apart, and that are of one
+    operation or at most `longest` seconds long together."""
+    joined: list[Span] = []
+    for span in spans:
+        last = joined[-1] if joined else None
+        near = last is not None and span.began - last.end <= gap
+        if last is not None and near and (last.op == span.op or span.end - last.began <= longest):
+            joined[-1] = last.joined(span)
+        else:
+            joined.append(span)
+    return joined
+
+
+@dataclass
+class _Recording:
+    """Tasks of a sweep that is recorded, and the loads still under way when it ended.
+
+    Attributes:
+        ended: (number, whether a prompt was computed) after the sweep has ended; None before.
+    """
+
+    tasks: list[tuple[Task, float, float]] = field(default_factory=list)
+    ended: tuple[int, bool] | None = None
+    cut: bool = False
+
+    def add(self, task: Task, began: float, end: float) -> None:
+        if self.ended and task.op is not Op.LOAD_WEIGHT:
+            return  # a task of the next sweep
+        if len(self.tasks) < MOST_RECORDED:
+            self.tasks.append((task, began, end))
+        else:
+            self.cut = True
+
+    def line(self) -> SweepLine | None:
+        """Return the time line; None if the sweep has not ended or has no tasks."""
+        return line(*self.ended, self.tasks, self.cut) if self.ended else None
+
+
+class SweepSample:
+    """Time lines of a few sweeps of a job; an executor's `Spans`.
+
+    Few sweeps are recorded: the first ALL_RECORDED, then those whose numbers are powers of two. At most MOST_KEPT
+    decode sweeps are kept. Other sweeps cost one comparison per task.
+    """
+
+    def __init__(self) -> None:
+        self._recordings = [_Recording()]
+        self._lines: list[SweepLine] = []
+
+    def add(self, task: Task, began: float, end: float) -> None:
+        """Add a task that ran from `began` to `end`."""
+        for recording in self._recordings:
+            recording.add(task, began, end)
+
+    def sweep_ended(self, sweep: int, prefill: bool) -> None:
+        """End the recording of a sweep, and begin that of the next one if it is to be recorded.
+
+        Args:
+            sweep: number of the sweep that ended, from 1.
+            prefill: whether it computed a prompt.
+        """
+        for recording in list(self._recordings):
+            if recording.ended is None:
+                recording.ended = sweep, prefill
+            else:
+                self._recordings.remove(recording)
+                self._keep(recording.line())
+        if sweep < ALL_RECORDED or (sweep + 1) & sweep == 0:
+            self._recordings.append(_Recording())
+
+    def drop(self) -> None:
+        """Drop what is being recorded: its job has been interrupted by a replan."""
+        self._recordings = []
+
+    def _keep(self, made: SweepLine | None) -> None:
+        if made is None:
+            return
+        same = [each for each in self._lines if each.prefill == made.prefill]
+        if len(same) == (1 if made.prefill else MOST_KEPT):
+            self._lines.remove(same[0])
+        self._lines.append(made)
+
+    def typical(self, decode_seconds: float) -> SweepLine | None:
+        """Return the decode sweep whose seconds are nearest to `decode_seconds`. Return the last prefill sweep if no
+        decode sweep was recorded, and None if no sweep was."""
+        lines = [*self._lines, *filter(None, (each.line() for each in self._recordings))]
+        decodes = [each for each in lines if not each.prefill]
+        return min(decodes or lines, key=lambda each: abs(each.seconds - decode_seconds), default=None)

@@ -1,0 +1,44 @@
+"""Records of invented jobs, for the tests of pages."""
+
+import dataclasses
+from typing import Any
+
+from flexengine.report.errors import Errors
+from flexengine.report.record import DONE, Counts, Lengths, Planned, Record, Totals
+from flexengine.report.series import Bucket
+from flexengine.report.timeline import COMPUTE, WEIGHTS, Span, SweepLine
+
+GB = 10**9
+SPANS = (
+    Span("disk_read", "load weight", WEIGHTS, 0.0, 0.4, (0, 0), (-1, -1), 1, 0.4),
+    Span("disk_read", "load weight", WEIGHTS, 0.5, 0.9, (1, 1), (-1, -1), 1, 0.4),
+    Span("device", "compute", COMPUTE, 0.4, 1.0, (0, 1), (0, 2), 3, 0.6),
+)
+PLAN = Planned(
+    hardware="box (sim, measured)", measured=True, shared=False, places=("device", "host", "disk"),
+    placement={"weights": (2 * GB, 3 * GB, 5 * GB), "KV cache": (GB, 0, 0), "activations": (10**6, 0, 0)},
+    memories=[("device", {"weights": 2 * GB, "KV cache": GB}, 4 * GB), ("host", {"weights": 3 * GB}, None),
+              ("disk", {}, 100 * GB)],
+    lanes={"disk_read": (10.0, 12.0), "device": (5.0, 4.0), "loading": (1.0, 1.5)}, predicted_seconds=14.0,
+    measured_seconds=15.0, job_seconds=20.0, policy={"gpu_batch_size": 3}, text="the plan in words",
+)  # fmt: skip
+
+
+def record(**changes: Any) -> Record:
+    """Return a finished job with some errors, with these fields changed."""
+    lengths, errors = Lengths(endings={"length": 3, "stop": 1}), Errors()
+    for n in (5, 9, 30, 31):
+        lengths.prompts.add(n)
+        lengths.completions.add(n // 2)
+    errors.add(4, "line 5: max_tokens is 0; it must be at least 1")
+    made = Record(
+        model="toy", state=DONE, error="", began="2026-01-01 10:00:00", written="2026-01-01 10:00:20", elapsed=20.0,
+        command="python -m flexengine.run in.jsonl --report r.html", folder="/data", counts=Counts(5, 4, 1, 0),
+        totals=Totals(6, 75, 75, 30, 30, 5.0, 10.0), lengths=lengths, errors=errors,
+        rates=[Bucket(1, 5.0, 0.0, 75, 4, 0), Bucket(5, 0.0, 10.0, 0, 0, 26)], plan=PLAN,
+        sweep=SweepLine(4, False, 1.0, SPANS, {"disk_read": 0.8, "device": 0.6}),
+        summary={"load_seconds": 0.5, "device": "sim", "dtype": "float32", "lossy": {}, "bytes": {"h2d": GB},
+                 "peak_bytes": {"device": GB}, "replanned": []},
+        machine=[("processor", "a processor"), ("flexengine", "0.1")],
+    )  # fmt: skip
+    return dataclasses.replace(made, **changes)
