@@ -49,22 +49,22 @@ FLAGS = {
     "--silent": ("--quiet",), "--disable-tqdm": ("--quiet",), "--no-progress": ("--quiet",), "--debug": ("--verbose",),
 }  # fmt: skip
 # Options that have no counterpart: the number of their values, and the reason.
-_PLANNED = "the planner chooses it for this machine (--policy FILE.json sets it)"
+_PLANNED = "the planner chooses block and placement (--policy FILE.json sets them)"
 DROPPED = {
     **dict.fromkeys(("--batch-size", "-b", "--max-num-seqs", "--gpu-batch-size", "--num-gpu-batches", "--ubatch-size"),
-                    (1, f"needs no batch size: {_PLANNED}")),
+                    (1, _PLANNED)),
     **dict.fromkeys(("--n-gpu-layers", "--gpu-layers", "-ngl", "--device-map", "--cpu-offload-gb", "--swap-space"),
-                    (1, f"needs no placement: {_PLANNED}")),
-    "--percent": (6, f"needs no percentages: {_PLANNED}"),
-    "--gpu-memory-utilization": (1, "uses the free device memory; --device-mem SIZE limits it"),
+                    (1, _PLANNED)),
+    "--percent": (6, _PLANNED),
+    "--gpu-memory-utilization": (1, "the free device memory is used (--device-mem SIZE limits it)"),
     **dict.fromkeys(("--max-model-len", "--ctx-size", "-c", "--max-seq-len", "--context-length"),
-                    (1, "takes the context length from the model")),
+                    (1, "the context length is the model's")),
     **dict.fromkeys(("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp", "--num-gpus"),
-                    (1, "uses one device")),
-    "--tokenizer": (1, "takes the tokenizer from the model"),
-    "--num-beams": (1, "has no beam search"),
-    **dict.fromkeys(("--resume", "--continue", "--resume-from"), (0, "continues by itself, with the same command")),
-    "--chat": (0, "applies the chat template to rows with messages"),
+                    (1, "one device computes")),
+    "--tokenizer": (1, "the tokenizer is the model's"),
+    "--num-beams": (1, "there is no beam search"),
+    **dict.fromkeys(("--resume", "--continue", "--resume-from"), (0, "the same command continues the job")),
+    "--chat": (0, "rows with messages get the chat template"),
 }  # fmt: skip
 _INT8 = ("8bit", "8-bit", "int8", "q8_0", "q8", "fp8", "fp8_e4m3", "fp8_e5m2", "w8a8", "w8a16", "bitsandbytes")
 _INT4 = ("4bit", "4-bit", "int4", "q4_0", "q4_k_m", "q4_k", "q4", "nf4", "fp4", "awq", "gptq", "w4a16", "mxfp4")
@@ -214,7 +214,7 @@ def _translate(item: Item, known: Mapping[str, argparse.Action], line: Line) -> 
         line.reasons.append(f"{item.option} is called {' '.join(FLAGS[name])} here")
         return
     elif name in DROPPED:
-        line.reasons.append(f"{item.option} is not needed: flexengine {DROPPED[name][1]}")
+        line.reasons.append(f"leave {item.option} out, {DROPPED[name][1]}")
         return
     elif name in _PROMPT and item.values:
         line.before = f"echo {shlex.quote(item.values[0])} | "

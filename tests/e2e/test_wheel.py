@@ -24,8 +24,8 @@ from tests.helpers.wheel import ROOT, Installed, build, install
 pytest.importorskip("hatchling")
 markdown = pytest.importorskip("markdown_it")
 PACKAGE = ROOT / "flexengine"
-# Required, but imported by others: PuLP solves with highspy, transformers renders chat templates with jinja2.
-UNIMPORTED = {"highspy", "jinja2", "shtab"}
+# Required, but imported by others: PuLP solves with highspy.
+UNIMPORTED = {"highspy"}
 
 
 @pytest.fixture(scope="module")
