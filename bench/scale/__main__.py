@@ -244,7 +244,7 @@ def one_sweep(folder: Path, size: Size) -> Record:
     shape = replace(TINY, hidden=128, ffn=512)
     timed(make(shape, folder / "sweep"), [32] * 16, 6, policy, 0, device="sim", links=links, trace=trace)
     events = json.loads(trace.read_text())["traceEvents"]
-    names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     spans = [e for e in events if e["ph"] == "X" and e["args"]["sweep"] == 3]
     zero = min(e["ts"] for e in spans)
     rows = [(names[e["tid"]], e["name"], e["ts"] - zero, e["dur"]) for e in spans]

@@ -101,7 +101,7 @@ class Core:
     def empty_summary(self) -> Summary:
         """Return the summary of a job without rows."""
         dtype = str(self.dtype).removeprefix("torch.")
-        verified = Verified(**vars(self.verifier)) if self.verifier else None
+        verified = Verified(self.verifier.files, self.verifier.bytes, self.verifier.seconds) if self.verifier else None
         return Summary(self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified)
 
     def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:

@@ -17,6 +17,7 @@ _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
 # An array whose first element is an object or is on another line, or which is empty; an object over several lines.
 _BEGINNING = re.compile(rb"\s*(\[\s*(\{|\]\s*\Z)|\[[ \t]*\r?\n|\{[ \t]*\r?\n\s*[\"}])")
 _SPACE = re.compile(r"[ \t\r\n]*")
+_IN_NUMBERS = "0123456789.eE+-"
 _LONGEST_WORD = 12  # characters: most of a word or escape that the end of the text may cut in two
 # Finds the end of an element. Faults of numbers and control characters are left to the reader of the row.
 _END = json.JSONDecoder(parse_int=str, parse_float=str, parse_constant=str, strict=False)
@@ -117,7 +118,11 @@ class _Text:
                 return None
             self._advance(error.pos)
             raise self.invalid(f"invalid JSON: {error.msg}") from error
-        return end if end < len(self._text) or self._ended else None  # else a number may go on
+        if self._ended:
+            return end
+        number = self._text[self._at] in "-0123456789"  # "1" may be the beginning of "1.5"
+        goes_on = end == len(self._text) or (number and self._text[end] in _IN_NUMBERS)
+        return None if goes_on else end
 
     def _more(self, count: int) -> None:
         block = self._file.read(count)

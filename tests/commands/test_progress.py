@@ -34,7 +34,7 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert run.main(words) == 1
     lines = capsys.readouterr().err.splitlines()
     wanted = [
-        r"lossy: weights int8; python -m flexengine\.quality shows what that costs",
+        r"lossy: weights int8; flexengine quality shows what that costs",
         r"converting m\.gguf to safetensors, once for this file \(0\.00 GB\)",
         r"converting: done in 0:\d\d",
         r"plan: weights \S+ kB \(RAM\); KV cache \S+ kB \(RAM\); block of 1 sequence \(1 gpu_batch\); bottleneck: .*",
@@ -53,23 +53,21 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_quiet(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but errors: of rows, and of the job."""
-    messages.set_verbosity(messages.QUIET)
-    assert job("--device", "cpu", "--weights", "int8") == 0
-    job.err = "".join(line for line in job.err.splitlines(True) if "lossy: " not in line)
+    assert job("-q", "--device", "cpu", "--weights", "int8") == 0
     assert job.err == ""
     job.write([*job.family.rows, {"prompt_token_ids": []}])
-    assert job("--device", "cpu", "--restart") == 1
+    assert job("-q", "--device", "cpu", "--restart") == 1
     (line,) = job.err.splitlines()
     assert line.startswith("flexengine: row 8: line 9: ")
-    assert job("--device", "cpu", "--model", str(job.folder / "none"), "--restart") == 2
+    assert job("-q", "--device", "cpu", "--model", str(job.folder / "none"), "--restart") == 2
     assert job.err.count("\n") == 1
 
 
 def test_verbose(job: Job) -> None:
-    messages.set_verbosity(messages.VERBOSE)
     policy = job.folder / "policy.json"
     policy.write_text('{"gpu_batch_size": 4, "num_gpu_batches": 2, "weights": [0, 0, 1], "cache": [0, 1, 0]}')
-    assert job("--policy", str(policy), "--device", "sim", "--offload-dir", str(job.folder / "off"), "--json") == 0
+    machine = ("--device", "sim", "--offload-dir", str(job.folder / "off"))
+    assert job("-v", "--policy", str(policy), *machine, "--json") == 0
     summary = json.loads(job.out)
     told = [line.removeprefix("flexengine: ") for line in job.err.splitlines()]
     starts = ("time: ", "lanes were busy: ", "moved: disk read ", "most memory: device ")

@@ -106,12 +106,12 @@ def test_empty_file(job: Job) -> None:
     job.input.write_text("\n\n")
     assert job() == 0
     assert job.rows == []
-    assert job.err.splitlines() == [f"0 rows done: {job.input} has no rows"]
+    assert job.err.splitlines() == [f"flexengine: 0 rows done: {job.input} has no rows"]
     assert job() == 0
     arguments = job.arguments()
     del arguments[3:5]  # --output
     assert run.main(arguments) == 0
-    assert job.capsys.readouterr() == ("", f"0 rows done: {job.input} has no rows\n")
+    assert job.capsys.readouterr() == ("", f"flexengine: 0 rows done: {job.input} has no rows\n")
 
 
 def test_limit(job: Job) -> None:

@@ -118,7 +118,7 @@ CASES = {
     "offline": (variables(HF_HUB_OFFLINE="1"), NOTE, "HF_HUB_OFFLINE=1: models that are not in the hub's cache"),
     "isa": (variables(ATEN_CPU_CAPABILITY="default"), SLOWS, "limits torch to default"),
     "no rates": (lambda f: replace(f, engine=f.engine | {"rates": None}), NOTE, "rates are not measured yet"),
-    "extras": (with_("software", extras=dict.fromkeys(EXTRAS)), NOTE, "pyarrow .*, matplotlib .*, zstandard"),
+    "extras": (with_("software", extras=dict.fromkeys(EXTRAS)), NOTE, "pyarrow .*, matplotlib .*, backports.zstd"),
 }  # fmt: skip
 
 

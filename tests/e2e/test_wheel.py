@@ -25,6 +25,8 @@ pytest.importorskip("hatchling")
 markdown = pytest.importorskip("markdown_it")
 PACKAGE = ROOT / "flexengine"
 # Required, but imported by others: PuLP solves with highspy.
+# Imported, and always installed with a declared library: with transformers, matplotlib and jinja2.
+THEIRS = {"packaging", "cycler", "markupsafe"}
 UNIMPORTED = {"highspy"}
 
 
@@ -57,7 +59,7 @@ def imported() -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.split(".")[0])
     known = {**packages_distributions(), "triton": ["triton"], "ray": ["ray"]}  # may not be installed
-    outside = modules - set(sys.stdlib_module_names) - {"flexengine"}
+    outside = modules - set(sys.stdlib_module_names) - {"flexengine"} - THEIRS
     return {canonicalize_name(known[name][0]) for name in outside}
 
 

@@ -262,7 +262,8 @@ def test_bytes_booked_are_those_of_pages_in_sight(long: Any, family: str, window
     directory, rows, expected = long(family)
     found, engine = generated(directory, rows, Policy(5, 1))
     assert found == expected
-    facts, layout = engine.facts, engine.plan(Workload.of((n, NEW) for n in LENGTHS))
+    with Engine(directory, policy=Policy(5, 1), device="sim") as planning:
+        facts, layout = planning.facts, planning.plan(Workload.of((n, NEW) for n in LENGTHS))
     page = 16 * facts.kv_token
     pages = [-(-(n + NEW - 1) // 16) for n in LENGTHS]
     near = [min(n, 2) for n in pages]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from flexengine import Engine
-from flexengine.commands import plan, quality, run
+from flexengine.commands import measure, quality, run
 from flexengine.errors import BadCheckpoint
 from flexengine.model.checkpoint import read_checkpoint
 from flexengine.model.files import regular_file, set_links
@@ -41,8 +41,8 @@ def test_the_option_of_the_commands(linked: Path, tmp_path: Path, families: Any,
     for allowed, code in (([], 2), (["--allow-symlinks"], 0)):
         assert run.main([str(rows), "--model", str(linked), "--device", "cpu", *allowed]) == code
         assert ("--allow-symlinks" in capsys.readouterr().err) == (code == 2)
-    assert plan.main(["measure", "--allow-symlinks"]) == 2
-    assert "--allow-symlinks has no effect without --model; remove it" in capsys.readouterr().err
+    assert measure.main(["--allow-symlinks"]) == 2
+    assert "--allow-symlinks has no effect without a model; remove it" in capsys.readouterr().err
     assert quality.parser().parse_args([str(linked), "--allow-symlinks"]).allow_symlinks
 
 

@@ -14,6 +14,7 @@ from flexengine.tier.disk import DiskTier
 from flexengine.tier.ledger import Ledger
 from flexengine.tier.memory import MemoryTier
 from flexengine.tier.wrap import Throttled
+from tests.helpers.listening import listening
 from tests.helpers.tiers import CAPACITY, Cudart, TierTests, refuse_direct, some
 
 
@@ -50,12 +51,13 @@ def test_nothing_is_locked_for_nothing(cudart: Cudart) -> None:
     assert not cudart.locked
 
 
-def test_memory_that_cannot_be_locked_is_used_as_it_is(cudart: Cudart, recwarn: pytest.WarningsRecorder) -> None:
+def test_memory_that_cannot_be_locked_is_used_as_it_is(cudart: Cudart) -> None:
     cudart.most = 4 * ALIGN
     tier = PinnedTier("host", Ledger("host", CAPACITY))
-    homes = [tier.allocate(3 * ALIGN, f"layer {i}") for i in range(3)]
+    with listening() as heard:
+        homes = [tier.allocate(3 * ALIGN, f"layer {i}") for i in range(3)]
     assert list(cudart.locked.values()) == [3 * ALIGN]
-    said = [str(warning.message) for warning in recwarn]
+    said = heard.messages
     assert len(said) == 1  # once
     assert "(layer 1, 12,288 bytes: out of memory (2))" in said[0]
     assert "ulimit -l" in said[0]

@@ -144,7 +144,7 @@ def test_the_trace_shows_the_host_at_work(families: Any, tmp_path: Path) -> None
     with Engine(known.directory, policy=policy, device="sim", trace=tmp_path / "t.json") as e:
         e.generate(known.rows, GREEDY)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    lanes = {x["tid"]: x["args"]["name"] for x in events if x["ph"] == "M"}
+    lanes = {x["tid"]: x["args"]["name"] for x in events if x["name"] == "thread_name"}
     names = {(lanes[x["tid"]], x["name"]) for x in events if x["ph"] == "X"}
     assert {("cpu", "attend"), ("d2h", "send queries"), ("h2d", "fetch attention"),
             ("device", "compute up to attention"), ("device", "compute from attention on")} <= names  # fmt: skip

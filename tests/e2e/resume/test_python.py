@@ -14,6 +14,7 @@ from flexengine import Engine, InvalidInput, OutOfMemory, Policy, Progress, Samp
 from flexengine.engine.summary import JobCounts
 from tests.helpers.families import NEW
 from tests.helpers.job import Job
+from tests.helpers.listening import Heard
 from tests.helpers.resuming import ROOT, SAMPLED, Watch, journal_of, rows_done, state
 
 PARAMS = SamplingParams(NEW, ignore_eos=True)
@@ -125,12 +126,11 @@ def test_choices_of_a_job_are_not_those_of_the_next(job: Job) -> None:
             engine.run_job(job.input, job.output, PARAMS)
     own = Policy(4, 1, prefill_tokens=64)
     with opened(job, policy=own, device="cpu") as engine:
-        told: list[str] = []
-        engine.planner.say = told.append
+        engine.listener = heard = Heard()
         summary = engine.run_job(job.input, job.output, PARAMS)
         assert summary.policy is not None
         assert summary.policy.prefill_tokens == 16
-        assert "prefill_tokens stays 16, with which the job began" in told
+        assert "prefill_tokens stays 16, with which the job began" in heard.messages
         engine.generate(job.family.rows, PARAMS)
         assert engine.summary.policy == own
 
