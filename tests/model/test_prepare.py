@@ -154,10 +154,11 @@ def dies(file: Path, at: int, after: bool) -> bool:
                 last = next(left) == 0
                 if last and not after:
                     os._exit(9)
-                result = real(*args, **kwargs)
-                if last:
-                    os._exit(9)
-                return result
+                try:
+                    return real(*args, **kwargs)
+                finally:
+                    if last:
+                        os._exit(9)
 
             setattr(sys.modules[module], name, counted)
         prepared(file, [file], two_files)
