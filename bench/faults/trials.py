@@ -293,7 +293,7 @@ class Stub:
         )
         self.options = SimpleNamespace(allow=())
         self.planner = SimpleNamespace(
-            check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None, say=print
+            check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None
         )
         self.calibrator = SimpleNamespace(importances=None)
         self.reader = SimpleNamespace(check=lambda params: None)
@@ -310,7 +310,7 @@ class Stub:
     def fingerprint(self, known_files: Any) -> dict[str, Any]:
         return {"model": "stub", "model_files": {}}
 
-    def stream(self, rows: Any, params: Any) -> Iterator[Any]:
+    def results(self, rows: Any, params: Any, counts: Any) -> Iterator[Any]:
         from flexengine.config import Result
 
         block: list[Any] = []

@@ -38,7 +38,6 @@ class BaseEngine(ABC):
         calibrator: measures importances, if weights are calibrated.
         reader: encodes prompts.
         load_first: read all weights that stay in memory before the first sweep, so that sweeps are timed alone.
-        job_rows: rows of the job of which the next stream is a part, for its progress reports.
         listener: receives reports of progress, and messages; None for the logger.
     """
 
@@ -55,7 +54,7 @@ class BaseEngine(ABC):
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
         self.on_sweep = options.on_sweep
-        self.load_first, self.job_rows = False, JobRows()
+        self.load_first = False
         self._job: Job | None = None  # the last one
         self._running: Generator[Result] | None = None
         self._closed = False
@@ -195,15 +194,20 @@ class BaseEngine(ABC):
                                    " SamplingParams for each prompt, or one for all")  # fmt: skip
         elif not isinstance(params, SamplingParams | None):
             raise InvalidInput(f"params is {shown(params)}; it must be SamplingParams, or a list of them")
-        return self._stream(prompts, SamplingParams() if params is None else params)
+        return self.results(prompts, SamplingParams() if params is None else params, JobRows())
 
-    def _stream(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]
+    def results(
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams], rows: JobRows
     ) -> Generator[Result]:
+        """Yield results as `stream`, which checks the arguments.
+
+        Args:
+            rows: rows of the whole job, of which these prompts may be a part, for its progress reports.
+        """
         with self._lock:
             self._check_idle()
             self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
-                            self.job_rows)  # fmt: skip
+                            rows)  # fmt: skip
             self._running = running = reported(self.listener, self._job.results(prompts, params))
         try:
             yield from running

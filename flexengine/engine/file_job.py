@@ -80,10 +80,10 @@ class FileJob:
         if not self._rows or not self.job.total:
             return
         self.ran = True
-        self.engine.job_rows = JobRows(self.job.total, self.job.done, self.job.resumed - self.job.done)
-        found = self.engine.stream(self._rows, self.params)
-        with self._saving(), self._same_cuts(), contextlib.closing(found):
-            for result in found:
+        rows = JobRows(self.job.total, self.job.done, self.job.resumed - self.job.done)
+        stream = self.engine.results(self._rows, self.params, rows)
+        with self._saving(), self._same_cuts(), contextlib.closing(stream):
+            for result in stream:
                 result.prompt = None  # the output has the row's own fields, and a job without a journal keeps results
                 self.job.take(result)
                 yield result

@@ -10,6 +10,7 @@ import pytest
 
 from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
+from flexengine.engine.generating import JobRows
 from tests.helpers.job import Job
 
 ROOT = Path(__file__).parents[2]
@@ -17,25 +18,25 @@ SAMPLED = ("--temperature", "1.2", "--n", "2", "--top-k", "50")
 
 
 class Watch:
-    """Wraps Engine.stream: records its rows, and raises an error instead of result number `fail_at`."""
+    """Wraps Engine.results: records its rows, and raises an error instead of result number `fail_at`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.ran: list[int] | None = None
         self.params: SamplingParams | None = None
         self.fail_at: int | None = None
         self.change: Callable[[Any], None] = lambda result: None
-        real = Engine.stream
+        real = Engine.results
 
-        def stream(engine: Engine, rows: Any, params: SamplingParams) -> Iterator[Any]:
+        def results(engine: Engine, rows: Any, params: SamplingParams, counts: JobRows) -> Iterator[Any]:
             self.ran, self.params = [row.index for row in rows], params
             assert self.ran == [row.index for row in rows]  # as often as the engine likes
-            for count, result in enumerate(real(engine, rows, params)):
+            for count, result in enumerate(real(engine, rows, params, counts)):
                 if count == self.fail_at:
                     raise OSError(errno.EIO, "Input/output error")
                 self.change(result)
                 yield result
 
-        monkeypatch.setattr(Engine, "stream", stream)
+        monkeypatch.setattr(Engine, "results", results)
 
     def forget(self) -> None:
         self.ran = self.fail_at = None
