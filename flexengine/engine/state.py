@@ -36,6 +36,11 @@ class Progress:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        """Return the seconds of all sweeps."""
+        return self.prefill_seconds + self.decode_seconds
+
 
 @dataclass
 class JobState:

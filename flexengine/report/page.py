@@ -69,7 +69,7 @@ def _tiles(record: Record) -> list[tuple[str, str, str]]:
     """Return (value, name, remark) of the most important numbers."""
     counts, totals, plan = record.counts, record.totals, record.plan
     before = f"{counts.done_before:,} in earlier runs" if counts.done_before else f"{counts.failed:,} with an error"
-    tiles = [(f"{counts.done + counts.failed:,} of {counts.total:,}", "rows finished", before)]
+    tiles = [(f"{counts.done + counts.failed:,} of {counts.rows:,}", "rows finished", before)]
     if totals.seconds:
         tiles.append((f"{digits(totals.tokens / totals.seconds)} tok/s", "generated",
                       f"{totals.tokens:,} tokens in {clock(totals.seconds)}"))  # fmt: skip

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts
 from flexengine.plan import explain
 from flexengine.plan.feedback import Watch
 from flexengine.plan.picture import Memory
@@ -15,51 +17,6 @@ from flexengine.report.series import Bucket, Histogram
 from flexengine.report.timeline import SweepLine
 
 RUNNING, DONE, INTERRUPTED, FAILED = "running", "done", "interrupted", "failed"
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Rows of a job, those of earlier runs included.
-
-    Attributes:
-        total: rows of the input.
-        done: rows that have a result without an error.
-        failed: rows that have an error.
-        done_before: rows that had a result when this run began.
-    """
-
-    total: int = 0
-    done: int = 0
-    failed: int = 0
-    done_before: int = 0
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums of this run.
-
-    Attributes:
-        sweeps: number of sweeps.
-        prompt_tokens: prompt tokens of finished rows.
-        computed_prompt_tokens: prompt tokens computed.
-        tokens: tokens generated.
-        most: tokens of all rows if no further sequence stops before its limit.
-        prefill_seconds: seconds of sweeps that computed a prompt.
-        decode_seconds: seconds of other sweeps.
-    """
-
-    sweeps: int = 0
-    prompt_tokens: int = 0
-    computed_prompt_tokens: int = 0
-    tokens: int = 0
-    most: int = 0
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """Return the seconds of all sweeps."""
-        return self.prefill_seconds + self.decode_seconds
 
 
 @dataclass(frozen=True)
@@ -138,8 +95,8 @@ class Record:
     elapsed: float
     command: str
     folder: str
-    counts: Counts
-    totals: Totals
+    counts: JobCounts
+    totals: Progress
     lengths: Lengths
     errors: Errors
     rates: list[Bucket]

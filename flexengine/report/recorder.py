@@ -5,19 +5,27 @@ import shlex
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from flexengine.config import Completion, Result
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput
 from flexengine.job.results import part_path
+from flexengine.job.resume import Job
 from flexengine.plan.feedback import Watch
-from flexengine.report.base import Counted, NoReport, Observed, Progress
+from flexengine.report.base import NoReport
 from flexengine.report.errors import Errors
 from flexengine.report.machine import machine
-from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Counts, Lengths, Record, Totals, planned
+from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Lengths, Record, planned
 from flexengine.report.series import Bucket, Rates
 from flexengine.report.timeline import SweepSample
+
+if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is opened
+    from flexengine.engine.base import BaseEngine
 
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
@@ -25,10 +33,8 @@ MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may t
 INSTALL = "pip install 'flexengine[plot]'"
 
 
-def check(path: str | None) -> None:
-    """Raise InvalidInput if a page cannot be written to `path`. Called before all work. None is no page."""
-    if path is None:
-        return
+def check(path: str) -> None:
+    """Raise InvalidInput if a page cannot be written to `path`. Called before all work."""
     target = Path(path).resolve()
     if target.suffix.lower() not in (".html", ".htm"):
         raise InvalidInput(f"--report is {path}; it must end with .html, as the report is a page; change the name")
@@ -55,7 +61,7 @@ class Recorder(NoReport):
         self,
         path: str,
         command: Sequence[str],
-        rows: Counted,
+        rows: Job,
         say: Callable[[str], None],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -70,19 +76,19 @@ class Recorder(NoReport):
         """
         self.path, self._command, self._rows, self._say, self._clock = path, command, rows, say, clock
         self.sample, self._rates, self._errors, self._lengths = SweepSample(), Rates(), Errors(), Lengths()
-        self._engine: Observed | None = None
+        self._engine: BaseEngine | None = None
         self._watch: Watch | None = None
-        self._totals, self._decodes, self._taken, self._said = Totals(), 0, 0, set[str]()
+        self._totals, self._decodes, self._taken, self._said = Progress(), 0, 0, set[str]()
         self._began, self._since = time.time(), clock()
         self._next = self._since + FIRST_SECONDS
 
-    def attach(self, engine: Observed) -> None:
+    def attach(self, engine: "BaseEngine") -> None:
         self._engine = engine
         engine.core.sample = self.sample
 
     def sweep(self, progress: Progress) -> None:
         last = self._totals
-        self._totals = now = Totals(**{name: getattr(progress, name) for name in vars(last)})
+        self._totals = now = replace(progress)
         prefill = now.prefill_seconds > last.prefill_seconds
         tokens = max(0, now.tokens - last.tokens)  # fewer after a replan, as unfinished rows start again
         self._decodes += not prefill
@@ -135,7 +141,7 @@ class Recorder(NoReport):
         return Record(
             model=name, state=state, error=error, began=_time(self._began), written=_time(time.time()),
             elapsed=self._clock() - self._since, command=shlex.join(self._command), folder=os.getcwd(),
-            counts=Counts(self._rows.total, self._rows.done, self._rows.failed, self._rows.resumed),
+            counts=JobCounts(self._rows.total, self._rows.done, self._rows.failed, self._rows.resumed),
             totals=self._totals, lengths=self._lengths, errors=self._errors, rates=self._rates.buckets,
             plan=planned(watch, name) if watch is not None else None, sweep=self.sample.typical(mean),
             summary=self._engine.summary.to_json() if state != RUNNING else {}, machine=machine(),

@@ -3,8 +3,10 @@
 import dataclasses
 from typing import Any
 
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts
 from flexengine.report.errors import Errors
-from flexengine.report.record import DONE, Counts, Lengths, Planned, Record, Totals
+from flexengine.report.record import DONE, Lengths, Planned, Record
 from flexengine.report.series import Bucket
 from flexengine.report.timeline import COMPUTE, WEIGHTS, Span, SweepLine
 
@@ -33,8 +35,8 @@ def record(**changes: Any) -> Record:
     errors.add(4, "line 5: max_tokens is 0; it must be at least 1")
     made = Record(
         model="toy", state=DONE, error="", began="2026-01-01 10:00:00", written="2026-01-01 10:00:20", elapsed=20.0,
-        command="python -m flexengine.run in.jsonl --report r.html", folder="/data", counts=Counts(5, 4, 1, 0),
-        totals=Totals(6, 75, 75, 30, 30, 5.0, 10.0), lengths=lengths, errors=errors,
+        command="python -m flexengine.run in.jsonl --report r.html", folder="/data", counts=JobCounts(5, 4, 1, 0),
+        totals=Progress(6, 4, 1, 75, 75, 30, 30, 5.0, 10.0), lengths=lengths, errors=errors,
         rates=[Bucket(1, 5.0, 0.0, 75, 4, 0), Bucket(5, 0.0, 10.0, 0, 0, 26)], plan=PLAN,
         sweep=SweepLine(4, False, 1.0, SPANS, {"disk_read": 0.8, "device": 0.6}),
         summary={"load_seconds": 0.5, "device": "sim", "dtype": "float32", "lossy": {}, "bytes": {"h2d": GB},

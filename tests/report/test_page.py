@@ -7,9 +7,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from flexengine.engine.state import Progress
+from flexengine.engine.summary import JobCounts
 from flexengine.report.errors import Errors
 from flexengine.report.page import render
-from flexengine.report.record import FAILED, INTERRUPTED, RUNNING, Counts, Lengths, Totals
+from flexengine.report.record import FAILED, INTERRUPTED, RUNNING, Lengths
 from tests.helpers.reports import PLAN, record
 
 pytest.importorskip("matplotlib")
@@ -131,8 +133,8 @@ def test_pictures_have_titles_and_colors_of_the_page() -> None:
 @pytest.mark.parametrize("state", [RUNNING, INTERRUPTED, FAILED])
 def test_a_job_that_has_not_begun_a_sweep(state: str) -> None:
     page = Page(render(record(
-        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=Errors(), summary={}, counts=Counts(),
-        totals=Totals(), machine=[],
+        state=state, plan=None, sweep=None, rates=[], lengths=Lengths(), errors=Errors(), summary={},
+        counts=JobCounts(0, 0, 0, 0), totals=Progress(), machine=[],
     )))  # fmt: skip
     assert [attrs["id"] for attrs in page.all("section")] == SECTIONS
     assert not page.all("svg")
