@@ -1,4 +1,4 @@
-"""What people type out of habit from other programs, and the right command for it.
+"""Options and commands of other programs, and their names here.
 
 `correct` is called for a command line that is not valid. It replaces each habitual word by this project's word, and
 returns a line with the right command if the replaced command line is valid.

@@ -67,7 +67,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Software:
-    """What is installed and set.
+    """Installed libraries, compilers and environment variables.
 
     Attributes:
         system: operating system with its version.

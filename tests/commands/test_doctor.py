@@ -188,7 +188,7 @@ def test_a_folder_of_the_cache_that_cannot_be_written(here: Facts, run: Any, mon
 
 def test_no_home(here: Facts, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collected, "_engine", lambda *_: here.engine)
-    monkeypatch.setenv("FLEXENGINE_CACHE", "~nobody-of-this-name/x")
+    monkeypatch.setenv("FLEXENGINE_CACHE", "~no-such-user/x")
     code, found, _ = run()
     assert code == 1
     assert any("set FLEXENGINE_CACHE to a directory" in text for text in texts(found))

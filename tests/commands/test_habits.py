@@ -12,7 +12,7 @@ from flexengine.commands.quality import parser as quality_parser
 from flexengine.commands.run import parser as run_parser
 
 PARSERS = {"run": run_parser, "plan": plan_parser, "quality": quality_parser}
-# What people type, and the command that they are told.
+# A command line with options of another program, and the command line at the end of the answer.
 WRONG = [
     ("run p.jsonl --max-new-tokens 64", "run p.jsonl --max-tokens 64"),
     ("run p.jsonl --max_new_tokens=64", "run p.jsonl --max-tokens 64"),
