@@ -28,14 +28,15 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         interrupts.check()
         report.sweep(progress)
 
-    with report, open_engine(args, sweep_ended) as engine:
-        report.attach(engine)
-        running = FileJob(engine, job, params, args.prompt_column)
-        if running.begin():
-            for result in running.results():
-                errors.note(result)
-                report.take(result)
-    summary = running.end().to_json()
+    with report:
+        with open_engine(args, sweep_ended) as engine:
+            report.attach(engine)
+            running = FileJob(engine, job, params, args.prompt_column)
+            if running.begin():
+                for result in running.results():
+                    errors.note(result)
+                    report.take(result)
+        summary = running.end().to_json()  # with the engine's memory free, and before the page says how the job ended
     say(last_line(job, args.output, summary if running.ran else {}))
     for line in detail_lines(summary) if running.ran else ():
         detail(line)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from flexengine.config import Result
+from flexengine.job.resume import JournalJob
 from flexengine.report import recorder
 from flexengine.report.recorder import Recorder
 from tests.helpers.families import NEW
@@ -152,6 +153,17 @@ def test_a_job_that_ends_early_leaves_a_page(
     assert words in written[-1]
     assert ("it &lt;broke&gt;" in written[-1]) == isinstance(error, RuntimeError)
     assert len(written) >= 2
+
+
+def test_an_output_that_cannot_be_written_is_on_the_page(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: JournalJob) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(JournalJob, "end", full)
+    assert job("--report", str(job.folder / "r.html")) == 3
+    page = (job.folder / "r.html").read_text()
+    assert ': <span class="bad">' in page
+    assert "No space left on device" in page
 
 
 def test_samples_are_counted_each(tmp_path: Path) -> None:

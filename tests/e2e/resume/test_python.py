@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from flexengine import Engine, InvalidInput, OutOfMemory, Policy, Progress, SamplingParams, Summary
+from flexengine.engine import generating
+from flexengine.engine.generating import JobRows
 from flexengine.engine.summary import JobCounts
 from tests.helpers.families import NEW
 from tests.helpers.job import Job
@@ -218,3 +220,13 @@ def test_killed(job: Job, whole: Any) -> None:
     assert journal_of(job).exists()
     assert job() == 0, job.err
     assert job.output.read_bytes() == expected
+
+
+def test_progress_of_the_next_job_does_not_count_this_one(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[JobRows] = []
+    made = generating.Generating.__init__
+    monkeypatch.setattr(generating.Generating, "__init__", lambda *given: (counted.append(given[3]), made(*given))[1])
+    with opened(job, device="cpu") as engine:
+        engine.run_job(job.input, job.output, PARAMS)
+        engine.generate(job.family.rows[:2], PARAMS)
+    assert counted == [JobRows(total=8), JobRows(total=2)]
