@@ -85,7 +85,7 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
     take as long as one after the other."""
     monkeypatch.setattr(kernels, "WINDOW", 0.3)
     monkeypatch.setattr(kernels, "MOVED", 1 << 20)
-    slow = Links(disk_read=100 * MB, more_disks=((100 * MB, None),))
+    slow = Links(disk_read=25 * MB, more_disks=((25 * MB, None),))
     for device, least, most in ((1, 0.0, 0.3), (0, 0.7, 1.0)):
         machine = at("sim", 50 * MB, slow, disks=2)
         machine.disks[1]._lock = machine.disks[device]._lock  # type: ignore[attr-defined]
