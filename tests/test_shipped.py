@@ -1,13 +1,17 @@
 """Shipped files: names and former paths find them from any directory; other paths stay the user's."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from flexengine import shipped
-from flexengine.commands import plan
+from flexengine.commands import plan, run
+from flexengine.commands.options import policy_of
+from flexengine.commands.parser import Parser
 from flexengine.errors import InvalidInput
+from flexengine.policy import Policy
 
 FOLDER = Path(__file__).parents[1] / "flexengine" / "shipped"
 MODELS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
@@ -97,3 +101,10 @@ def test_plan_finds_the_files(model: str, machine: str, policy: str, capsys: pyt
     first, second = answer["policies"]
     assert (first["name"], second["name"]) == (same, policy)
     assert first["tok_s"] == second["tok_s"] > 0
+
+
+@pytest.mark.parametrize("parser", [plan.parser, run.parser])
+def test_the_policy_option_finds_the_files(parser: Callable[[], Parser]) -> None:
+    policy = Policy.load(str(FOLDER / "policies" / "opt-30b.json"))
+    assert policy_of(parser().parse_args(["x", "--policy", "opt-30b"])) == policy
+    assert policy_of(parser().parse_args(["x"])) is None

@@ -44,10 +44,13 @@ class Display:
 
     Args:
         level: messages of a lower level are left out; see `Activity.level`.
+
+    Attributes:
+        all_ends: print a line at the end of every activity, also of quick ones and on a terminal.
     """
 
     def __init__(self, level: int = logging.INFO) -> None:
-        self.level = level
+        self.level, self.all_ends = level, False
         self._lock = threading.RLock()
         self._shown: dict[tuple[str, str], _Shown] = {}  # by name and text, in the order of their starts
         self._bar: Bar | None = None
@@ -78,8 +81,11 @@ class Display:
             self._draw(now)
         elif not ended:
             self._line(shown, now)
-        elif shown.printed is not None and record.state == "done":
-            self._print(f"{record.name}: done in {minutes(now - shown.began)}")
+        plain = shown.printed is not None and not is_terminal()
+        if record.state == "done" and (plain or self.all_ends):
+            seconds = now - shown.began
+            took = minutes(seconds) if seconds >= QUICK_SECONDS else f"{seconds:.2f} s"
+            self._print(f"{record.text if shown.printed is None else record.name}: done in {took}")
 
     def _print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.parser import Parser
-from flexengine.commands.text import ago, plain, table
+from flexengine.commands.text import ago, table
 from flexengine.config import cache_root, shown
 from flexengine.errors import InvalidInput
-from flexengine.plan.words import count, size
+from flexengine.plan.words import count, plain, size
 
 if TYPE_CHECKING:
     from flexengine.cachedir.items import Contents, Item
@@ -31,7 +31,7 @@ was interrupted; a job continues with it) or leftovers (of killed jobs). NAME is
 def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("cache", "List or clear the cache: converted models, encoded weights, kernels and rates. Jobs make again"
-                        " what they need.", _ABOUT)  # fmt: skip
+                        " what they need.", _ABOUT, "[list|clear] [KIND|NAME ...]")  # fmt: skip
     p.add_argument("action", nargs="?", choices=("list", "clear"), default="list",
                    help="list (default), or clear: remove what no job uses")  # fmt: skip
     p.add_argument("names", nargs="*", metavar="KIND|NAME", help="only these (default: all)")
@@ -43,8 +43,7 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 some items could not be removed, 2 refused, 3 failed."""
-    args = parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: run(parser().parse_args(argv)))
 
 
 def run(args: argparse.Namespace) -> int:

@@ -15,17 +15,16 @@ def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("completion", "Print a script that completes commands and options in a shell.",
                "bash: flexengine completion bash > ~/.local/share/bash-completion/completions/flexengine;"
-               " zsh: save the script as _flexengine in a directory of $fpath.")  # fmt: skip
+               " zsh: save the script as _flexengine in a directory of $fpath.", "SHELL")  # fmt: skip
     p.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code."""
-    args = parser().parse_args(argv)
 
     def command() -> int:
-        print(script(args.shell))
+        print(script(parser().parse_args(argv).shell))
         return DONE
 
     return exit_code(command)

@@ -13,8 +13,8 @@ from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.messages import say
 from flexengine.commands.options import named
 from flexengine.commands.parser import Parser
-from flexengine.commands.text import ago, plain, table
-from flexengine.plan.words import digits, size
+from flexengine.commands.text import ago, table
+from flexengine.plan.words import digits, plain, size
 
 if TYPE_CHECKING:
     from flexengine.doctor.disks import Disk

@@ -3,24 +3,28 @@
 import errno
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 
-from flexengine.commands.messages import say_error
+from flexengine.commands.messages import detail, say_error
 from flexengine.commands.progress import displayed
 from flexengine.errors import FlexError, RanOut
 from flexengine.job.streams import stdout_is_open
+from flexengine.plan.words import clock
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def exit_code(command: Callable[[], int]) -> int:
-    """Run a command, with its progress shown, and return its exit code. If the command raises an error, print the error
-    and return its code."""
+    """Run a command, which parses its options, with its progress shown, and return its exit code. If the command raises
+    an error, print the error and return its code."""
     _occupy_closed_streams()
+    began = time.monotonic()
     try:
         with displayed():
             code = command()
+            detail(f"the command took {clock(time.monotonic() - began)}")
         sys.stdout.flush()
         return code
     except RanOut as error:  # memory ran out while the job was running; finished rows are in the journal

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 
 from flexengine.commands.exit_codes import DONE, exit_code
-from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
+from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
 from flexengine.commands.options import MODEL, add_machine
 from flexengine.commands.parser import Parser
 from flexengine.commands.written import check_written, write
@@ -16,7 +16,7 @@ from flexengine.plan import explain
 
 def parser() -> Parser:
     """Return the argument parser."""
-    p = Parser("measure", "Measure this machine's rates, and those of a model's layers on it.")
+    p = Parser("measure", "Measure this machine's rates, and those of a model's layers on it.", positionals="[MODEL]")
     machine = p.add_argument_group("model and machine")
     p.add_twin(machine, "-m", "--model", **(MODEL | {"help": "measure this model's layers, too (default: none)"}))
     add_machine(machine)
@@ -29,10 +29,9 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
-    args = parser().parse_args(argv)
 
     def command() -> int:
-        measure(args)
+        measure(parser().parse_args(argv))
         return DONE
 
     return exit_code(command)
@@ -40,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
-    check_written({"--save": args.save}, [args.config])
+    check_written({"--save": args.save}, {"--config": args.config})
     for option in ("trust_remote_code", "allow_symlinks"):
         if args.model is None and getattr(args, option):
             raise InvalidInput(f"--{option.replace('_', '-')} has no effect without a model; remove it")
-    from flexengine.engine import planner as planners  # imported here, as it imports torch and --help must not
+    load_libraries()
+    from flexengine.engine import planner as planners
 
     opened = open_bare(args, machine_kind(args), EXACT) if args.model is not None else None
     hardware = planners.this_machine(machine_options(args), opened, args.again, args.dtype)

@@ -1,6 +1,9 @@
 """Messages of the commands on standard error, and how many of them are printed."""
 
+import logging
 import sys
+
+from flexengine.activity import listener, message
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 _level = NORMAL
@@ -21,19 +24,23 @@ def verbosity() -> int:
 def say(text: str) -> None:
     """Print a message, unless -q is given."""
     if _level >= NORMAL:
-        _print(text)
+        _print(text, logging.INFO)
 
 
 def detail(text: str) -> None:
     """Print a message if -v is given."""
     if _level >= VERBOSE:
-        _print(text)
+        _print(text, logging.DEBUG)
 
 
 def say_error(text: str) -> None:
     """Print an error as one line."""
-    _print(" ".join(text.split()))
+    _print(" ".join(text.split()), logging.ERROR)
 
 
-def _print(text: str) -> None:
-    print(f"flexengine: {text}", file=sys.stderr)
+def _print(text: str, level: int) -> None:
+    """Print a line, above the bar if the command shows one."""
+    if listener() is not None:
+        message(text, level)
+    elif sys.stderr is not None:  # print(file=None) would print to stdout
+        print(f"flexengine: {text}", file=sys.stderr)

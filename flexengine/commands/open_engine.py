@@ -20,9 +20,12 @@ if TYPE_CHECKING:
     from flexengine.worker.opened import Opened
 
 
-def engine_class() -> "type[Engine]":
-    """Import and return Engine, with garbage collection off: the collector would traverse all objects that torch and
-    transformers define, find no garbage, and take a quarter of the import's time."""
+def load_libraries() -> "type[Engine]":
+    """Import torch, transformers and Engine, which --help must not import, and return Engine.
+
+    Garbage collection is off meanwhile: the collector would traverse all objects that torch and transformers define,
+    find no garbage, and take a quarter of the import's time.
+    """
     if verbosity() < NORMAL or not is_terminal():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     collecting = gc.isenabled()
@@ -38,7 +41,7 @@ def engine_class() -> "type[Engine]":
 
 
 def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":
-    """Open the engine of `flexengine.run`. Print whether offloading to disk is off, and what was verified.
+    """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified.
 
     Args:
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
@@ -47,9 +50,8 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    engine = engine_class()(args.model, on_sweep=on_sweep, **options)
-    if engine.core.machine.no_offload:
-        say(f"nothing is offloaded to disk: {engine.core.machine.no_offload}")
+    engine = load_libraries()(args.model, on_sweep=on_sweep, **options)
+    engine.core.machine.say_no_offload()
     if engine.core.verifier:
         say(verified_line(vars(engine.core.verifier)))
     return engine
@@ -57,7 +59,7 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":
     """Return the options of the machine."""
-    from flexengine.engine.options import MachineOptions  # imported here, as it imports torch and --help must not
+    from flexengine.engine.options import MachineOptions
 
     names = ("device", "device_mem", "host_mem", "offload_dir")
     return MachineOptions(**{name: getattr(args, name) for name in names})

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
+from flexengine import shipped
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
 from flexengine.job.source import FORMATS
@@ -34,7 +35,8 @@ MODEL: dict[str, Any] = dict(
 )
 POLICY: dict[str, Any] = dict(
     metavar="FILE.json", type=named, default=AUTO,
-    help="block shape and placement; default: auto, the policy with the shortest predicted time",
+    help="block shape and placement: a file, or a shipped policy, which plan --help lists; default: auto, the policy"
+         " with the shortest predicted time",
 )  # fmt: skip
 
 
@@ -127,8 +129,9 @@ def calibration_of(args: argparse.Namespace) -> str | None:
 
 
 def policy_of(args: argparse.Namespace) -> Policy | None:
-    """Return the policy of --policy; None if the planner chooses. Raise InvalidInput if the file holds no policy."""
-    return None if args.policy == AUTO else Policy.load(args.policy)
+    """Return the policy of --policy, a file or a shipped name; None if the planner chooses. Raise InvalidInput if it is
+    neither, or if the file holds no policy."""
+    return None if args.policy == AUTO else Policy.load(shipped.find_file("policies", args.policy))
 
 
 def lossy_of(args: argparse.Namespace) -> Lossy:

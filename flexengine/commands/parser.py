@@ -5,7 +5,7 @@ import difflib
 import re
 import sys
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from flexengine.commands.habits import correct
 from flexengine.commands.messages import NORMAL, QUIET, VERBOSE, say_error, set_verbosity
 
 _TWIN = "_option"  # end of the attribute of an option that a positional may stand for, until both are merged
+_VERBOSITY = ("quiet", "verbose")
 _UNSET = object()  # value of an option that is not on the command line
 # argparse's messages, and the same in this project's words. The first group is the option or argument.
 _WORDS = (
@@ -37,17 +38,18 @@ class Parser(argparse.ArgumentParser):
         command: name of the command, such as "run".
         about: description, the first text of --help.
         end: text at the end of --help.
+        positionals: the positionals as the usage line shows them, such as "INPUT" or "[MODEL]".
     """
 
-    def __init__(self, command: str, about: str, end: str | None = None) -> None:
-        super().__init__(prog=f"flexengine {command}", usage=f"flexengine {command} [options]", description=about,
-                         epilog=end, allow_abbrev=False)  # fmt: skip
+    def __init__(self, command: str, about: str, end: str | None = None, positionals: str = "") -> None:
+        usage = " ".join(filter(None, ("flexengine", command, positionals, "[options]")))
+        super().__init__(prog=f"flexengine {command}", usage=usage, description=about, epilog=end, allow_abbrev=False)
         self.command = command
         self._twins: list[str] = []  # attributes that a positional or an option sets
         self._file: str | None = None  # the --config file, while its options are parsed
-        self.add_argument("--version", action="version", version=f"flexengine {__version__}")
+        self.add_argument("-V", "--version", action="version", version=f"flexengine {__version__}")
         self.add_argument("-q", "--quiet", action="store_true", help="print no messages but errors")
-        self.add_argument("-v", "--verbose", action="store_true", help="print more")
+        self.add_argument("-v", "--verbose", action="store_true", help="print the steps and their times, and more")
         self.add_argument("--config", metavar="FILE.toml",
                           help="read options from this file, by the names of this page without dashes (max-tokens ="
                                " 64); options of the command line replace them")  # fmt: skip
@@ -64,9 +66,9 @@ class Parser(argparse.ArgumentParser):
             self._refuse(str(error), words)
 
     def _parse(self, words: list[str]) -> argparse.Namespace:
-        found = super().parse_intermixed_args(words, self._unset())
-        if found.config is not _UNSET:
-            words = self._configured(found) + words
+        given = super().parse_intermixed_args(words, self._unset())
+        if given.config is not _UNSET:
+            words = self._configured(given, words) + words
         options = super().parse_intermixed_args(words)
         self._merge_twins(options)
         if options.quiet and options.verbose:
@@ -84,7 +86,6 @@ class Parser(argparse.ArgumentParser):
         """
         dest = names[-1].removeprefix("--")
         self._twins.append(dest)
-        self.usage = f"{self.prog} {dest.upper()} [options]"
         self.add_argument(dest, nargs="?", metavar=dest.upper(), type=options.get("type", str),
                           help=f"the same as {names[-1]}")  # fmt: skip
         group.add_argument(*names, dest=_twin(dest), **options)
@@ -124,21 +125,27 @@ class Parser(argparse.ArgumentParser):
         lists = argparse._AppendAction  # appends to the present value, which therefore must be None
         return argparse.Namespace(**{a.dest: None if isinstance(a, lists) else _UNSET for a in self._actions})
 
-    def _configured(self, found: argparse.Namespace) -> list[str]:
-        """Return the options of the --config file that are not on the command line, as words."""
-        self._file = found.config
-        actions = {a.dest: a for a in self._actions if a.option_strings}
-        words: list[str] = []
-        for key, value in _read(found.config, self.error).items():
-            action = actions.get(dest := _dest(key, actions))
-            if action is None or dest in ("config", "help", "version"):
-                self.error(f"there is no option {key}{_nearest(key, [_name(a) for a in actions.values()])}")
-            same = (dest, dest.removesuffix(_TWIN))  # a positional may stand for the option
-            if all(getattr(found, name) in (_UNSET, None) for name in same):
-                words += self._option(action, key, value)
-        super().parse_intermixed_args(words, self._unset())  # names the file if a value is not allowed
+    def _configured(self, given: argparse.Namespace, words: list[str]) -> list[str]:
+        """Return the options of the --config file that are not on the command line, as words.
+
+        Args:
+            given: options of the command line.
+            words: the command line.
+        """
+        self._file = given.config
+        actions = {_name(a): a for a in self._actions if a.option_strings}
+        more: list[str] = []
+        for key, value in _read(given.config, self.error).items():
+            action = actions.get(key.replace("_", "-"))
+            if action is None or action.dest in ("config", "help", "version"):
+                self.error(f"there is no option {key}{_nearest(key, list(actions))}")
+            # A positional may stand for the option, and -q and -v exclude each other.
+            same = _VERBOSITY if action.dest in _VERBOSITY else (action.dest, action.dest.removesuffix(_TWIN))
+            if all(getattr(given, name) in (_UNSET, None) for name in same):
+                more += self._option(action, key, value)
+        super().parse_intermixed_args(more + words, self._unset())  # names the file if a value is not allowed
         self._file = None
-        return words
+        return more
 
     def _option(self, action: argparse.Action, key: str, value: Any) -> list[str]:
         name = max(action.option_strings, key=len)
@@ -182,12 +189,6 @@ def _twin(dest: str) -> str:
 
 def _name(action: argparse.Action) -> str:
     return max(action.option_strings, key=len).removeprefix("--")
-
-
-def _dest(key: str, actions: Mapping[str, argparse.Action]) -> str:
-    """Return the dest of the option that a key of a --config file names."""
-    names = {_name(action): dest for dest, action in actions.items()}
-    return names.get(key.replace("_", "-"), key)
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
-from flexengine.commands.open_engine import machine_kind, machine_options, open_bare
+from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
 from flexengine.commands.options import (
     AUTO,
     INPUT,
@@ -58,7 +58,7 @@ def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("plan", "Choose and explain the policy of a job, without loading weights.",
                "MODEL may be a directory that holds only config.json. flexengine measure measures this"
-               " machine.")  # fmt: skip
+               " machine.", "[MODEL]")  # fmt: skip
     about = {"help": f"{MODEL['help']}, or a shape: {shipped.listed('models')}"}
     p.add_twin(p.add_argument_group("model"), "-m", "--model", **(MODEL | about))
     job = p.add_argument_group("job")
@@ -91,10 +91,9 @@ def parser() -> Parser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed, 130 interrupted."""
-    args = parser().parse_args(argv)
 
     def command() -> int:
-        plan(args)
+        plan(parser().parse_args(argv))
         return DONE
 
     return exit_code(command)
@@ -111,6 +110,7 @@ def plan(args: argparse.Namespace) -> None:
         say("--calibrate does not change a plan: weights take the same bytes and seconds with it")
     compared = [(path, Policy.load(shipped.find_file("policies", path))) for path in args.compare or ()]
     other = _other_machine(args) if args.hardware else None
+    load_libraries()
     opened = _opened(args, other.kind if other else machine_kind(args), lossy)
     rows = _workload(args, opened)
     among = _choices(opened, names)
@@ -236,7 +236,9 @@ def _check(args: argparse.Namespace) -> None:
     if args.plot:
         check(args.plot)
     policy = None if args.policy == AUTO else args.policy
-    read = [args.input, args.hardware, policy, args.config, *(args.compare or ())]
+    read = {"--input": args.input, "--hardware": args.hardware, "--policy": policy, "--config": args.config,
+            "--calibration-text": args.calibration_text}  # fmt: skip
+    read |= {f"--compare {path}": path for path in args.compare or ()}
     check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read)
 
 
@@ -289,8 +291,8 @@ def _measured(
         if policy is not None:
             check_places(policy, machine.capacity)
         fitting(workload, lambda work: check_least(opened.facts, work, machine.capacity))
-        planner = planners.Planner(machine, opened)
-        return planner.hardware()
+        machine.say_no_offload()
+        return planners.Planner(machine, opened).hardware()
 
 
 def _other_machine(args: argparse.Namespace) -> Hardware:

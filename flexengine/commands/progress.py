@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.activity import Activity, message, reporting
 from flexengine.activity.terminal import Display
-from flexengine.commands.messages import NORMAL, verbosity
+from flexengine.commands.messages import NORMAL, VERBOSE, verbosity
 from flexengine.config import Result
 from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 
@@ -18,12 +18,14 @@ SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
 
 
 class CommandDisplay(Display):
-    """Display of a command, with the plan of a job. With -q it prints errors only."""
+    """Display of a command, with the plan of a job. With -q it prints errors only, with -v the end of each activity,
+    too."""
 
     def __init__(self) -> None:
         super().__init__(level=logging.DEBUG)
 
     def __call__(self, record: Activity) -> None:
+        self.all_ends = verbosity() >= VERBOSE
         if verbosity() >= NORMAL or record.level >= logging.ERROR:
             super().__call__(record)
 
@@ -110,7 +112,6 @@ def detail_lines(s: dict[str, Any]) -> list[str]:
         f"moved: {moved or 'nothing'}",
         f"most memory: {peak}",
     ]
-    lines += [checked] if (checked := verified_line(s.get("verified"))) else []
     return lines + ([told] if (told := prediction_words(s)) else [])
 
 

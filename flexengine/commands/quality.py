@@ -20,6 +20,7 @@ from flexengine import __version__, texts
 from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
+from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL, add_calibration, add_machine, calibration_of
 from flexengine.commands.parser import Parser
 from flexengine.commands.quality_cost import Cost, Scored, cost
@@ -41,7 +42,7 @@ _HEAD = ("choice", "nll", "more than exact", "perplexity", "same token", "weight
 def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("quality", "Measure what lossy choices cost a model on real text.",
-               "If no choice is given, all choices are measured, one at a time.")  # fmt: skip
+               "If no choice is given, all choices are measured, one at a time.", "[MODEL]")  # fmt: skip
     choices = p.add_argument_group("choices", "as for run; each may have several values, with commas")
     for name, values in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", tuple(CACHE))):
         choices.add_argument(f"--{name}", type=_several(values), metavar="NAME,...", help=f"from {', '.join(values)}")
@@ -325,16 +326,20 @@ def report(args: argparse.Namespace) -> int:
     calibrate = calibration_of(args)
     choices = asked(vars(args), args.all_together, calibrate)
     text = read(args.text, args.rows, args.tokens)
-    check_written({"--save": args.save}, [args.text, args.calibration_text, args.config])
+    read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config}
+    check_written({"--save": args.save}, read_files)
     _check_apart(calibrate, args.text)
-    from flexengine.engine.engine import Engine  # imported here, as it imports torch and --help must not
+    engine_class = load_libraries()
 
-    def make(lossy: Lossy) -> Engine:
-        return Engine(
+    def make(lossy: Lossy) -> "Engine":
+        engine = engine_class(
             args.model, device=args.device, device_mem=args.device_mem, host_mem=args.host_mem,
             offload_dir=args.offload_dir, dtype=args.dtype, trust_remote_code=args.trust_remote_code,
             allow_symlinks=args.allow_symlinks, lossy=lossy,
         )  # fmt: skip
+        if lossy == EXACT:  # the first of several engines
+            engine.core.machine.say_no_offload()
+        return engine
 
     measured = []
     named = any(vars(args).get(name) for name in _ALL)

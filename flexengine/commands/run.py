@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ def parser() -> Parser:
     """Return the argument parser."""
     p = Parser("run", "Generate results for a file of prompts.",
                "With --output the job can be stopped or killed at any time; the same command then continues"
-               " it.")  # fmt: skip
+               " it.", positionals="INPUT")  # fmt: skip
     rows = p.add_argument_group("input")
     p.add_twin(rows, "-i", "--input", **INPUT)
     add_rows(rows)
@@ -86,11 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     130 or 143 interrupted by SIGINT or SIGTERM."""
     from flexengine.job.interrupt import Interrupted, Interrupts
 
-    args = parser().parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
     with Interrupts() as interrupts:
 
         def finish() -> int:
+            args = parser().parse_args(argv)
+            args.argv = sys.argv[1:] if argv is None else list(argv)
             try:
                 return run(args, interrupts)
             except KeyboardInterrupt as stop:
@@ -170,7 +169,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
             print(f"{message}\n")
         prediction = planner.cost(plan.workload).predict(plan.layout)
         ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)
-        print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas))
+        print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas, args.verbose))
     return DONE
 
 
@@ -183,18 +182,15 @@ def _check_no_model(args: argparse.Namespace) -> None:
 
 def _check_apart(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
+    from flexengine.job.apart import check_apart
     from flexengine.job.results import journal_path, part_path
 
     policy = None if args.policy == AUTO else args.policy
-    used = {"INPUT": args.input, "--policy": policy, "--calibration-text": args.calibration_text,
-            "--output": args.output, "--trace": args.trace, "--report": args.report,
+    read = {"INPUT": args.input, "--policy": policy, "--calibration-text": args.calibration_text,
             "--config": args.config}  # fmt: skip
+    written = {"--output": args.output, "--trace": args.trace, "--report": args.report}
     if (journal := journal_path(args.output)) is not None:
-        used |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
+        written |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
     if args.report:
-        used |= {"--report's unfinished part": part_path(args.report)}
-    paths = {what: Path(name).resolve() for what, name in used.items() if name}
-    for what, other in combinations(paths, 2):
-        written = {what, other} - {"INPUT", "--policy", "--calibration-text", "--config"}
-        if written and paths[what] == paths[other] and (paths[what].is_file() or not paths[what].exists()):
-            raise InvalidInput(f"{what} and {other} are one file, {used[what]}; give each a file of its own")
+        written |= {"--report's unfinished part": part_path(args.report)}
+    check_apart(read, written)

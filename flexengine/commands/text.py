@@ -1,4 +1,4 @@
-"""Tables, ages and names for people."""
+"""Tables and ages for people."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -21,8 +21,3 @@ def ago(when: float) -> str:
         if seconds >= length:
             return f"{count(int(seconds // length), unit, f'{unit}s')} ago"
     return "just now"
-
-
-def plain(value: object) -> str:
-    """Return the value as text of printable characters. Others, such as those that control a terminal, are escaped."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(value))

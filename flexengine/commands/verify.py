@@ -13,9 +13,8 @@ from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
 from flexengine.commands.messages import say, say_error
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
-from flexengine.commands.text import plain
 from flexengine.errors import BadCheckpoint, InvalidInput
-from flexengine.plan.words import clock, count, size
+from flexengine.plan.words import clock, count, plain, size
 
 if TYPE_CHECKING:
     from flexengine.cachedir.items import Item
@@ -28,7 +27,7 @@ def parser() -> Parser:
     p = Parser("verify", "Compare all files of a model with their checksums (in SHA256SUMS beside them, or in the file"
                          " names of the hub's cache), and weights that were prepared from it with their own. Nothing is"
                          " downloaded.",
-               "Exit code 0: intact; 2: damaged, or there are no checksums.")  # fmt: skip
+               "Exit code 0: intact; 2: damaged, or there are no checksums.", "[MODEL]")  # fmt: skip
     p.add_twin(p.add_argument_group("model"), "-m", "--model", **MODEL)
     p.add_argument("--write", action="store_true",
                    help="write checksums beside a model that is known to be good: SHA256SUMS, for FILE.gguf"

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
-from flexengine.activity import Listener
+from flexengine.activity import Listener, reporting
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine.base import BaseEngine
 from flexengine.engine.file_job import FileJob
@@ -12,6 +12,7 @@ from flexengine.engine.options import EngineOptions, check, takes
 from flexengine.engine.scoring import pairs_of, requests_of
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
+from flexengine.job.apart import check_apart
 from flexengine.job.columns import answered
 from flexengine.job.inputs import Rows
 from flexengine.job.results import check_output, journal_path, part_path
@@ -245,11 +246,16 @@ class Engine(BaseEngine):
             raise InvalidInput(f"limit is {limit}; it must be at least 1")
         check("restart", restart, bool, "True or False")
         check("retry_errors", retry_errors, bool, "True or False")
-        _check_trace(self.options.trace, input, output)
+        check_apart({"input": input}, {
+            "trace": self.options.trace, "output": output, "the unfinished part of output": part_path(output),
+            "the journal of output": journal_path(output),
+        })  # fmt: skip
         check_output(output, input)
-        with Rows(input, prompt_column, limit, input_format) as rows, open_job(
-            rows, output, restart, retry_errors
-        ) as job:  # fmt: skip
+        with (
+            reporting(self.listener),
+            Rows(input, prompt_column, limit, input_format) as rows,
+            open_job(rows, output, restart, retry_errors) as job,
+        ):
             return FileJob(self, job, params or SamplingParams(), prompt_column).run()
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
@@ -261,12 +267,3 @@ class Engine(BaseEngine):
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.
         """
         return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
-
-
-def _check_trace(trace: str | Path | None, input: str | Path, output: str | Path) -> None:
-    """Raise InvalidInput if the trace would be written over a file of the job."""
-    used = {"input": input, "output": output, "the unfinished part of output": part_path(output),
-            "the journal of output": journal_path(output)}  # fmt: skip
-    for name, path in used.items():
-        if trace is not None and path is not None and Path(trace).resolve() == Path(path).resolve():
-            raise InvalidInput(f"trace and {name} are one file, {trace}; give each a file of its own")

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexengine import __version__
-from flexengine.activity import activity, message, reporting
+from flexengine.activity import activity, message
 from flexengine.config import Result, SamplingParams
 from flexengine.engine.generating import JobRows
 from flexengine.engine.state import Progress
@@ -37,7 +37,7 @@ class FileJob:
         """Run a job on an engine.
 
         Args:
-            job: an open job. Its messages, and those of this class, are reported to `engine.listener`.
+            job: an open job. Its messages, and those of this class, go to the listener of the caller's context.
             params: sampling parameters of rows without fields of these names.
             prompt_column: the column that `job.rows` was opened with.
         """
@@ -48,11 +48,10 @@ class FileJob:
 
     def run(self) -> Summary:
         """Run the rows that remain, write the output file, and return the summary. Raise as `Engine.run_job`."""
-        with reporting(self.engine.listener):
-            self.begin()
-            for _ in self.results():
-                pass
-            return self.end()
+        self.begin()
+        for _ in self.results():
+            pass
+        return self.end()
 
     def begin(self) -> bool:
         """Compare this run with the run that began the job, and use its choices. Return whether rows remain.
@@ -68,12 +67,13 @@ class FileJob:
         self._say_note()
         if job.resumed:
             message(f"{job.resumed} of {job.total} rows were done before")
+        if not self._rows or not job.total:
+            return False
         if engine.options.allow and (chosen := job.settings.get("lossy")) is not None:
             engine.use(Lossy(**chosen))
             self._check_cache(job.settings.get("cache", ""))
-        if self._rows and job.total:
-            self._check_importances(job.settings.get("importances"))
-        return bool(self._rows and job.total)
+        self._check_importances(job.settings.get("importances"))
+        return True
 
     def results(self) -> Iterator[Result]:
         """Run the rows that remain. Yield every result after it was stored, without its prompt."""

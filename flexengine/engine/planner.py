@@ -329,8 +329,7 @@ def this_machine(
     """
     computing = named_dtype(dtype)
     machine = options.machine()
-    if machine.no_offload:
-        message(f"nothing is offloaded to disk: {machine.no_offload}")
+    machine.say_no_offload()
     try:
         hardware = store.obtain(machine, opened, True, again, computing)
         assert hardware is not None

@@ -117,7 +117,7 @@ def _folder() -> Path:
         return Path(private)
 
 
-def _cpu() -> str:
+def cpu_type() -> str:
     """Return a text that identifies the CPU type, on which -march=native depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -160,7 +160,7 @@ def _build(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> Pa
 
 def _name(compiler: list[str], flags: list[str], sources: Sequence[Path]) -> str:
     """Return the file name of the library, which is a hash of all that it depends on."""
-    parts = [_code(sources), _run([*compiler, "--version"]), *flags, str(openmp_runtime()), _cpu()]
+    parts = [_code(sources), _run([*compiler, "--version"]), *flags, str(openmp_runtime()), cpu_type()]
     return f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:32]}.so"
 
 

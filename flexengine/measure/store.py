@@ -21,6 +21,7 @@ from flexengine import kernels as available
 from flexengine.activity import message
 from flexengine.config import cache_root, mark_used
 from flexengine.errors import InvalidInput
+from flexengine.kernels.build import cpu_type
 from flexengine.measure.attention import measure_attention
 from flexengine.measure.delegation import measure_delegation
 from flexengine.measure.kernels import measure_crosstalk, measure_kernels
@@ -197,7 +198,8 @@ def fingerprint(machine: Machine) -> str:
     """Return a hash, 32 hexadecimal digits, of all properties that a machine's rates depend on."""
     rates = [(tier.rates, tier.latency) for tier in machine.tiers.values() if isinstance(tier, Throttled)]
     parts = [
-        __version__, torch.__version__, version("transformers"), _cpu(), os.cpu_count(), len(os.sched_getaffinity(0)),
+        __version__, torch.__version__, version("transformers"), cpu_type(), os.cpu_count(),
+        len(os.sched_getaffinity(0)),
         torch.get_num_threads(), psutil.virtual_memory().total, machine_name(machine), machine.kind, machine.lanes,
         numerics(machine.compute), available.load().name, rates, *map(device_of, machine.directories),
         *(["no offload directory"] if machine.no_offload else []),
@@ -213,18 +215,9 @@ def machine_name(machine: Machine) -> str:
     """Return the name of the GPU, or of the CPU with its number of cores."""
     if machine.kind == "cuda":
         return str(torch.get_device_module(machine.compute).get_device_name())
-    model = next((line.partition(":")[2].strip() for line in _cpu().splitlines() if line.startswith("model name")), "")
+    lines = cpu_type().splitlines()
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
     return f"{model or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def _cpu() -> str:
-    """Return the CPU's model and instruction sets, from /proc/cpuinfo."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    fields = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(dict.fromkeys(line for line in lines if line.startswith(fields)))
 
 
 def _file(key: str) -> Path:

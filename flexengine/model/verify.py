@@ -199,7 +199,7 @@ def write_sums(directory: Path) -> None:
 def sums_of(directory: Path, files: Sequence[Path]) -> bytes:
     """Return the content of SHA256SUMS in a directory for files below it, with the digests of their present contents.
     """
-    with _reading("hashing", "computing checksums of the prepared files, for --verify", files) as tick:
+    with _reading("hashing", "computing checksums, which --verify and flexengine verify compare", files) as tick:
         lines = [_line(file.relative_to(directory).as_posix(), digest_of(file, tick)) for file in files]
     return os.fsencode("".join(lines))
 

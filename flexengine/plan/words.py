@@ -58,3 +58,12 @@ def lane_name(lane: str, shared: bool) -> str:
 def place_name(place: str, shared: bool) -> str:
     """Return the name of a place in reports. Without a GPU, the places device and host are both RAM."""
     return {"device": "RAM", "host": "RAM as stored"}.get(place, place) if shared else place
+
+
+def plain(value: object, keep: str = "") -> str:
+    """Return the value as text of printable characters. Others, such as those that control a terminal, are escaped.
+
+    Args:
+        keep: characters that stay although they are not printable, such as a newline.
+    """
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in str(value))

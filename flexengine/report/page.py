@@ -4,12 +4,13 @@ import base64
 import hashlib
 import json
 import re
+from functools import partial
 from importlib.resources import files
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from flexengine.plan.words import clock, count, digits, percent, size
+from flexengine.plan.words import clock, count, digits, percent, plain, size
 from flexengine.report import figures
 from flexengine.report.figures import loading_name
 from flexengine.report.record import DONE, FAILED, INTERRUPTED, RUNNING, Record
@@ -25,16 +26,12 @@ def render(record: Record) -> str:
     """Return the page of a job."""
     source = files("flexengine.report").joinpath("page.html").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": size, "clock": clock, "digits": digits, "percent": percent, "visible": visible}
+    environment.filters |= {"size": size, "clock": clock, "digits": digits, "percent": percent,
+                            "plain": partial(plain, keep="\n")}  # fmt: skip
     return environment.from_string(source).render(
         r=record, headline=HEADLINES[record.state], pictures=_pictures(record), count=count, script=_digest(source),
         tiles=_tiles(record), lanes=_lanes(record), policy=json.dumps(record.plan.policy) if record.plan else "",
     )  # fmt: skip
-
-
-def visible(text: str) -> str:
-    """Return text with escapes for all characters that a page does not show, such as controls and half surrogates."""
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _digest(source: str) -> str:

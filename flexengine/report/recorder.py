@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # it imports torch, and `check` comes before the engine is op
 RENEW_SECONDS = 20.0  # between two pages of a running job, at least
 FIRST_SECONDS = 5.0  # before the first page
 MOST_SHARE = 0.02  # of the job's time that writing pages of a running job may take
-INSTALL = "pip install 'flexengine[plot]'"
+INSTALL = "pip install 'flexengine[report]'"
 
 
 def check(path: str) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from flexengine.activity import message
 from flexengine.errors import InvalidInput
 from flexengine.places import MOST_DISKS, disk_lanes, is_disk, place_names
 from flexengine.plan.capacity import Capacity
@@ -143,6 +144,11 @@ class Machine:
     def tier(self, place: str) -> Tier:
         """Return the tier of a place, such as device, host, disk or disk2."""
         return self.tiers[place]
+
+    def say_no_offload(self) -> None:
+        """Report as a message why nothing is offloaded to disk, if the directory cannot be used."""
+        if self.no_offload:
+            message(f"nothing is offloaded to disk: {self.no_offload}")
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes moved so far per link."""

@@ -93,6 +93,22 @@ def test_quick_work_prints_no_line(clock: list[float], capsys: pytest.CaptureFix
         assert capsys.readouterr().err == "flexengine: searching\nflexengine: planning: done in 0:02\n"
 
 
+def test_all_ends(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """The end of quick work, too, with its text if that was not printed at the start."""
+    display = Display()
+    display.all_ends = True
+    with reporting(display):
+        with activity("planning", "searching"):
+            clock[0] += 0.25
+        with activity("converting", "converting x", level=logging.INFO):
+            clock[0] += 61.0
+        with pytest.raises(LookupError), activity("reading", "reading x"):
+            raise LookupError
+    assert capsys.readouterr().err.splitlines() == [
+        "flexengine: searching: done in 0.25 s", "flexengine: converting x", "flexengine: converting: done in 1:01",
+    ]  # fmt: skip
+
+
 def test_no_line_says_that_failed_work_is_done(capsys: pytest.CaptureFixture[str]) -> None:
     with reporting(Display()), pytest.raises(LookupError), activity("reading", "reading x", level=logging.INFO):
         raise LookupError

@@ -1,9 +1,11 @@
 """The argument parser: --config, options with a twin, -q and -v, and messages of one line."""
 
 import argparse
+import re
 import runpy
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -71,6 +73,8 @@ class TestConfig:
         ("ignore-eos = 1", "ignore-eos is 1; it must be true or false"),
         ('weights = "int5"', "--weights is 'int5'; choose from"),
         ("config = 'b.toml'", "there is no option config"),
+        ("stop_token_ids = [3]", "there is no option stop_token_ids; did you mean stop-token-id?"),
+        ('input_option = "p.jsonl"', "there is no option input_option"),
         ("help = true", "there is no option help"),
         ("[run]\nseed = 1", "there is no option run"),
         ("max-tokens 3", "is no TOML file"),
@@ -83,6 +87,21 @@ class TestConfig:
         err = capsys.readouterr().err
         assert err.count("\n") == 1
         assert f"{tmp_path / 'job.toml'}: {message}" in err
+
+    @pytest.mark.parametrize(("text", "words", "level"), [
+        ("quiet = true", ["-v"], messages.VERBOSE), ("verbose = true", ["-q"], messages.QUIET),
+        ("quiet = true", [], messages.QUIET), ("verbose = true", [], messages.VERBOSE),
+    ])  # fmt: skip
+    def test_verbosity(self, tmp_path: Path, text: str, words: list[str], level: int) -> None:
+        self.parse(tmp_path, text, "p.jsonl", *words)
+        assert messages.verbosity() == level
+
+    @pytest.mark.parametrize("name", COMMANDS)
+    def test_every_command_reads_a_file(self, name: str, tmp_path: Path) -> None:
+        (tmp_path / "some.toml").write_text("quiet = true\n")
+        words = ["bash"] if name == "completion" else []
+        parser = import_module(f"flexengine.commands.{name}").parser()
+        assert parser.parse_args([*words, "--config", str(tmp_path / "some.toml")]).quiet
 
     def test_missing_file(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert "none.toml: cannot be read: No such file" in refused(capsys, "p.jsonl", "--config", "none.toml")
@@ -145,6 +164,21 @@ class TestMessages:
             printed[" ".join(words)] = capsys.readouterr().err.split()[1::2]
         assert printed == {"": ["news", "wrong"], "-q": ["wrong"], "-v": ["news", "more", "wrong"]}
 
+    def test_without_standard_error(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:  # fmt: skip
+        """print(file=None) prints to stdout, which is for results."""
+        monkeypatch.setattr(sys, "stderr", None)
+        messages.say("news")
+        messages.say_error("wrong")
+        assert capsys.readouterr().out == ""
+
+    @pytest.mark.parametrize("words", [["completion", "bash"], ["cache"], ["doctor"]])
+    def test_verbose_everywhere(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+        """Commands that compute nothing print with -v at least their time."""
+        assert main(words) == main([*words, "-v"]) or words == ["doctor"]
+        assert re.search(r"^flexengine: the command took \S+ s$", capsys.readouterr().err, re.MULTILINE)
+
 
 class TestFront:
     def test_help_names_every_command(self, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,6 +206,7 @@ class TestFront:
             assert stop.value.code == 0
             out = capsys.readouterr().out
             assert out.startswith(f"usage: flexengine {name} ")
+            assert out.splitlines()[0].endswith(" [options]")
             assert all(option in out for option in ("--quiet", "--verbose", "--config", "--version"))
 
     @pytest.mark.parametrize("shell", SHELLS)
@@ -199,8 +234,9 @@ class TestFront:
         assert done.stdout.split() == found
 
     @pytest.mark.parametrize(("module", "words", "usage"), [
-        ("flexengine", ["plan"], "flexengine plan MODEL"), ("flexengine.run", [], "flexengine run INPUT"),
-        ("flexengine.plan", [], "flexengine plan MODEL"), ("flexengine.plan", ["measure"], "flexengine measure MODEL"),
+        ("flexengine", ["plan"], "flexengine plan [MODEL]"), ("flexengine.run", [], "flexengine run INPUT"),
+        ("flexengine.plan", [], "flexengine plan [MODEL]"),
+        ("flexengine.plan", ["measure"], "flexengine measure [MODEL]"),
     ])  # fmt: skip
     def test_python_m(
         self, module: str, words: list[str], usage: str, monkeypatch: pytest.MonkeyPatch,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from flexengine.activity import activity
 from flexengine.commands import messages, run
 from flexengine.commands.progress import detail_lines, displayed, prediction_words
 from tests.helpers.families import NEW
@@ -36,10 +37,10 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     wanted = [
         r"lossy: weights int8; flexengine quality shows what that costs",
         r"converting m\.gguf to safetensors, once for this file \(0\.00 GB\)",
-        r"converting: done in 0:\d\d",
+        r"converting: done in \S+( s)?",
         r"plan: weights \S+ kB \(RAM\); KV cache \S+ kB \(RAM\); block of 1 sequence \(1 gpu_batch\); bottleneck: .*",
         r"encoding \d+ matrices, once for this model and format \(0\.00 GB become 0\.00 GB\)",
-        r"encoding: done in 0:\d\d",
+        r"encoding: done in \S+( s)?",
         r"row 1: .*99999.*",
         r"1 rows done, 1 failed; 3 prompt and 2 generated tokens in \S+ s: \S+ tok/s; --retry-errors runs those rows"
         r" again; results are in .*out\.jsonl",
@@ -72,8 +73,11 @@ def test_verbose(job: Job) -> None:
     told = [line.removeprefix("flexengine: ") for line in job.err.splitlines()]
     starts = ("time: ", "lanes were busy: ", "moved: disk read ", "most memory: device ")
     assert all(any(line.startswith(start) for line in told) for start in starts)
+    *told, took = told
     assert told[-len(starts) :] == detail_lines(summary)
     assert "loading" not in "".join(told)
+    assert re.fullmatch(r"the command took \S+ s", took)
+    assert any(re.fullmatch(r"tokenizing all prompts, .*: done in \S+ s", line) for line in told)
 
 
 def test_a_refusal_is_one_line(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +131,17 @@ def test_no_words_about_short_or_unmeasured_jobs() -> None:
     unmeasured = summary(2.0, 90.0, lanes)
     unmeasured["plan"]["measured"] = False
     assert prediction_words(unmeasured) == ""
+
+
+def test_a_message_is_above_the_bar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without display, a message would be printed at the end of the bar's line."""
+    monkeypatch.setattr("flexengine.activity.terminal.is_terminal", lambda: True)
+    with displayed(), activity("planning", "planning", 4) as work:
+        work.update(2)
+        messages.say("news")
+    frames, lines = shown(capsys.readouterr().err)
+    assert lines == ["flexengine: news"]
+    assert any(frame.startswith("planning") for frame in frames)
 
 
 def test_messages_of_threads_are_shown(capsys: pytest.CaptureFixture[str]) -> None:

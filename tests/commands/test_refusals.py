@@ -17,7 +17,7 @@ from tests.helpers.job import Job
     ("arguments", "messages"),
     [
         (["--model", "/nowhere/m"], ["no model at /nowhere/m", "a model is a directory, a .gguf file or a hub id"]),
-        (["--policy", "/nowhere/p.json"], ["/nowhere/p.json", "No such file"]),
+        (["--policy", "/nowhere/p.json"], ["there is no policy file /nowhere/p.json", "a name (shipped policies: "]),
         (["--max-tokens", "0"], ["max_tokens is 0", "at least 1"]),
         (["--temperature", "-1"], ["temperature is -1.0", "0 (greedy)"]),
         (["--device-mem", "lots"], ["--device-mem is 'lots'", "800M, 1.5GB or 16GiB"]),

@@ -68,7 +68,7 @@ def test_refusals(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, None)
     assert job("--report", str(job.folder / "r.html")) == 2
     assert "--report needs matplotlib" in job.err
-    assert "pip install 'flexengine[plot]'" in job.err
+    assert "pip install 'flexengine[report]'" in job.err
     assert not job.output.exists()
     assert not (job.folder / "r.html").exists()
 

@@ -59,7 +59,7 @@ def test_fingerprint(at: Callable[..., Machine], tmp_path: Path, monkeypatch: py
     others += [store.fingerprint(at("sim")), store.fingerprint(at("cpu"))]
     changes: list[tuple[Any, str, Any]] = [
         (store, "__version__", "9"), (torch, "__version__", "9"), (store, "version", lambda _: "9"),
-        (store, "_cpu", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
+        (store, "cpu_type", lambda: "model name : another"), (store, "numerics", lambda _: "mkl"),
         (store.os, "sched_getaffinity", lambda _: set(range(99))), (torch, "get_num_threads", lambda: 99),
         (store, "device_of", lambda _: 99), (store, "machine_name", lambda _: "a GPU"),
     ]  # fmt: skip

@@ -200,7 +200,8 @@ def test_plot_file(line: Line) -> None:
         (["--plot", "x.jpg"], "does not end with .png"),
         (["--save", "/missing/x.json"], "/missing/x.json cannot be written"),
         (["--save", "/tmp"], "/tmp cannot be written: it is a directory; name a file in it"),
-        (["--save", "x.json", "--save-lp", "x.json"], "name another file"),
+        (["--save", "x.json", "--save-lp", "x.json"], "--save and --save-lp are one file, x.json; give each a file"),
+        (["--calibration-text", "x.json", "--save", "x.json"], "--calibration-text and --save are one file, x.json"),
 
         (["--weights", "int4", "--quality", "near"], "leave out one of them"),
         (["--policy", "POLICY", "--allow", "int4-cache"], "a policy is given; leave out one of them"),

@@ -120,6 +120,31 @@ def test_ctrl_c(job: Job, whole: Any) -> None:
     assert job.output.read_bytes() == expected
 
 
+def test_all_work_is_reported(job: Job) -> None:
+    """Reading the input and the journal, too, which come before the engine computes."""
+    heard = Heard()
+    with opened(job, device="cpu", progress=heard) as engine:
+        job.input.write_text("[" + ", ".join(job.input.read_text().splitlines()) + "]")
+        engine.run_job(job.input, job.output, PARAMS)
+    assert {"reading", "tokenizing", "writing"} <= {record.name for record in heard}
+
+
+def test_switches_of_a_job_without_rows_left(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner's choice of a job is not taken over if only the output file is missing."""
+    allow = ["int8-weights"]
+    with monkeypatch.context() as patch, opened(job, device="cpu", allow=allow) as engine:
+        patch.setattr("flexengine.job.resume.JournalJob.end", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.run_job(job.input, job.output, PARAMS)
+    with opened(job, device="cpu", allow=allow) as engine:
+        choices = engine.planner.choices
+        summary = engine.run_job(job.input, job.output, PARAMS)
+        assert summary.job is not None
+        assert (summary.rows, summary.job.done) == (0, 8)
+        assert engine.planner.choices == choices
+        assert choices
+
+
 def test_choices_of_a_job_are_not_those_of_the_next(job: Job) -> None:
     """A resumed job cuts its prompts as it began; a job after it is planned as before it."""
     with opened(job, policy=Policy(4, 1, prefill_tokens=16), device="cpu") as engine:

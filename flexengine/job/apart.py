@@ -1,0 +1,27 @@
+"""The check that no file of a job is written over."""
+
+import os
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+
+from flexengine.errors import InvalidInput
+
+PathName = str | os.PathLike[str] | None
+
+
+def check_apart(read: Mapping[str, PathName], written: Mapping[str, PathName]) -> None:
+    """Raise InvalidInput if a file that is written is also read, or is written twice. Called before all work.
+
+    Directories, and devices such as /dev/null, may be given more than once.
+
+    Args:
+        read: files that are read, by the names that messages use; None if an option is not given.
+        written: files that are written, likewise.
+    """
+    given = {**read, **written}
+    paths = {name: Path(path).resolve() for name, path in given.items() if path}
+    for one, other in combinations(paths, 2):
+        same = paths[one] == paths[other] and (paths[one].is_file() or not paths[one].exists())
+        if same and (one in written or other in written):
+            raise InvalidInput(f"{one} and {other} are one file, {given[one]}; give each a file of its own")
