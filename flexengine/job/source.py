@@ -113,15 +113,15 @@ class Source:
             ) from error
 
     def _copied(self, stream: BinaryIO) -> Path:
-        """Return a temporary copy, which only this user can read, of the rest of a stream. Raise OSError if the stream
-        cannot be read."""
+        """Return a temporary copy of the rest of a stream. Raise OSError if the stream cannot be read.
+
+        The copy has no name in its directory, so nothing of it is left when the process is killed.
+        """
         import tempfile
 
         block = stream.read(_STEP)
         try:
-            self._copy = copy = tempfile.NamedTemporaryFile(  # noqa: SIM115 - it lives as long as this object
-                prefix="flexengine-input-", suffix=self.name.suffix
-            )
+            self._copy = copy = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as this object
             while block:
                 copy.write(block)
                 block = stream.read(_STEP)
@@ -132,7 +132,7 @@ class Source:
                 f"input {self.name} cannot be copied to a temporary file: {reason or error.strerror};"
                 " or set TMPDIR to another directory"
             ) from error
-        return Path(copy.name)
+        return Path(f"/proc/self/fd/{copy.fileno()}")
 
     def _meant(self) -> str:
         """Return a question that names a file with a similar name; "" if there is none."""
