@@ -7,22 +7,22 @@ from contextlib import suppress
 def open_files() -> set[str]:
     """Return the paths of all files that processes of this user have open or mapped. Other processes are left out if
     the system does not show their files."""
-    found: set[str] = set()
+    paths: set[str] = set()
     with suppress(OSError):
         for process in filter(str.isdigit, os.listdir("/proc")):
             with suppress(OSError):
-                found |= _descriptors(f"/proc/{process}/fd")
+                paths |= _descriptors(f"/proc/{process}/fd")
             with suppress(OSError):
-                found |= _mapped(f"/proc/{process}/maps")
-    return found
+                paths |= _mapped(f"/proc/{process}/maps")
+    return paths
 
 
 def _descriptors(folder: str) -> set[str]:
-    found = set()
+    paths = set()
     for number in os.listdir(folder):
         with suppress(OSError):
-            found.add(os.readlink(f"{folder}/{number}"))
-    return found
+            paths.add(os.readlink(f"{folder}/{number}"))
+    return paths
 
 
 def _mapped(file: str) -> set[str]:

@@ -54,15 +54,15 @@ def run(args: argparse.Namespace) -> int:
     if args.yes and args.action != "clear":
         raise InvalidInput("--yes has no effect without clear; remove it, or write: flexengine cache clear --yes")
     try:
-        found = contents(cache_root())
+        cached = contents(cache_root())
     except OSError as error:
         raise InvalidInput(f"the cache {error.filename or cache_root()} cannot be read: {error.strerror}; set"
                            " FLEXENGINE_CACHE to a directory") from error  # fmt: skip
-    items = [item for item in selected(found, args.names) if seconds is None or time.time() - item.used > seconds]
+    items = [item for item in selected(cached, args.names) if seconds is None or time.time() - item.used > seconds]
     if args.action == "list":
-        _print_list(found, items, args.json)
+        _print_list(cached, items, args.json)
         return DONE
-    return _clear(found, items, args)
+    return _clear(cached, items, args)
 
 
 def age(text: str) -> float:
@@ -74,21 +74,21 @@ def age(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
-def selected(found: "Contents", names: Sequence[str]) -> list["Item"]:
+def selected(cached: "Contents", names: Sequence[str]) -> list["Item"]:
     """Return the items of these kinds and names, or all if no name is given. Raise InvalidInput if a name is unknown.
     """
     from flexengine.cachedir.items import KINDS
 
     if not names:
-        return list(found.items)
+        return list(cached.items)
     chosen = set()
     for name in names:
-        ours = {item for item in found.items if _is_named(item, name)}
+        ours = {item for item in cached.items if _is_named(item, name)}
         if not ours and name not in KINDS:
-            raise InvalidInput(f"{shown(name)} is not in the cache {found.root}; give a kind ({', '.join(KINDS)}) or a"
+            raise InvalidInput(f"{shown(name)} is not in the cache {cached.root}; give a kind ({', '.join(KINDS)}) or a"
                                " name that flexengine cache lists")  # fmt: skip
         chosen |= ours
-    return [item for item in found.items if item in chosen]
+    return [item for item in cached.items if item in chosen]
 
 
 def _is_named(item: "Item", name: str) -> bool:
@@ -100,21 +100,21 @@ def _is_named(item: "Item", name: str) -> bool:
 # Listing.
 
 
-def _print_list(found: "Contents", items: Sequence["Item"], as_json: bool) -> None:
+def _print_list(cached: "Contents", items: Sequence["Item"], as_json: bool) -> None:
     from flexengine.cachedir.hub import hub_cache
 
     hub = hub_cache()
     if as_json:
         print(json.dumps({
-            "cache": str(found.root), "bytes": sum(item.bytes for item in items), "items": list(map(_fields, items)),
-            "ignored": [{"path": path, "reason": reason} for path, reason in found.ignored],
+            "cache": str(cached.root), "bytes": sum(item.bytes for item in items), "items": list(map(_fields, items)),
+            "ignored": [{"path": path, "reason": reason} for path, reason in cached.ignored],
             "hub": {"path": str(hub.path), "bytes": hub.bytes},
         }))  # fmt: skip
         return
-    print(f"{plain(found.root)}: {count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}")
+    print(f"{plain(cached.root)}: {count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}")
     if items:
         print(f"\n{table([_HEAD, *map(_cells, items)], right=(3,))}\n")
-    for path, reason in found.ignored:
+    for path, reason in cached.ignored:
         print(f"ignored: {plain(path)} ({reason})")
     print(f"not included: downloads from the hub, {size(hub.bytes)} in {plain(hub.path)}; `hf cache` manages them")
 
@@ -136,17 +136,17 @@ def _fields(item: "Item") -> dict[str, Any]:
 # Clearing.
 
 
-def _clear(found: "Contents", items: Sequence["Item"], args: argparse.Namespace) -> int:
+def _clear(cached: "Contents", items: Sequence["Item"], args: argparse.Namespace) -> int:
     """Remove items, print what was freed, and return the exit code."""
     free = [item for item in items if not item.busy]
-    if free and not args.yes and not _agreed(found, free):
+    if free and not args.yes and not _agreed(cached, free):
         say("nothing was removed")
         return DONE
-    removed, kept, failed = _remove(found.root, items)
+    removed, kept, failed = _remove(cached.root, items)
     freed = sum(item.bytes for item in removed)
     if args.json:
         print(json.dumps({
-            "cache": str(found.root), "freed_bytes": freed, "removed": list(map(_fields, removed)),
+            "cache": str(cached.root), "freed_bytes": freed, "removed": list(map(_fields, removed)),
             "kept": [_fields(item) | {"reason": reason} for item, reason in kept + failed],
         }))  # fmt: skip
     else:
@@ -156,9 +156,9 @@ def _clear(found: "Contents", items: Sequence["Item"], args: argparse.Namespace)
     return SOME_FAILED if failed else DONE
 
 
-def _agreed(found: "Contents", items: Sequence["Item"]) -> bool:
+def _agreed(cached: "Contents", items: Sequence["Item"]) -> bool:
     """Ask on a terminal whether to remove the items. Raise InvalidInput if standard input is no terminal."""
-    what = f"{count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}, from {plain(found.root)}"
+    what = f"{count(len(items), 'item', 'items')}, {size(sum(item.bytes for item in items))}, from {plain(cached.root)}"
     if not sys.stdin.isatty():
         raise InvalidInput(f"clear would remove {what}; without a terminal it needs --yes")
     for item in items:

@@ -50,24 +50,24 @@ def run(args: argparse.Namespace) -> int:
     if args.measure:
         say("measuring disks and memory")
     facts = collect(list(map(Path, args.offload_dir or [])), args.measure)
-    found = findings(facts)
+    problems = findings(facts)
     if args.json:
-        print(json.dumps(facts.to_json() | {"findings": list(map(asdict, found))}))
+        print(json.dumps(facts.to_json() | {"findings": list(map(asdict, problems))}))
     else:
-        print(report(facts, found))
-    return SOME_FAILED if any(one.level == STOPS for one in found) else DONE
+        print(report(facts, problems))
+    return SOME_FAILED if any(one.level == STOPS for one in problems) else DONE
 
 
-def report(facts: "Facts", found: Sequence["Finding"]) -> str:
+def report(facts: "Facts", problems: Sequence["Finding"]) -> str:
     """Return facts and findings as text."""
     lines = [(name, line) for name in _LINES for line in _tried(name, facts)]
     shown = [(name if i == 0 or lines[i - 1][0] != name else "", line) for i, (name, line) in enumerate(lines)]
-    parts = [f"flexengine {__version__}", table(shown), _disk_table(facts), *_rates(facts), _findings(found)]
+    parts = [f"flexengine {__version__}", table(shown), _disk_table(facts), *_rates(facts), _findings(problems)]
     return "\n\n".join(filter(None, parts))
 
 
 def _tried(name: str, facts: "Facts") -> list[str]:
-    """Return the lines of one subject. Facts that could not be found out are among the findings."""
+    """Return the lines of one subject. Facts that cannot be determined are among the findings."""
     try:
         return [part for line in _SUBJECTS[name](facts) for part in wrap(plain(line), _WIDTH, break_long_words=False)]
     except (AttributeError, TypeError, KeyError, ValueError):
@@ -196,7 +196,7 @@ def _rate_cells(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "RAM, first writes", "", gb(rates["touch"])
 
 
-def _findings(found: Sequence["Finding"]) -> str:
-    if not found:
+def _findings(problems: Sequence["Finding"]) -> str:
+    if not problems:
         return "nothing stops or slows jobs here"
-    return table([(one.level, plain(one)) for one in found])
+    return table([(one.level, plain(one)) for one in problems])

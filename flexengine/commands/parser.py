@@ -192,8 +192,8 @@ def _name(action: argparse.Action) -> str:
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1) or [name for name in known if name.startswith(word)][:1]
-    return f"; did you mean {near[0]}?" if near else ""
+    close = difflib.get_close_matches(word, known, n=1) or [name for name in known if name.startswith(word)][:1]
+    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _read(path: str, fail: Callable[[str], NoReturn]) -> dict[str, Any]:

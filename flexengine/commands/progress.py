@@ -112,7 +112,7 @@ def detail_lines(s: dict[str, Any]) -> list[str]:
         f"moved: {moved or 'nothing'}",
         f"most memory: {peak}",
     ]
-    return lines + ([told] if (told := prediction_words(s)) else [])
+    return lines + ([words] if (words := prediction_words(s)) else [])
 
 
 def prediction_words(s: dict[str, Any]) -> str:

@@ -123,11 +123,11 @@ def _prepared(model: Path) -> list[tuple["Item", Path]]:
     from flexengine.config import cache_root
 
     try:
-        found = contents(cache_root())
+        cached = contents(cache_root())
     except (OSError, InvalidInput):
         return []
-    ours = (item for item in found.items if item.kind in PREPARED and item.source == str(model.resolve()))
-    return [(item, found.root / item.folder / item.file) for item in ours]
+    ours = (item for item in cached.items if item.kind in PREPARED and item.source == str(model.resolve()))
+    return [(item, cached.root / item.folder / item.file) for item in ours]
 
 
 def _print(report: Report) -> None:
@@ -212,8 +212,8 @@ def _listed(directory: Path) -> list[Path]:
     regular or leads out of the directory."""
     from flexengine.model.files import regular_file
 
-    found = []
+    regular = []
     for folder, folders, files in os.walk(directory):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [regular_file(Path(folder, name), directory) for name in sorted(files)]
-    return found
+        regular += [regular_file(Path(folder, name), directory) for name in sorted(files)]
+    return regular

@@ -64,13 +64,13 @@ class Facts:
 
     def part(self, name: str) -> dict[str, Any]:
         """Return a part of `engine`; {} if it is missing or failed."""
-        found = self.engine.get(name) if isinstance(self.engine, dict) else None
-        return found if isinstance(found, dict) and "error" not in found else {}
+        value = self.engine.get(name) if isinstance(self.engine, dict) else None
+        return value if isinstance(value, dict) and "error" not in value else {}
 
     @property
     def gpus(self) -> list[dict[str, Any]]:
-        found = self.engine.get("gpus") if isinstance(self.engine, dict) else None
-        return found if isinstance(found, list) else []
+        value = self.engine.get("gpus") if isinstance(self.engine, dict) else None
+        return value if isinstance(value, list) else []
 
     def to_json(self) -> dict[str, Any]:
         """Return the facts as one JSON-able object."""
@@ -119,14 +119,14 @@ def _cache() -> Cache:
     root, hub = cache_root(), hub_cache()
     problem = _unwritable(root)
     try:
-        found = contents(root)
+        cached = contents(root)
     except OSError as error:
         return Cache(str(root), 0, {}, 0, str(hub.path), hub.bytes, problem or f"cannot be read: {error.strerror}")
     by_kind: dict[str, int] = {}
-    for item in found.items:
+    for item in cached.items:
         by_kind[item.kind] = by_kind.get(item.kind, 0) + item.bytes
-    garbage = sum(item.bytes for item in found.items if item.kind == "leftovers" and not item.busy)
-    return Cache(str(root), found.bytes, by_kind, garbage, str(hub.path), hub.bytes, problem)
+    garbage = sum(item.bytes for item in cached.items if item.kind == "leftovers" and not item.busy)
+    return Cache(str(root), cached.bytes, by_kind, garbage, str(hub.path), hub.bytes, problem)
 
 
 def _unwritable(root: Path) -> str:
@@ -157,9 +157,9 @@ def _engine(offload: Sequence[Path], disks: Sequence[Disk | Failed], measure: bo
         lines = (ran.stderr or "").strip().splitlines() or ["see above"]
         how = f"signal {signal.Signals(-ran.returncode).name}" if ran.returncode < 0 else lines[-1]
         raise RuntimeError(f"torch and the kernels cannot be loaded: {how}")
-    found = json.loads(ran.stdout.strip().splitlines()[-1])
-    assert isinstance(found, dict)
-    return found
+    values = json.loads(ran.stdout.strip().splitlines()[-1])
+    assert isinstance(values, dict)
+    return values
 
 
 def _apart(disks: Sequence[Disk | Failed]) -> list[str]:
@@ -167,11 +167,11 @@ def _apart(disks: Sequence[Disk | Failed]) -> list[str]:
     offload directory is taken, as RAM is no disk."""
     usable = [each for each in disks if isinstance(each, Disk) and each.writable and each.free]
     usable.sort(key=lambda each: each.use != "offload")
-    found: dict[int, str] = {}
+    by_device: dict[int, str] = {}
     for each in usable:
         if each.use == "offload" or not each.in_ram:
-            found.setdefault(each.device, each.path)
-    return list(found.values())[:MOST_DISKS]
+            by_device.setdefault(each.device, each.path)
+    return list(by_device.values())[:MOST_DISKS]
 
 
 def _plain(value: Any) -> Any:

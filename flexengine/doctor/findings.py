@@ -41,13 +41,13 @@ class Finding:
 
 def findings(facts: Facts) -> list[Finding]:
     """Return all findings, the gravest first. A check that fails is a finding, too."""
-    found: list[Finding] = []
+    problems: list[Finding] = []
     for check in (_failures, _libraries, _cache, _kernels, _gpu, _cpu, _threads, _memory, _disks, _environment, _rest):
         try:
-            found += check(facts)
+            problems += check(facts)
         except Exception as error:  # facts of a kind that the check does not expect
-            found.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}", ""))
-    return sorted(found, key=lambda one: (_LEVELS.index(one.level), -one.effect))
+            problems.append(Finding(NOTE, 0, f"the check {check.__name__[1:]} failed: {error!r}", ""))
+    return sorted(problems, key=lambda one: (_LEVELS.index(one.level), -one.effect))
 
 
 def _failures(facts: Facts) -> Iterator[Finding]:

@@ -66,10 +66,10 @@ def stored_rates(machine: Machine, disks: list[Path]) -> dict[str, Any] | None:
 
     keys = {store.key_of(machine, dtype, [place]) for dtype in _DTYPES for place in disks}
     files = [file for key in keys if (file := cache_root() / "hardware" / f"{key}.json").is_file()]
-    found = [(file.stat().st_mtime, hardware) for file in files if (hardware := _loaded(file)) is not None]
-    if not found:
+    stored = [(file.stat().st_mtime, hardware) for file in files if (hardware := _loaded(file)) is not None]
+    if not stored:
         return None
-    when, hardware = max(found, key=lambda pair: pair[0])
+    when, hardware = max(stored, key=lambda pair: pair[0])
     best = {dtype: _best(table) for dtype, table in hardware.products.items()}
     return {"when": when, "flops": best} | _rates(machine, hardware.links, hardware.checkpoint_read, hardware.touch)
 

@@ -210,8 +210,8 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
         tabs = other[0] == "\t"
         raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
                            f" {'add --input-format tsv' if tabs else 'save the file with commas'}")  # fmt: skip
-    near = difflib.get_close_matches(wanted[0], columns, 1)
-    raise InvalidInput(f"{lacks}: name the one with the prompts (--prompt-column{f' {near[0]}' if near else ''})")
+    close = difflib.get_close_matches(wanted[0], columns, 1)
+    raise InvalidInput(f"{lacks}: name the one with the prompts (--prompt-column{f' {close[0]}' if close else ''})")
 
 
 def _lines(given: _Input) -> Iterator[tuple[Row, bytes]]:

@@ -142,8 +142,8 @@ class Source:
             names = os.listdir(self.name.parent)
         except OSError:
             return ""
-        near = difflib.get_close_matches(self.name.name, names, 1)
-        return f"is {self.name.with_name(near[0])} meant?" if near else ""
+        close = difflib.get_close_matches(self.name.name, names, 1)
+        return f"is {self.name.with_name(close[0])} meant?" if close else ""
 
     def _packing_of(self, wanted: str) -> str:
         """Return how the file is compressed: gzip, zstd or "". Its first bytes decide, so a stream needs no suffix."""

@@ -100,7 +100,7 @@ def time_layers(
         budget: seconds for all of them.
     """
     trials = {n: Trial(skeleton, machine, n) for n in tokens}
-    found: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
+    times_of: dict[int, dict[str, list[float]]] = {n: defaultdict(list) for n in tokens}
     cold: dict[int, tuple[str, float]] = {}  # time of the very first layer, used if there is no other
     took: dict[int, float] = {}
     end = time.perf_counter() + budget
@@ -114,15 +114,15 @@ def time_layers(
             if layer == number == 0:
                 cold[n] = names[0], seconds
             else:
-                found[n][names[layer] if layer >= 0 else START].append(seconds)
-            if time.perf_counter() > end and set(found[n]) | {cold[n][0] if n in cold else START} == {START, *names}:
+                times_of[n][names[layer] if layer >= 0 else START].append(seconds)
+            if time.perf_counter() > end and set(times_of[n]) | {cold[n][0] if n in cold else START} == {START, *names}:
                 break
         took[n] = time.perf_counter() - began
         tick()
     Trial.end_all(list(trials.values()))
     for n, (name, seconds) in cold.items():
-        found[n] = found[n] if name in found[n] else {**found[n], name: [seconds]}
-    return {n: {name: median(times) for name, times in by.items()} for n, by in found.items() if n in cold}
+        times_of[n] = times_of[n] if name in times_of[n] else {**times_of[n], name: [seconds]}
+    return {n: {name: median(times) for name, times in by.items()} for n, by in times_of.items() if n in cold}
 
 
 @dataclass

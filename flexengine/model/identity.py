@@ -65,11 +65,11 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
     total = sum(path.stat().st_size for path in files.values())
     text = f"hashing the model's files, to notice a change when the job is continued ({total / 1e9:.2f} GB)"
     with activity("hashing", text, len(files), "files"):
-        found = dict[str, dict[str, Any]]()
+        marks = dict[str, dict[str, Any]]()
         for name, path in files.items():
-            found[name] = asdict(_mark(path, path in loaded, total <= WHOLE, known.get(name) or {}))
+            marks[name] = asdict(_mark(path, path in loaded, total <= WHOLE, known.get(name) or {}))
             advance()
-    return found
+    return marks
 
 
 def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> Mark:

@@ -160,23 +160,23 @@ class Verifier:
 
     def _named(self, indexes: Iterable[Path]) -> list[Path]:
         """Return the weight files that shard indexes name; a file can have any name."""
-        found: set[Path] = set()
+        named: set[Path] = set()
         for index in indexes:
             try:
-                found.update(indexed_files(index))
+                named.update(indexed_files(index))
             except BadCheckpoint as error:
                 self._report(index, error)
-        return sorted(found)
+        return sorted(named)
 
     def _blobs(self, files: Iterable[Path]) -> dict[Path, str]:
         """Return the hash that names each file's blob in the hub's cache."""
-        found = {}
+        blobs = {}
         for file in files:
             try:
-                found[file] = _blob(file)
+                blobs[file] = _blob(file)
             except BadCheckpoint as error:
                 self._report(file, error)
-        return found
+        return blobs
 
     def _report(self, file: Path, fault: str | BadCheckpoint) -> None:
         """Call `on_fault`. Raise the fault if there is none."""

@@ -26,21 +26,21 @@ def fitting(workload: Workload, plan: Callable[[Workload], Plan]) -> tuple[Plan,
     """
     totals = sorted({p + n for p, n in workload.sizes})
     low, middle, high = 0, len(totals) - 1, len(totals)
-    found: Plan | None = None
+    answer: Plan | None = None
     why: OutOfMemory | None = None
     while low < high:
         try:
-            found = plan(workload.up_to(totals[middle]))
+            answer = plan(workload.up_to(totals[middle]))
             low = middle + 1
         except OutOfMemory as error:
             if not error.what.startswith(ONE_SEQUENCE):
                 raise
             high, why = middle, error
         middle = (low + high) // 2
-    if found is None:
+    if answer is None:
         assert why is not None
         raise why
-    return found, totals[low - 1], why
+    return answer, totals[low - 1], why
 
 
 def left_out(workload: Workload, largest: int, why: OutOfMemory | None) -> str:

@@ -305,13 +305,13 @@ def _sizes(name: str, value: object) -> tuple[int | None, ...]:
 
 def _attention(value: object) -> dict[str, dict[str, Table]]:
     """Return the checked tables of `Hardware.attention`."""
-    found = {}
+    checked = {}
     for shape, tables in _object("attention", value).items():
         given = _object(f"attention {shape}", tables)
         if unknown := set(given) - set(ATTENTION):
             raise InvalidInput(f"attention {shown(shape)} has {sorted(unknown)}; it may have {', '.join(ATTENTION)}")
-        found[shape] = {what: _table(f"attention {shape} {what}", table) for what, table in given.items()}
-    return found
+        checked[shape] = {what: _table(f"attention {shape} {what}", table) for what, table in given.items()}
+    return checked
 
 
 def _table(name: str, value: object) -> Table:

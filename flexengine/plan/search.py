@@ -96,10 +96,10 @@ def placement_problem(
     return Placement(tried).problem(policy, Choice.of(policy))
 
 
-def frontier(found: Search) -> list[Prediction]:
+def frontier(searched: Search) -> list[Prediction]:
     """Return the policies that no other policy beats both in latency and in throughput, by rising latency."""
     best: list[Prediction] = []
-    for prediction in sorted(found.tried, key=lambda p: (p.latency, p.seconds)):
+    for prediction in sorted(searched.tried, key=lambda p: (p.latency, p.seconds)):
         if not best or prediction.seconds < best[-1].seconds:
             best.append(prediction)
     return best

@@ -36,9 +36,9 @@ def render(record: Record) -> str:
 
 def _digest(source: str) -> str:
     """Return the hash that lets the page's own script run, and no other."""
-    found = _SCRIPT.search(source)
-    assert found is not None
-    return base64.b64encode(hashlib.sha256(found[1].encode()).digest()).decode()
+    script = _SCRIPT.search(source)
+    assert script is not None
+    return base64.b64encode(hashlib.sha256(script[1].encode()).digest()).decode()
 
 
 def _pictures(record: Record) -> dict[str, Markup]:

@@ -140,8 +140,8 @@ def _joined(spans: list[Span], gap: float, longest: float) -> list[Span]:
     joined: list[Span] = []
     for span in spans:
         last = joined[-1] if joined else None
-        near = last is not None and span.began - last.end <= gap
-        if last is not None and near and (last.op == span.op or span.end - last.began <= longest):
+        adjacent = last is not None and span.began - last.end <= gap
+        if last is not None and adjacent and (last.op == span.op or span.end - last.began <= longest):
             joined[-1] = last.joined(span)
         else:
             joined.append(span)
