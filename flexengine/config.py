@@ -186,7 +186,7 @@ def json_fault(error: ValueError | RecursionError) -> str:
     """Return why `json.loads` refused a text.
 
     Args:
-        error: what `json.loads` raised.
+        error: the error of `json.loads`.
     """
     if isinstance(error, RecursionError):
         return "nested too deeply"

@@ -22,7 +22,7 @@ class Bar(tqdm):  # type: ignore[misc]
         """Show the bar.
 
         Args:
-            name: of the activity.
+            name: name of the activity.
             share: finished part, 0 to 1; None if it is unknown.
             facts: numbers of the moment, the most important first.
             columns: most characters.

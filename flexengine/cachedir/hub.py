@@ -13,7 +13,7 @@ class Hub:
 
     Attributes:
         path: directory of the hub's client.
-        bytes: of all files in it; 0 if it does not exist.
+        bytes: bytes of all files in it; 0 if it does not exist.
     """
 
     path: Path

@@ -56,7 +56,7 @@ class Item:
         file: name in the folder.
         source: path of the model that it was made from; "" if there is none, or it is not known.
         label: format of the data, such as "int4"; "" if there is none.
-        bytes: of all files.
+        bytes: bytes of all files.
         used: time of last use in seconds since 1970.
         busy: why it cannot be removed now: IN_USE, WRITTEN, YOUNG or MOUNT; "" if it can.
         inode: (device, inode) of the file or directory.

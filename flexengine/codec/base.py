@@ -78,7 +78,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
     Args:
         codes: uint8 [..., n], below 2^bits; n is a multiple of 8.
-        bits: of a code.
+        bits: bits of a code.
     """
     if bits == 8:
         return codes

@@ -58,7 +58,7 @@ class CacheFormat:
     """Format of the encoded K and V of one layer. Groups run along the elements of a head, token by token.
 
     Attributes:
-        bits: of a code.
+        bits: bits of a code.
         kv_heads: key/value heads of the layer.
         page_tokens: tokens of a page.
         dim: elements of a head.

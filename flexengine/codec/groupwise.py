@@ -25,7 +25,7 @@ class Groupwise(Codec):
 
     Attributes:
         name: for messages and file names.
-        bits: of a code.
+        bits: bits of a code.
         group: number of elements that share a scale and a minimum.
         across: groups run down the columns (along the output channel of a weight, or the tokens of a KV cache) instead
             of along the rows.

@@ -38,7 +38,7 @@ class Packed:
     """Format of an encoded matrix: its codec and shape.
 
     Attributes:
-        codec: of a group; groups must run along the rows.
+        codec: codec of a group; groups must run along the rows.
         rows: output channels.
         columns: inputs.
     """

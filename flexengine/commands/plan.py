@@ -155,7 +155,7 @@ def _report(
         head: first fields of JSON output.
         case: model, machine and rows.
         searched: the search for the policy; None if the policy was given.
-        prediction: of the chosen or given policy.
+        prediction: prediction of the chosen or given policy.
         compared: file name and policy, for --compare.
     """
     model, hardware, workload = case

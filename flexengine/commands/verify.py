@@ -65,11 +65,11 @@ class Report:
 
     Attributes:
         model: path of the model.
-        name: of the model.
+        name: name of the model.
         result: INTACT, DAMAGED or NO_SUMS (of the model; what was prepared from it is then intact).
         files: number of files compared.
-        bytes: of these files.
-        seconds: that the comparison took.
+        bytes: bytes of these files.
+        seconds: seconds of the comparison.
         damaged: path and reason of each file that is missing, differs or is not listed.
         prepared: kind, format and path of each prepared directory that was compared.
         problem: why the model, or a prepared directory, could not be compared; "" if all were.

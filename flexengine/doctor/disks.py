@@ -19,8 +19,8 @@ class Disk:
     """A directory and its file system.
 
     Attributes:
-        use: what flexengine does with the directory: cache, offload, hub or current.
-        path: of the directory, which may be missing.
+        use: purpose of the directory: cache, offload, hub or current.
+        path: path of the directory, which may be missing.
         exists: whether the directory exists.
         mount: where its file system is mounted.
         filesystem: type, such as ext4.
@@ -59,7 +59,7 @@ def disk(use: str, path: Path, root: Path = Path("/")) -> Disk:
 
     Args:
         use: see Disk.
-        path: of the directory.
+        path: path of the directory.
         root: directory that holds proc/ and sys/.
     """
     from flexengine.tier.limits import device_of, nearest

@@ -28,12 +28,12 @@ class Cache:
     """The cache directory.
 
     Attributes:
-        path: of the directory.
-        bytes: of its items.
+        path: path of the directory.
+        bytes: bytes of its items.
         by_kind: bytes of each kind of item.
         leftovers: bytes of killed jobs' files that can be removed.
         hub_path: directory of downloads from the hub.
-        hub_bytes: of the downloads.
+        hub_bytes: bytes of the downloads.
         problem: why jobs cannot write to the cache; "" if they can.
     """
 

@@ -26,7 +26,7 @@ class Finding:
     Attributes:
         level: STOPS jobs, SLOWS them, or NOTE.
         effect: order within a level; the largest comes first. For SLOWS it is about the factor that jobs may gain.
-        text: what was found.
+        text: the finding, one sentence.
         remedy: what to do; "" for nothing.
     """
 

@@ -73,7 +73,7 @@ class Software:
         system: operating system with its version.
         python: version of Python.
         executable: path of Python.
-        libraries: that flexengine needs.
+        libraries: libraries that flexengine needs.
         extras: by optional library, its version; None if it is missing.
         environment: variables that change how flexengine works, if they are set.
     """

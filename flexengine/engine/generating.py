@@ -54,7 +54,7 @@ class Generating:
     Args:
         listener: receives the reports.
         progress: counts of the job.
-        rows: of the job.
+        rows: number of rows of the job, and of those done before.
         bytes_read: returns the bytes read so far from all disks.
         best: highest measured bytes per second of reads from all disks; None if it was not measured.
         loading: bytes of weights that the first sweep reads into memory.
@@ -78,8 +78,8 @@ class Generating:
         """Note the start of a sweep.
 
         Args:
-            cells: of each stage.
-            tokens: that it generates.
+            cells: cells of each stage.
+            tokens: tokens that it generates.
         """
         self._swept = time.monotonic()
         self._cells, self._expected = tuple(cells), tokens

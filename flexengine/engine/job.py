@@ -45,7 +45,7 @@ class Job:
     Attributes:
         layout: the present layout; None before the plan is made, and if no row can be run.
         watch: predicted and measured seconds under this layout; None without a layout.
-        summary: what `Engine.summary` returns; its counts are 0 until the job ends, in any way.
+        summary: value of `Engine.summary`; its counts are 0 until the job ends, in any way.
     """
 
     def __init__(

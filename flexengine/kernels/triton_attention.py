@@ -36,7 +36,7 @@ class Tiles:
         GROUP: query heads per kv head.
         PAGE: tokens of a page.
         DIM: elements of a head.
-        BITS: of a code; 0 for a plain pool.
+        BITS: bits of a code; 0 for a plain pool.
         CODED: columns of a group of codes; all columns for a plain pool.
         COLUMNS: columns of a row, a power of two.
         ROWS: query heads of a tile.

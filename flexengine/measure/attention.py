@@ -55,9 +55,9 @@ class Trial:
     """Maker of attention calls to time.
 
     Attributes:
-        facts: of the model.
+        facts: facts of the model.
         machine: to measure.
-        dtype: of activations.
+        dtype: dtype of activations.
     """
 
     facts: ModelFacts

@@ -105,7 +105,7 @@ class Work:
 
     Attributes:
         call: call(i) computes product number i.
-        flop: of each product.
+        flop: FLOPs of each product.
     """
 
     call: Callable[[int], object]
@@ -118,7 +118,7 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
 
     Args:
         machine: to measure.
-        dtype: of activations.
+        dtype: dtype of activations.
         held: dtype of the matrices.
     """
     width, working = SMALL if machine.compute.type == "cpu" else LARGE
@@ -170,9 +170,9 @@ def _decode(
 
     Args:
         machine: to measure.
-        tier: of the KV pool, in which each sequence has random pages.
+        tier: tier of the KV pool, in which each sequence has random pages.
         kernels: to measure.
-        dtype: of queries and pool.
+        dtype: dtype of queries and pool.
         lengths: tokens of each of SEQUENCES sequences.
         group: queries per KV head.
     """

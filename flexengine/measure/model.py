@@ -52,7 +52,7 @@ def measure_model(
 
     Args:
         skeleton: the model.
-        facts: of the model.
+        facts: facts of the model.
         held: dtype of each parameter on the device.
         machine: to measure.
         most_tokens: maximum tokens of a gpu_batch.

@@ -55,7 +55,7 @@ def obtain(
         opened: the model; None for the machine's rates only.
         measure: measure rates that the cache lacks, within a minute. Otherwise they are missing.
         again: ignore the cache.
-        dtype: of activations, if `opened` is None.
+        dtype: dtype of activations, if `opened` is None.
 
     Returns:
         None if the cache lacks the machine's rates and `measure` is false.
@@ -156,7 +156,7 @@ def corrected(
     Args:
         hardware: to correct.
         factors: by lane, actual seconds over seconds predicted with `planned`.
-        facts: of the job's model.
+        facts: facts of the job's model.
         planned: rates that the job was planned with, as other jobs may have corrected `hardware` since; None for
             `hardware`.
     """

@@ -26,11 +26,11 @@ class TensorLocation:
     """Location of one tensor in a shard.
 
     Attributes:
-        path: of the shard.
+        path: path of the shard.
         start: first byte in the file.
         nbytes: size in bytes.
-        dtype: of the elements.
-        shape: of the tensor.
+        dtype: dtype of the elements.
+        shape: shape of the tensor.
     """
 
     path: Path

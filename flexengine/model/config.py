@@ -83,7 +83,7 @@ def check_backed(path: Path, size: tuple[int, int], elements: list[int]) -> None
     """Raise BadCheckpoint if the checkpoint is too small for its config.
 
     Args:
-        path: of the config, for the message.
+        path: path of the config, for the message.
         size: (layers, experts per layer) that the config states.
         elements: number of elements of each tensor of the checkpoint.
     """

@@ -88,7 +88,7 @@ def encoded(
         files: files of the checkpoint.
         stored: location of each parameter in the checkpoint.
         chosen: format of each parameter to encode.
-        importances: of a calibration; None for equal weights of all columns.
+        importances: importances of a calibration; None for equal weights of all columns.
         verifier: see prepare.prepared.
 
     Raises:

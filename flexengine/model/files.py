@@ -25,7 +25,7 @@ def set_links(directory: Path, allowed: bool) -> None:
     link that is made or changed later is refused.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         allowed: False forbids links that an earlier call for this directory allowed.
     """
     root = directory.absolute()
@@ -45,7 +45,7 @@ def regular_file(file: Path, directory: Path | None = None) -> Path:
 
     Args:
         file: to check.
-        directory: of the model; None for the parent of `file`.
+        directory: directory of the model; None for the parent of `file`.
     """
     try:
         target, root = file.resolve(strict=True), (directory or file.parent).resolve()

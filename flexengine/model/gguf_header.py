@@ -24,7 +24,7 @@ class GgufTensor:
     """Location of one tensor in the file.
 
     Attributes:
-        name: of the tensor.
+        name: name of the tensor.
         kind: a GGMLQuantizationType.
         shape: in torch's order of dimensions.
         offset: first byte in the file.
@@ -43,7 +43,7 @@ class Header:
     """Header of a GGUF file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         values: scalar and string metadata, without arrays.
         tensors: locations of all tensors.
     """

@@ -33,7 +33,7 @@ class Mark:
         bytes: size of the file.
         mtime_ns: modification time in nanoseconds since 1970.
         sample: digest of the size and the samples; for a file without weights, of the whole content.
-        sha256: of the whole content; None for weights of a model larger than WHOLE.
+        sha256: SHA-256 of the whole content; None for weights of a model larger than WHOLE.
     """
 
     bytes: int

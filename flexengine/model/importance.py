@@ -30,7 +30,7 @@ class Importances:
 
     Attributes:
         columns: by parameter, fp32 [columns]; for experts [experts, columns].
-        digest: of the file that holds the importances.
+        digest: digest of the file that holds the importances.
     """
 
     columns: Mapping[str, Tensor]

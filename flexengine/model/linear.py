@@ -42,7 +42,7 @@ class Product:
     """Function that computes x @ weight.T + bias for one model, with weights of any supported dtype.
 
     Attributes:
-        dtype: of activations. fp32 activations can be multiplied by 16-bit weights.
+        dtype: dtype of activations. fp32 activations can be multiplied by 16-bit weights.
         compute: dtype that fp32 activations are rounded to before products with encoded weights or, if compute is
             "bf16", with bf16 weights; None for no rounding.
     """
@@ -70,7 +70,7 @@ class FastLinear(nn.Linear):
     """nn.Linear computed by a Product.
 
     Attributes:
-        product: of the model.
+        product: matrix product of the model.
         forms: format of each encoded parameter, by name.
     """
 

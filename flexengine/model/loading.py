@@ -40,8 +40,8 @@ class Origin:
 
     Attributes:
         runs: byte ranges whose concatenation is the parameter.
-        dtype: of the stored elements.
-        shape: of the parameter.
+        dtype: dtype of the stored elements.
+        shape: shape of the parameter.
     """
 
     runs: tuple[ByteRange, ...]
@@ -111,7 +111,7 @@ class _Group:
     Attributes:
         key: the first of these parameters.
         converter: None for a rename without conversion.
-        names: of the stored tensors.
+        names: names of the stored tensors.
     """
 
     key: str
@@ -125,7 +125,7 @@ def origins(
     """Return the location of every wanted parameter.
 
     Args:
-        tensors: of the checkpoint, by name.
+        tensors: tensors of the checkpoint, by name.
         wanted: shape of each parameter to locate, by name.
         loading: renames and conversions of transformers.
 

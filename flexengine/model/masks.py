@@ -57,7 +57,7 @@ def _pattern(mask_function: Any, hint: int) -> int | str | None:
     """Return the window in tokens, None for a causal mask, or a text that says why the mask is neither.
 
     Args:
-        mask_function: of transformers.
+        mask_function: mask function of transformers.
         hint: size of a window or chunk in the mask, in tokens; 0 if unknown.
     """
     end = 2 * min(max(hint, 64), _LARGEST) + 3

@@ -40,7 +40,7 @@ def prepared_gguf(path: Path, verifier: Verifier | None = None) -> Path:
     """Return the model directory of a GGUF file, after converting the file if the cache lacks it.
 
     Args:
-        path: of the GGUF file.
+        path: path of the GGUF file.
         verifier: see `prepared`.
 
     Raises:
@@ -107,7 +107,7 @@ def prepared(
 
     Args:
         source: the model, for messages.
-        files: of the checkpoint.
+        files: files of the checkpoint.
         build: writes files into the directory that it is called with.
         what: kind of data made from the files; "" for a converted model. If it is not "", an interrupted `build`
             is called again with the unfinished directory.

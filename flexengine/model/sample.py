@@ -22,7 +22,7 @@ class Draw(NamedTuple):
     """Parameters of the choice of one row's next token.
 
     Attributes:
-        sampling: of the job.
+        sampling: sampling parameters of the job.
         row: number of the prompt in the job; with `sample` and the seed it determines the noise.
         sample: number of the continuation, of n continuations of the prompt.
         prompt: token ids.

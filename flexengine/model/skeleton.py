@@ -69,7 +69,7 @@ class Skeleton:
 
     Attributes:
         model: a transformers.PreTrainedModel on the meta device, with pausing modules.
-        config: of transformers.
+        config: configuration of transformers.
         name: class and directory of the model, for messages.
         layers: per decoder layer of the range, its parameters by name.
         others: parameters outside layers, embedding and head.

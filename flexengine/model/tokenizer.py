@@ -18,7 +18,7 @@ def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer of a model directory, None if it has none.
 
     Args:
-        directory: of the model.
+        directory: directory of the model.
         trust_remote_code: run the tokenizer's own Python code if it has some.
 
     Raises:

@@ -50,7 +50,7 @@ class Verifier:
 
     Attributes:
         files: number of files verified.
-        bytes: of the files verified.
+        bytes: bytes of the files verified.
         seconds: spent so far.
     """
 

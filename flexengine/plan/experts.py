@@ -75,7 +75,7 @@ def unused(model: ModelFacts, tokens: Array) -> Array:
     """Return the expected bytes of experts that a sweep does not load, if all experts are off the device.
 
     Args:
-        tokens: of each sweep.
+        tokens: tokens of each sweep.
     """
     total = sum(t.stored_bytes for t in model.experts)
     if not total:

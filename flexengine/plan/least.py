@@ -42,7 +42,7 @@ def smallest(prefill_tokens: int, capacity: Capacity) -> tuple[Policy, ...]:
 
     Args:
         prefill_tokens: as in `Policy`.
-        capacity: of the machine. Where host and device are one memory, the host tier saves nothing.
+        capacity: capacity of the machine. Where host and device are one memory, the host tier saves nothing.
     """
     alone: list[Split] = [tuple(float(place == only) for place in capacity.places) for only in capacity.places]
     homes = [home for home in alone if not (capacity.shared and home[1])]

@@ -52,7 +52,7 @@ def load_resident(hardware: Hardware, nbytes: float) -> dict[str, Linear]:
     computes. With a GPU, they are a lane of their own ("touch"), because they overlap disk reads.
 
     Args:
-        nbytes: of all weights.
+        nbytes: number of bytes of all weights.
     """
     read = nbytes / at(hardware.checkpoint_read, LOAD_BYTES)
     faults = nbytes / hardware.touch if hardware.touch else 0.0

@@ -27,7 +27,7 @@ def memories(corners: Mapping[str, Layout], cache: Mapping[str, float], capacity
     Args:
         corners: by tier, the layout with all data that may move on that tier, planned without memory limits.
         cache: by tier, bytes of the KV cache if all of it is on that tier.
-        capacity: of the machine.
+        capacity: capacity of the machine.
     """
     used = {tier: _bytes(corners, tier, cache[tier]) for tier in corners}
     limits = capacity.limits

@@ -27,7 +27,7 @@ def plot(
     """Write the plot as a PNG file.
 
     Args:
-        prediction: of the policy to plot.
+        prediction: prediction of the policy to plot.
         hardware: the machine.
         path: file name, which must end with .png.
         title: above the plot, "" for the machine's name.
@@ -70,7 +70,7 @@ def draw_memory(axes: Any, memories: Sequence[Memory]) -> dict[str, str]:
     """Draw a bar per memory, stacked by purpose, in % of the capacity. Without a limit, 100 % are the bytes in use.
 
     Args:
-        axes: of matplotlib.
+        axes: axes of matplotlib.
         memories: as `explain.tiers` returns them.
 
     Returns:

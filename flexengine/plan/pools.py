@@ -15,9 +15,9 @@ def empty_pools(
     """Return the pools of a tier, one per group of layers, before they get pages.
 
     Args:
-        groups: of the layers.
-        tier: of the pools.
-        workload: of the job; its longest sequence limits the page size.
+        groups: KV groups of the layers.
+        tier: tier of the pools.
+        workload: workload of the job; its longest sequence limits the page size.
         batch: most sequences of a gpu_batch.
     """
     pools = [Pool(0, page_tokens(model, tier, workload.longest, group.window), None, group.window) for group in groups]

@@ -15,7 +15,7 @@ class Prediction:
     Attributes:
         policy: the policy.
         layout: its layout.
-        seconds: of the whole job without `load_seconds`.
+        seconds: seconds of the whole job without `load_seconds`.
         load_seconds: by which the first sweep is longer because resident weights are read in it.
         latency: mean seconds from a row's entry to its end.
         rows: number of rows of the job.

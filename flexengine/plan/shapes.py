@@ -25,7 +25,7 @@ class Options:
     """Constraints of a search.
 
     Attributes:
-        prefill_tokens: of all policies, None for free choice.
+        prefill_tokens: tokens per prefill chunk of all policies, None for free choice.
         latency_limit: most mean seconds from a row's entry to its end, None for no limit.
         placed: policy whose splits, slots, schedule and delegation are kept; None for free choice.
         overlap: as in `Cost`.

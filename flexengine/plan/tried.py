@@ -21,7 +21,7 @@ class Tried:
 
     Attributes:
         capacity: to plan for.
-        predictions: of the policies that fit, in the order of the search.
+        predictions: predictions of the policies that fit, in the order of the search.
         refused: errors of the policies that do not fit.
     """
 

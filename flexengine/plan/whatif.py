@@ -71,7 +71,7 @@ def helps(
     """Return the changes that make the job faster by MIN_SPEEDUP or more, the largest speedup first.
 
     Args:
-        prediction: of the best policy without changes.
+        prediction: prediction of the best policy without changes.
         options: constraints of the search that found it.
         budget: seconds for all searches. A search begins if one as long as the longest so far would end in time.
         now: clock in seconds.
@@ -193,7 +193,7 @@ def instead(model: ModelFacts, hardware: Hardware, workload: Workload, predictio
     """Return the speedup of the planner's policy over a given one, or [] if it is below MIN_SPEEDUP.
 
     Args:
-        prediction: of the given policy.
+        prediction: prediction of the given policy.
     """
     try:
         ratio = prediction.total_seconds / search(model, hardware, workload).best.total_seconds

@@ -183,8 +183,8 @@ def lengths(name: str, title: str, what: str, histogram: Histogram, color: str) 
 
     Args:
         name: prefix of ids.
-        title: of the picture.
-        what: what is counted, in the singular: row, sample.
+        title: title of the picture.
+        what: noun of the counted things, in the singular: row, sample.
         histogram: the counts.
         color: in SERIES.
     """

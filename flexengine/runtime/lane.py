@@ -17,7 +17,7 @@ class Mark:
     """A point in time on a lane whose work ends before its call returns.
 
     Attributes:
-        seconds: of time.perf_counter; read it only when `passed` is true.
+        seconds: a time of time.perf_counter; read it only when `passed` is true.
         passed: whether the lane has reached this point.
     """
 
@@ -71,7 +71,7 @@ class Done:
     """Completion of a task.
 
     Attributes:
-        error: of the task or of a task it waited for; None if there was none.
+        error: error of the task or of a task it waited for; None if there was none.
         event: torch.cuda.Event on a Stream lane, whose work may still run on the GPU after `ended`; else None.
     """
 

@@ -25,7 +25,7 @@ class Trace:
     """Spans of tasks, which `write` writes to a file.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         spans: (task, began, end) in seconds of time.perf_counter.
 
     Raises:

@@ -27,7 +27,7 @@ class Region:
         place: a uint8 tensor (memory tiers) or an open file (disk); only the tier that made the region reads `place`.
         start: first byte of the region in `place`.
         nbytes: size in bytes.
-        dtype: of the elements in the region.
+        dtype: dtype of the elements in the region.
     """
 
     place: Any = field(repr=False)
@@ -71,7 +71,7 @@ class Tier(ABC):
         Args:
             nbytes: size of the region, in bytes.
             what: purpose, for the ledger and for errors.
-            dtype: of the elements that the region will hold.
+            dtype: dtype of the elements that the region will hold.
 
         Raises:
             OutOfMemory: the ledger or the system has too few bytes left.
@@ -122,7 +122,7 @@ class Tier(ABC):
 
         Args:
             source: [n, elements], contiguous; of any dtype, on any device.
-            region: of any size; bytes after its last whole row are not written.
+            region: a region of any size; bytes after its last whole row are not written.
             rows: int64 [n], row numbers, in RAM.
 
         Raises:

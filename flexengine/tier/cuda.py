@@ -153,7 +153,7 @@ class Gpu:
     """A GPU that torch sees.
 
     Attributes:
-        name: of the product.
+        name: name of the product.
         total: bytes of its memory.
         free: bytes of its memory that no process uses.
         capability: compute capability, such as "9.0".

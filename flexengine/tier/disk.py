@@ -44,7 +44,7 @@ class DiskTier(Tier):
     the process ends.
 
     Attributes:
-        directory: of the spill file; it is made if it is missing.
+        directory: directory of the spill file; it is made if it is missing.
         way: selects direct or cached reads for checkpoint files.
     """
 

@@ -11,7 +11,7 @@ class Ledger:
     """Reservations in one memory. All methods are thread-safe.
 
     Attributes:
-        name: of the memory, for messages.
+        name: name of the memory, for messages.
         capacity: bytes that can be reserved; None for no limit.
         used: bytes reserved now.
         peak: largest `used` since the start or the last `restart_peak`, in bytes.

@@ -257,7 +257,7 @@ class Weights:
         """Return rows of an embedding off the device, or blocks of encoded rows, in RAM.
 
         Args:
-            numbers: of the rows or blocks, rising.
+            numbers: numbers of the rows or blocks, rising.
         """
         form, pieces = self.embedding_form, self._pieces[self._embedding]
         if form is None:

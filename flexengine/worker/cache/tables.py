@@ -208,7 +208,7 @@ def _indices(pieces: list[Piece], spans: list[range], first: int, device: torch.
         pieces: consecutive pieces.
         spans: by piece, the positions; they end with the piece.
         first: index of the first piece's first token.
-        device: of the result.
+        device: device of the result.
     """
     if all(len(span) == piece.count for piece, span in zip(pieces, spans, strict=True)):
         return None
