@@ -46,6 +46,7 @@ FLAGS = {
     "--gpu": ("--device", "cuda"), "--cuda": ("--device", "cuda"), "--use-gpu": ("--device", "cuda"),
     "--do-sample": ("--temperature", "1"), "--greedy": ("--temperature", "0"),
     "--overwrite": ("--restart",), "--force": ("--restart",), "--no-resume": ("--restart",),
+    "--apply-chat-template": ("--chat",), "--conversation": ("--chat",), "-cnv": ("--chat",),
     "--silent": ("--quiet",), "--disable-tqdm": ("--quiet",), "--no-progress": ("--quiet",), "--debug": ("--verbose",),
 }  # fmt: skip
 # Options that have no counterpart: the number of their values, and the reason.
@@ -64,7 +65,7 @@ DROPPED = {
     "--tokenizer": (1, "the tokenizer is the model's"),
     "--num-beams": (1, "there is no beam search"),
     **dict.fromkeys(("--resume", "--continue", "--resume-from"), (0, "the same command continues the job")),
-    "--chat": (0, "rows with messages get the chat template"),
+    "--chat-template": (1, "the chat template is the model's (--chat runs prompts through it)"),
 }  # fmt: skip
 _INT8 = ("8bit", "8-bit", "int8", "q8_0", "q8", "fp8", "fp8_e4m3", "fp8_e5m2", "w8a8", "w8a16", "bitsandbytes")
 _INT4 = ("4bit", "4-bit", "int4", "q4_0", "q4_k_m", "q4_k", "q4", "nf4", "fp4", "awq", "gptq", "w4a16", "mxfp4")

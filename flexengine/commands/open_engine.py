@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import MachineOptions
     from flexengine.engine.state import Progress
+    from flexengine.job.inputs import Rows
     from flexengine.lossy import Lossy
     from flexengine.worker.opened import Opened
 
@@ -55,6 +56,13 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
     if engine.core.verifier:
         say(verified_line(vars(engine.core.verifier)))
     return engine
+
+
+def open_rows(args: argparse.Namespace) -> "Rows":
+    """Open the input, with the options that `options.add_rows` adds."""
+    from flexengine.job.inputs import Rows
+
+    return Rows(args.input, args.prompt_column, args.limit, args.input_format, args.chat)
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":

@@ -45,6 +45,8 @@ def add_rows(group: Group) -> None:
     group.add_argument("--input-format", choices=FORMATS,
                        help="format of the input (default: by its suffix; jsonl for a stream without one)")  # fmt: skip
     group.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
+    group.add_argument("--chat", action="store_true",
+                       help="run each prompt as a user's message, through the model's chat template")  # fmt: skip
     group.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
 
 

@@ -12,7 +12,7 @@ from flexengine import shipped
 from flexengine.activity import activity
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.messages import say
-from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
+from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare, open_rows
 from flexengine.commands.options import (
     AUTO,
     INPUT,
@@ -223,9 +223,9 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
-    for option, needed in (("limit", "input"), ("prompt_column", "input"), ("input_format", "input")):
-        if getattr(args, option) is not None and not getattr(args, needed):
-            raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --{needed}, too")
+    for option in ("limit", "prompt_column", "input_format", "chat"):
+        if getattr(args, option) and not args.input:
+            raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --input, too")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):
         if getattr(args, option) and getattr(args, other):
             option = option.replace("_", "-")
@@ -323,10 +323,9 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
         return Workload({(prompt, params.max_tokens): (args.rows or ROWS) * params.n})
     from flexengine.engine import planner as planners
     from flexengine.engine.survey import Refused
-    from flexengine.job.inputs import Rows
 
     refused = Refused()
-    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows:
+    with open_rows(args) as rows:
         workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
     refused.report(workload, args.input)
     return workload

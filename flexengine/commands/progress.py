@@ -9,9 +9,11 @@ from flexengine.activity import Activity, message, reporting
 from flexengine.activity.terminal import Display
 from flexengine.commands.messages import NORMAL, VERBOSE, verbosity
 from flexengine.config import Result
+from flexengine.job.chat import fault
 from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
 
 if TYPE_CHECKING:
+    from flexengine.job.inputs import Rows
     from flexengine.job.resume import Job
 
 SHOWN_ERRORS = 5  # errors of rows that are printed while a job runs
@@ -70,6 +72,28 @@ class RowErrors:
             message(f"row {result.index}: {result.error}"[:300], logging.ERROR)
         elif self._failed == SHOWN_ERRORS + 1:
             message("more rows failed; their errors are in the output", logging.ERROR)
+
+
+class EmptyTexts:
+    """Counts the rows of a run, and those among them whose text is empty."""
+
+    def __init__(self) -> None:
+        self._rows = self._empty = 0
+
+    def note(self, result: Result) -> None:
+        """Count a row."""
+        self._rows += 1
+        self._empty += result.error is None and result.generated_text == ""
+
+    def hint(self, rows: "Rows", tokenizer: Any) -> str:
+        """Return a line that names --chat; "" unless at least half of the texts are empty, all prompts of the input
+        were continued as they stand, and the model has a chat template."""
+        if not self._empty or 2 * self._empty < self._rows or rows.chat or fault(tokenizer) is not None:
+            return ""
+        if any(row.error is None and (row.is_batch or not isinstance(row.prompt, str)) for row in rows):
+            return ""
+        return (f"{self._empty} of {count(self._rows, 'text is', 'texts are')} empty; --chat runs each prompt as a"
+                " user's message, through the model's chat template")  # fmt: skip
 
 
 def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say, say_error
-from flexengine.commands.open_engine import open_engine
+from flexengine.commands.open_engine import open_engine, open_rows
 from flexengine.commands.options import (
     AUTO,
     INPUT,
@@ -102,7 +102,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the job and return its exit code. Raise FlexError if an option, the input or the model is refused, before
     weights are read where possible."""
-    from flexengine.job.inputs import Rows
     from flexengine.job.results import check_output
     from flexengine.job.resume import open_job
     from flexengine.job.streams import STDIN, output_name
@@ -136,7 +135,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
     with (
-        Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows,
+        open_rows(args) as rows,
         open_job(rows, args.output, args.restart, args.retry_errors) as job,
     ):
         with interrupts.guarding(job.save, job.standing):
@@ -150,13 +149,13 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
 def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     """Print the plan. Write only the measured rates of the machine, to the cache."""
     from flexengine.engine.survey import Refused
-    from flexengine.job.inputs import Rows
     from flexengine.plan.explain import report
     from flexengine.plan.fitting import left_out
     from flexengine.plan.whatif import helps, instead
 
-    with Rows(args.input, args.prompt_column, args.limit, args.input_format) as rows, open_engine(args) as engine:
+    with open_rows(args) as rows, open_engine(args) as engine:
         refused = Refused()
+        engine.reader.check_rows(rows)
         workload = engine.reader.survey(rows, params, refused)
         refused.report(workload, args.input)
         planner = engine.planner

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.commands.messages import detail, say
 from flexengine.commands.open_engine import open_engine
-from flexengine.commands.progress import RowErrors, detail_lines, last_line
+from flexengine.commands.progress import EmptyTexts, RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
 from flexengine.report.base import NoReport
 
@@ -22,7 +22,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
 
     if note := job.take_note():
         say(note)
-    errors, report = RowErrors(), _recorder(args, job)
+    errors, texts, report = RowErrors(), EmptyTexts(), _recorder(args, job)
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
@@ -31,13 +31,16 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
     with report:
         with open_engine(args, sweep_ended) as engine:
             report.attach(engine)
-            running = FileJob(engine, job, params, args.prompt_column)
+            running = FileJob(engine, job, params)
             if running.begin():
                 for result in running.results():
                     errors.note(result)
+                    texts.note(result)
                     report.take(result)
         summary = running.end().to_json()  # with the engine's memory free, and before the page says how the job ended
     say(last_line(job, args.output, summary if running.ran else {}))
+    if hint := texts.hint(job.rows, engine.tokenizer):
+        say(hint)
     for line in detail_lines(summary) if running.ran else ():
         detail(line)
     return summary if running.ran else {"job": summary["job"]}

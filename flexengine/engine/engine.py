@@ -199,6 +199,7 @@ class Engine(BaseEngine):
         prompt_column: str | None = None,
         limit: int | None = None,
         input_format: str | None = None,
+        chat: bool = False,
         restart: bool = False,
         retry_errors: bool = False,
     ) -> Summary:
@@ -215,6 +216,8 @@ class Engine(BaseEngine):
             prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
                 prompt_token_ids.
             input_format: jsonl, txt, csv, tsv, parquet or arrow; None goes by the name of the input.
+            chat: run each prompt as a user's message, through the model's chat template. Rows with messages or token
+                ids, and OpenAI batch lines, are run as they are.
             limit: run only the first rows; None runs all. A later call with a larger limit continues.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
@@ -244,6 +247,7 @@ class Engine(BaseEngine):
         check("limit", limit, int | None, "a whole number of at least 1, or None")
         if limit is not None and limit < 1:
             raise InvalidInput(f"limit is {limit}; it must be at least 1")
+        check("chat", chat, bool, "True or False")
         check("restart", restart, bool, "True or False")
         check("retry_errors", retry_errors, bool, "True or False")
         check_apart({"input": input}, {
@@ -253,10 +257,10 @@ class Engine(BaseEngine):
         check_output(output, input)
         with (
             reporting(self.listener),
-            Rows(input, prompt_column, limit, input_format) as rows,
+            Rows(input, prompt_column, limit, input_format, chat) as rows,
             open_job(rows, output, restart, retry_errors) as job,
         ):
-            return FileJob(self, job, params or SamplingParams(), prompt_column).run()
+            return FileJob(self, job, params or SamplingParams()).run()
 
     def __call__(self, batch: Any, params: SamplingParams | None = None) -> Any:
         """Return a batch of columns with result columns added: Ray Data's `map_batches(Engine, ...)` calls this.

@@ -18,7 +18,7 @@ from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
-from flexengine.job.same_job import INPUT_DIGEST, MODEL_FILES, Manifest, make_manifest
+from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, Manifest, make_manifest
 from flexengine.lossy import Lossy
 from flexengine.plan.least import SHORTEST
 
@@ -33,16 +33,14 @@ class FileJob:
         ran: whether rows were run.
     """
 
-    def __init__(self, engine: "BaseEngine", job: Job, params: SamplingParams, prompt_column: str | None) -> None:
+    def __init__(self, engine: "BaseEngine", job: Job, params: SamplingParams) -> None:
         """Run a job on an engine.
 
         Args:
             job: an open job. Its messages, and those of this class, go to the listener of the caller's context.
             params: sampling parameters of rows without fields of these names.
-            prompt_column: the column that `job.rows` was opened with.
         """
         self.engine, self.job, self.params = engine, job, params
-        self._prompt_column = prompt_column
         self._rows: Iterable[Row] = ()
         self.ran = False
 
@@ -57,12 +55,14 @@ class FileJob:
         """Compare this run with the run that began the job, and use its choices. Return whether rows remain.
 
         Raises:
-            InvalidInput: the job has another manifest, or the output file has been changed.
+            InvalidInput: the job has another manifest, the output file has been changed, or the rows are to be run
+                as messages and the model has no chat template.
             OutOfMemory: no row fits into memory.
         """
         engine, job = self.engine, self.job
         self._say_note()
         engine.reader.check(self.params)
+        engine.reader.check_rows(job.rows)
         self._rows = job.begin(self._manifest, engine.core.source.name)
         self._say_note()
         if job.resumed:
@@ -163,7 +163,9 @@ class FileJob:
         if not known and not allow:
             self._check_memory()
         given: dict[str, Any] = {"input": rows.path.name, INPUT_DIGEST: rows.sha256(), "input_format": rows.form,
-                                 "prompt_column": self._prompt_column, "output_format": "jsonl"}  # fmt: skip
+                                 "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
+        if rows.chat:
+            given[CHAT] = True
         made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
         lossy = {"allow": sorted(allow)} if allow else engine.switches
         return make_manifest(self.params, given, made, lossy)

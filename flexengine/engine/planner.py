@@ -1,16 +1,16 @@
 """Planning for a model on a machine: a search for the policy, with rates that are measured for long jobs."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.engine.options import MachineOptions
 from flexengine.engine.survey import Reader, Refused
 from flexengine.errors import FlexError, InvalidInput, OutOfMemory
+from flexengine.job.inputs import Rows
 from flexengine.lossy import Lossy, choices
 from flexengine.measure import store
 from flexengine.model.dtypes import named_dtype
@@ -339,7 +339,7 @@ def this_machine(
 
 
 def workload(
-    opened: Opened, rows: Iterable[Any], params: SamplingParams, trust_remote_code: bool, refused: Refused
+    opened: Opened, rows: Rows, params: SamplingParams, trust_remote_code: bool, refused: Refused
 ) -> Workload:
     """Return the sizes of the rows, encoded with the model's tokenizer.
 
@@ -348,4 +348,5 @@ def workload(
     """
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
     reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
+    reader.check_rows(rows)
     return reader.survey(rows, params, refused)

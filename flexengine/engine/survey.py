@@ -7,6 +7,8 @@ from typing import Any
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
+from flexengine.job.chat import fault
+from flexengine.job.inputs import Rows
 from flexengine.job.prompts import Request, encode
 from flexengine.job.rows import Row, row_of
 from flexengine.model.stop import check_stops
@@ -69,6 +71,13 @@ class Reader:
             raise InvalidInput(f"stop_token_ids holds {unknown}, but the model has {self.vocabulary:,} tokens; give ids"
                                f" from 0 to {self.vocabulary - 1}")  # fmt: skip
         check_stops(params, self.tokenizer)
+
+    def check_rows(self, rows: Rows) -> None:
+        """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
+        them, as every prompt would be refused."""
+        if rows.chat and (reason := fault(self.tokenizer)) is not None:
+            raise InvalidInput(f"--chat runs prompts as a user's messages, but {reason}; leave it out, or take an"
+                               " instruction-tuned model")  # fmt: skip
 
     def requests(
         self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]

@@ -55,6 +55,28 @@ def _part(place: str, part: Any) -> str:
     return text
 
 
+def user_message(text: str) -> dict[str, Any]:
+    """Return the message of a user."""
+    return {"role": "user", "content": text}
+
+
+def fault(tokenizer: Any) -> str | None:
+    """Return why no prompt can be run as a user's message; None if prompts can. One message is tokenized to try.
+
+    Args:
+        tokenizer: None if the checkpoint has none.
+    """
+    if tokenizer is None:
+        return "the checkpoint has no tokenizer"
+    try:
+        token_ids(tokenizer, [user_message("a")], None)
+    except Exception as error:  # a chat template may raise any error
+        if getattr(tokenizer, "chat_template", None) is None:
+            return "the model has no chat template"
+        return f"the model's chat template refuses a user's message ({type(error).__name__}: {error})"
+    return None
+
+
 def with_parsed_arguments(message: Any) -> Any:
     """Return a message of the OpenAI API with the arguments of its tool calls as objects, if they are JSON text.
 

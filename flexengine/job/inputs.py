@@ -38,11 +38,13 @@ class Rows:
     Attributes:
         path: the input.
         form: its format, one of `source.FORMATS`.
+        prompt_column: the argument of this name.
+        chat: the argument of this name.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None,
-        form: str | None = None,
+        form: str | None = None, chat: bool = False,
     ) -> None:  # fmt: skip
         """Open an input file.
 
@@ -55,12 +57,15 @@ class Rows:
             limit: most rows to read; None reads all.
             form: one of `source.FORMATS`; None takes the format of the file's suffix, jsonl for a stream without one.
                 A jsonl line may be an OpenAI batch line, see `openai.is_batch_line`.
+            chat: run each prompt that is text as a user's message, through the model's chat template. Rows with
+                messages or token ids, and OpenAI batch lines, are run as they are.
 
         Raises:
             InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
                 opened or lacks the column; or `prompt_column` is given for a txt file.
         """
         self.path = Path(STDIN if path == "-" else path)
+        self.prompt_column, self.chat = prompt_column, chat
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._source = Source(self.path, form)
         self.form = self._source.form
@@ -74,7 +79,8 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         if self._source.state != self._state:
             raise InvalidInput(f"input {self.path} has changed since it was opened; start the job again")
-        return islice(self._read(), self._limit)
+        rows = islice(self._read(), self._limit)
+        return (replace(row, chat=not row.is_batch) for row in rows) if self.chat else rows
 
     def __enter__(self) -> "Rows":
         return self

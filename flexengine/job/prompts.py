@@ -53,7 +53,8 @@ def encode(
     try:
         _check_names(request)
         sampling = replace(defaults, **{k: request[k] for k in OVERRIDES if request.get(k) is not None})
-        ids = _prompt_ids(request, tokenizer, len(tokenizer) if vocab_size is None and tokenizer else vocab_size)
+        known = len(tokenizer) if vocab_size is None and tokenizer else vocab_size
+        ids = _prompt_ids(request, tokenizer, known, row.chat)
         if foreign := [t for t in sampling.stop_token_ids if vocab_size is not None and t >= vocab_size]:
             raise InvalidInput(f"stop_token_ids holds {foreign[0]}; token ids lie in [0, {vocab_size})")
         total = len(ids) + sampling.max_tokens
@@ -67,7 +68,14 @@ def encode(
     return Request(row.index, ids, sampling, row.line, prompt=row.prompt)
 
 
-def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None) -> tuple[int, ...]:
+def _prompt_ids(
+    request: Mapping[str, Any], tokenizer: Any, vocab_size: int | None, as_message: bool
+) -> tuple[int, ...]:
+    """Return the token ids of a request's prompt. Raise InvalidInput if it has none or several, or a wrong one.
+
+    Args:
+        as_message: run text as a user's message.
+    """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
         others = [name for name, value in request.items() if value is not None]
@@ -77,7 +85,9 @@ def _prompt_ids(request: Mapping[str, Any], tokenizer: Any, vocab_size: int | No
         )
     kind = present[0]
     if kind == "messages":
-        return _chat_ids(request, tokenizer)
+        return _chat_ids(kind, request[kind], request, tokenizer)
+    if kind == "prompt" and as_message and isinstance(prompt := request[kind], str):
+        return _chat_ids(kind, [chat.user_message(prompt)], request, tokenizer)
     if request.get(chat.TOOLS) and json_kind(request[chat.TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids":
@@ -97,14 +107,20 @@ def _check_names(request: Mapping[str, Any]) -> None:
     chat.check_format(request)
 
 
-def _chat_ids(request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    messages, tools = chat.messages_of(request["messages"]), chat.tools_of(request)
+def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
+    """Return the token ids of messages, with the request's tools.
+
+    Args:
+        kind: field that the messages are from, for errors.
+        given: the messages.
+    """
+    messages, tools = chat.messages_of(given), chat.tools_of(request)
     try:
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:
         raise InvalidInput("messages are nested too deeply") from error
-    _check_text("messages", text)
-    return _tokenized("messages", tokenizer, lambda: chat.token_ids(tokenizer, messages, tools))
+    _check_text(kind, text)
+    return _tokenized(kind, tokenizer, lambda: chat.token_ids(tokenizer, messages, tools))
 
 
 def _tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[int, ...]:

@@ -22,6 +22,8 @@ class Row:
         request: fields to run, named as in a plain JSONL row: prompt, messages or prompt_token_ids, and sampling
             fields. Default: `fields`.
         custom_id: id of an OpenAI batch line, "" if the line has no usable one; None for other rows.
+        chat: run a prompt that is text as a user's message, through the model's chat template. Messages and token ids
+            are run as they are.
     """
 
     index: int
@@ -30,6 +32,7 @@ class Row:
     error: str | None = None
     request: dict[str, Any] = field(default_factory=dict)
     custom_id: str | None = None
+    chat: bool = False
 
     def __post_init__(self) -> None:
         if not self.request:

@@ -17,6 +17,7 @@ FORMAT = 3
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
+CHAT = "chat"  # in the manifest only if it is true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT = "absent"
@@ -133,6 +134,6 @@ def _equal(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
 
 def _shown(manifest: Mapping[str, Any], name: str) -> str:
     if name not in manifest:
-        return _ABSENT
+        return "false" if name == CHAT else _ABSENT
     text = json.dumps(manifest[name])
     return text if len(text) <= _LONG else text[:_LONG] + "..."

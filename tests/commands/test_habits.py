@@ -61,6 +61,12 @@ WRONG = [
     ("run p.jsonl --resume", "run p.jsonl"),
     ("run p.jsonl --overwrite", "run p.jsonl --restart"),
     ("run p.jsonl --disable-tqdm", "run p.jsonl --quiet"),
+    ("run p.csv --apply_chat_template", "run p.csv --chat"),
+    ("run p.csv --apply-chat-template --temp 1", "run p.csv --chat --temperature 1"),
+    ("run p.txt -cnv", "run p.txt --chat"),
+    ("run p.txt --chat --chat-template chatml", "run p.txt --chat"),
+    ("run p.jsonl --chat-template=tool.jinja", "run p.jsonl"),
+    ("plan m -i p.csv --apply-chat-template", "plan m -i p.csv --chat"),
     ("plan m --input-len 512 --output-len 32 --num-rows 5", None),  # the last one is --limit, which needs --input
     ("plan m --input-len 512 --output-len 32", "plan m --prompt-tokens 512 --max-tokens 32"),
     ("plan m --machine t4.json", "plan m --hardware t4.json"),

@@ -18,28 +18,17 @@ from flexengine import Engine, EngineOptions, InvalidInput, Links, Lossy, Policy
 from flexengine.engine.scoring import split
 from flexengine.plan.workload import Workload
 from tests.helpers.families import NEW, reference
-from tests.helpers.tokenizers import byte_tokenizer
+from tests.helpers.speaker import make_speaker
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
 POLICY = Policy(gpu_batch_size=4, num_gpu_batches=1)
-TEMPLATE = ("{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }};"
-            "{% endfor %}{% if add_generation_prompt %}bot:{% endif %}")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def speaker(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """An engine of a random Llama with a token per byte and a chat template, and the same model in transformers."""
     directory = tmp_path_factory.mktemp("speaker")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(directory)
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(directory)
+    model = make_speaker(directory)
     with Engine(directory, policy=POLICY, device="cpu", device_mem="1G") as engine:
         engine.reference = model  # type: ignore[attr-defined]
         yield engine

@@ -1,6 +1,7 @@
 """Input files into rows. A line is judged by the json and csv modules on that line alone."""
 
 import csv
+import dataclasses
 import hashlib
 import io
 import json
@@ -91,6 +92,20 @@ def test_prompt_column_of_json_lines(tmp_path):
     assert encode(rows[4], make_tokenizer(), 64, DEFAULTS).error == "line 5: prompt is a number; it must be a string"
     ids = rows_of(tmp_path, b'{"prompt": "a", "prompt_token_ids": [1]}', prompt_column="prompt_token_ids")
     assert encode(ids[0], None, 64, DEFAULTS) == Request(0, (1,), DEFAULTS)
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("in.txt", b"a\nb\n"), ("in.csv", b"prompt,x\na,1\nb,2\n"), ("in.tsv", b"prompt\na\nb\n"),
+     ("in.jsonl", b'{"prompt": "a"}\n{"prompt": "b"}\n'), ("in.json", b'[{"prompt": "a"}, {"prompt": "b"}]')],
+)  # fmt: skip
+def test_chat_marks_every_row_and_changes_nothing_else(tmp_path, name, data):
+    plain, chat = rows_of(tmp_path, data, name), rows_of(tmp_path, data, name, chat=True)
+    assert [(row.chat, row.prompt) for row in chat] == [(True, "a"), (True, "b")]
+    assert [dataclasses.replace(row, chat=False) for row in chat] == plain
+    with (tmp_path / name).open("rb") as file:  # as a stream
+        stream = Rows(f"/dev/fd/{file.fileno()}", form=Rows(tmp_path / name).form, chat=True)
+        assert list(stream) == chat
 
 
 # Files

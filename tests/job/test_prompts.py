@@ -58,6 +58,19 @@ def test_messages_go_through_the_chat_template():
     assert [WORDS[i] for i in ids] == ["system", ":", "a", "user", ":", "hello", "world", "assistant", ":"]
 
 
+def test_a_prompt_as_a_users_message():
+    def chat(prompt, tokenizer=None):
+        return encode(Row(3, 7, {"prompt": prompt, "n": 2}, chat=True), tokenizer or make_tokenizer(), 64, DEFAULTS)
+
+    request = chat("hello world", make_tokenizer(bos=True))
+    assert [WORDS[i] for i in request.prompt_ids] == ["user", ":", "hello", "world", "assistant", ":"]
+    assert (request.prompt, request.sampling.n) == ("hello world", 2)
+    assert [WORDS[i] for i in chat("").prompt_ids] == ["user", ":", "assistant", ":"]
+    for wrong, reason in ((5, "prompt is a number"), ("\ud800", "prompt holds half a surrogate pair")):
+        assert chat(wrong).error.startswith(f"line 7: {reason}")
+    assert "prompt cannot be tokenised" in chat("a", make_tokenizer(chat=False)).error
+
+
 def test_overrides():
     request = run({"prompt": "a", "max_tokens": 9, "temperature": 1, "seed": 5, "ignore_eos": True, "other": 1})
     assert request.sampling == SamplingParams(9, 1, 5, True)
