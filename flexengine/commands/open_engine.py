@@ -3,11 +3,12 @@
 import argparse
 import gc
 import os
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from flexengine.activity import activity
+from flexengine.activity import activity, tick
 from flexengine.activity.terminal import is_terminal
 from flexengine.commands.messages import NORMAL, say, verbosity
 from flexengine.commands.progress import verified_line
@@ -29,16 +30,26 @@ def load_libraries() -> "type[Engine]":
     """
     if verbosity() < NORMAL or not is_terminal():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    collecting = gc.isenabled()
+    collecting, hook = gc.isenabled(), _Ticking()
     gc.disable()
+    sys.meta_path.insert(0, hook)
     try:
         with activity("starting", "importing PyTorch and transformers"):
             from flexengine.engine.engine import Engine
     finally:
+        sys.meta_path.remove(hook)
         if collecting:
             gc.enable()
     gc.freeze()
     return Engine
+
+
+class _Ticking:
+    """Import hook that imports nothing. It reports at every import that importing goes on."""
+
+    def find_spec(self, *_: object) -> None:
+        """Return None, so that Python's own hooks find the module."""
+        tick()
 
 
 def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":

@@ -220,7 +220,7 @@ def test_a_full_temporary_directory_is_named(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("tempfile.NamedTemporaryFile", lambda **_: Full())
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
     with pytest.raises(InvalidInput, match=rf"the disk of {tmp_path} is full: [\d,]+ bytes are free.*set TMPDIR"):
         Rows("/dev/fd/" + str(os.open(written(tmp_path, b"{}"), os.O_RDONLY)))
 
