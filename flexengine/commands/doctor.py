@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts.to_json() | {"findings": list(map(asdict, problems))}))
     else:
-        print(report(facts, problems))
+        print(as_text(facts, problems))
     return SOME_FAILED if any(one.level == STOPS for one in problems) else DONE
 
 
-def report(facts: "Facts", problems: Sequence["Finding"]) -> str:
+def as_text(facts: "Facts", problems: Sequence["Finding"]) -> str:
     """Return facts and findings as text."""
     lines = [(name, line) for name in _LINES for line in _tried(name, facts)]
     shown = [(name if i == 0 or lines[i - 1][0] != name else "", line) for i, (name, line) in enumerate(lines)]

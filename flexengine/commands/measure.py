@@ -20,10 +20,10 @@ def parser() -> Parser:
     machine = p.add_argument_group("model and machine")
     p.add_twin(machine, "-m", "--model", **(MODEL | {"help": "measure this model's layers, too (default: none)"}))
     add_machine(machine)
-    report = p.add_argument_group("report")
-    report.add_argument("--again", action="store_true", help="measure stored rates again, too")
-    report.add_argument("--json", action="store_true", help="print the rates as JSON")
-    report.add_argument("--save", metavar="FILE.json", help="write a hardware file, for plan --hardware")
+    output = p.add_argument_group("output")
+    output.add_argument("--again", action="store_true", help="measure stored rates again, too")
+    output.add_argument("--json", action="store_true", help="print the rates as JSON")
+    output.add_argument("--save", metavar="FILE.json", help="write a hardware file, for plan --hardware")
     return p
 
 

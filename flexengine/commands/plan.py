@@ -75,17 +75,17 @@ def parser() -> Parser:
                               f" {shipped.listed('hardware')}")  # fmt: skip
     add_machine(machine)
     add_lossy(p.add_argument_group("lossy", "as for run"))
-    report = p.add_argument_group("report")
-    report.add_argument("--policy", **POLICY)
-    report.add_argument("--compare", metavar="FILE.json", action="append",
+    output = p.add_argument_group("output")
+    output.add_argument("--policy", **POLICY)
+    output.add_argument("--compare", metavar="FILE.json", action="append",
                         help="rank this policy and the chosen one; may be repeated; a file, or one of"
                              f" {shipped.listed('policies')}")  # fmt: skip
-    report.add_argument("--frontier", action="store_true", help="print latency against throughput")
-    report.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
-    report.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
-    report.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    report.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
-    report.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
+    output.add_argument("--frontier", action="store_true", help="print latency against throughput")
+    output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
+    output.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
+    output.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    output.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
+    output.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
     return p
 
 

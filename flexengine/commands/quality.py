@@ -57,9 +57,9 @@ def parser() -> Parser:
     machine = p.add_argument_group("machine")
     p.add_twin(machine, "-m", "--model", **MODEL)
     add_machine(machine)
-    report = p.add_argument_group("report")
-    report.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
-    report.add_argument("--save", metavar="FILE.json", help="write the numbers to this file as JSON")
+    output = p.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
+    output.add_argument("--save", metavar="FILE.json", help="write the numbers to this file as JSON")
     return p
 
 
@@ -84,7 +84,7 @@ def _several_shares(text: str) -> list[float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 some choices could not be measured, 2 refused, 3 failed,
     130 interrupted."""
-    return exit_code(lambda: SOME_FAILED if report(parser().parse_args(argv)) else DONE)
+    return exit_code(lambda: SOME_FAILED if run(parser().parse_args(argv)) else DONE)
 
 
 # Choices and text.
@@ -320,7 +320,7 @@ def as_json(about: Mapping[str, Any], text: Text, costs: Sequence[Cost]) -> dict
     return {**about, **cut, "versions": versions, "choices": records}
 
 
-def report(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """Measure, print and write the costs of all choices. Return how many choices could not be measured. Raise FlexError
     if an option is wrong or the exact model cannot be measured."""
     calibrate = calibration_of(args)

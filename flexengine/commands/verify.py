@@ -48,20 +48,20 @@ def run(args: argparse.Namespace) -> int:
     model, name = located(args.model, download=False)
     if args.write:
         return _write(model, args.json)
-    report = verified(model, name)
+    comparison = verified(model, name)
     if args.json:
-        print(json.dumps(asdict(report)))
+        print(json.dumps(asdict(comparison)))
     else:
-        _print(report)
-    return DONE if report.result == INTACT else REFUSED
+        _print(comparison)
+    return DONE if comparison.result == INTACT else REFUSED
 
 
 # Comparing.
 
 
 @dataclass
-class Report:
-    """Result of a comparison.
+class Comparison:
+    """A model, and all that the cache has of it, compared with their checksums.
 
     Attributes:
         model: path of the model.
@@ -69,7 +69,7 @@ class Report:
         result: INTACT, DAMAGED or NO_SUMS (of the model; what was prepared from it is then intact).
         files: number of files compared.
         bytes: bytes of these files.
-        seconds: seconds of the comparison.
+        seconds: time that comparing took.
         damaged: path and reason of each file that is missing, differs or is not listed.
         prepared: kind, format and path of each prepared directory that was compared.
         problem: why the model, or a prepared directory, could not be compared; "" if all were.
@@ -86,35 +86,35 @@ class Report:
     problem: str = ""
 
 
-def verified(model: Path, name: str) -> Report:
+def verified(model: Path, name: str) -> Comparison:
     """Return the comparison of a model, and of all that the cache has of it, with their checksums."""
     from flexengine.model.verify import NoSums, Verifier
 
-    report = Report(str(model), name)
+    comparison = Comparison(str(model), name)
 
     def note(file: Path, reason: str) -> None:
-        if str(file) not in {entry["file"] for entry in report.damaged}:
-            report.damaged.append({"file": str(file), "reason": reason})
+        if str(file) not in {entry["file"] for entry in comparison.damaged}:
+            comparison.damaged.append({"file": str(file), "reason": reason})
 
     verifier = Verifier(note)
     try:
         (verifier.gguf if model.is_file() else verifier.directory)(model)
     except NoSums:
-        report.result = NO_SUMS
-        report.problem = (f"there are no checksums to verify {model} with; if it is known to be good, write them:"
+        comparison.result = NO_SUMS
+        comparison.problem = (f"there are no checksums to verify {model} with; if it is known to be good, write them:"
                           f" flexengine verify {quote(str(model))} --write")  # fmt: skip
     except BadCheckpoint as error:
         note(model, str(error))
     for item, directory in _prepared(model):
-        report.prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
+        comparison.prepared.append({"kind": item.kind, "format": item.label or None, "path": str(directory)})
         try:
             verifier.prepared(directory)
         except BadCheckpoint as error:
             note(directory, str(error))
-    if report.damaged:
-        report.result = DAMAGED
-    report.files, report.bytes, report.seconds = verifier.files, verifier.bytes, verifier.seconds
-    return report
+    if comparison.damaged:
+        comparison.result = DAMAGED
+    comparison.files, comparison.bytes, comparison.seconds = verifier.files, verifier.bytes, verifier.seconds
+    return comparison
 
 
 def _prepared(model: Path) -> list[tuple["Item", Path]]:
@@ -130,17 +130,18 @@ def _prepared(model: Path) -> list[tuple["Item", Path]]:
     return [(item, cached.root / item.folder / item.file) for item in ours]
 
 
-def _print(report: Report) -> None:
-    for entry in report.damaged:
+def _print(comparison: Comparison) -> None:
+    for entry in comparison.damaged:
         print(f"damaged: {plain(entry['file'])}: {plain(entry['reason'])}")
-    names = [report.name, *(_title(each) for each in report.prepared)]
-    compared = f"{count(report.files, 'file', 'files')}, {size(report.bytes)}, compared in {clock(report.seconds)}"
-    damaged = f", {len(report.damaged)} damaged" if report.damaged else ""
-    print(f"{report.result}: {plain(', '.join(names))}: {compared}{damaged}")
-    if report.problem:
-        say_error(report.problem)
-    paths = [Path(entry["file"]) for entry in report.damaged]
-    cached = [Path(str(each["path"])) for each in report.prepared]
+    names = [comparison.name, *(_title(each) for each in comparison.prepared)]
+    files, nbytes = count(comparison.files, "file", "files"), size(comparison.bytes)
+    compared = f"{files}, {nbytes}, compared in {clock(comparison.seconds)}"
+    damaged = f", {len(comparison.damaged)} damaged" if comparison.damaged else ""
+    print(f"{comparison.result}: {plain(', '.join(names))}: {compared}{damaged}")
+    if comparison.problem:
+        say_error(comparison.problem)
+    paths = [Path(entry["file"]) for entry in comparison.damaged]
+    cached = [Path(str(each["path"])) for each in comparison.prepared]
     if bad := [each.name[:8] for each in cached if any(path.is_relative_to(each) for path in paths)]:
         say(f"remove the damaged prepared weights, and they are made again: flexengine cache clear {' '.join(bad)}")
     if not all(any(path.is_relative_to(each) for each in cached) for path in paths):

@@ -67,7 +67,7 @@ def test_facts_are_those_of_the_system(here: Facts) -> None:
 
 
 def test_the_report(here: Facts) -> None:
-    text = command.report(here, findings(here))
+    text = command.as_text(here, findings(here))
     lines = text.splitlines()
     assert lines[0] == f"flexengine {__version__}"
     subjects = [line.split()[0] for line in lines[2:] if line and not line.startswith(" ")]
@@ -85,7 +85,7 @@ def test_a_report_of_other_facts(here: Facts) -> None:
     rates = {"when": time.time() - 3 * 3600, "disks": {"/d": {"read": 2e9, "write": 1e9, "checkpoint_read": 3e9}},
              "touch": 5e8, "h2d": 2e10, "d2h": 1e10}  # fmt: skip
     engine = here.engine | {"gpus": [gpu], "rates": rates, "measured": {"error": "E"}}
-    text = command.report(Facts(*(getattr(here, name) for name in list(Facts.__dataclass_fields__)[:-1]), engine), [])
+    text = command.as_text(Facts(*(getattr(here, name) for name in list(Facts.__dataclass_fields__)[:-1]), engine), [])
     assert "GPU \\x1b[2J, 80.0 GB, 79.0 GB free, compute capability 9.0" in text
     assert "measured 3 hours ago, in GB/s" in text
     assert [line.split() for line in text.splitlines() if line.startswith("/d")] == [["/d", "2.00", "1.00"]]
@@ -95,7 +95,7 @@ def test_a_report_of_other_facts(here: Facts) -> None:
 def test_a_report_without_facts() -> None:
     failed = Failed("E")
     nothing = Facts(failed, failed, (failed,), failed, failed, failed, failed)
-    text = command.report(nothing, findings(nothing))
+    text = command.as_text(nothing, findings(nothing))
     assert text.count("unknown") == 10
     assert "stops  E" in text
     assert set(nothing.to_json()) >= {"cpu", "memory", "disks", "engine"}
