@@ -3,7 +3,7 @@
     pip install "flexengine[ray]"
     python examples/ray_data.py INPUT_DIR OUTPUT_DIR [--model M] [--actors N] [--max-tokens N]
 
-INPUT_DIR: .jsonl and .parquet files, rows as for `flexengine.run`. OUTPUT_DIR becomes a directory of Parquet files with
+INPUT_DIR: .jsonl and .parquet files, rows as for `flexengine run`. OUTPUT_DIR becomes a directory of Parquet files with
 one row per input row, in no particular order:
 
     source, line   the file's name, and where in it the row starts (from 1)

@@ -38,7 +38,7 @@ def engine_class() -> "type[Engine]":
 
 
 def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":
-    """Open the engine of `flexengine.run`. Print whether offloading to disk is off, and what was verified.
+    """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified.
 
     Args:
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.

@@ -45,4 +45,4 @@ def test_messages_are_those_of_the_code(code: str) -> None:
 
 def test_a_message_that_is_not_in_the_code_is_found(code: str) -> None:
     assert "there is no such message at all" not in code
-    assert "is not writable; name another --output" in code
+    assert "is not writable; name another output" in code
