@@ -1,9 +1,9 @@
-"""Finishes all prompt files of a directory on a pool of Ray actors, one engine each.
+"""Run all prompt files of a directory on a pool of Ray actors, one engine each.
 
     pip install "flexengine[ray]"
     python examples/ray_data.py INPUT_DIR OUTPUT_DIR [--model M] [--actors N] [--max-tokens N]
 
-INPUT_DIR: .jsonl and .parquet files, rows as for `flexengine.run`. OUTPUT_DIR becomes a directory of Parquet files with
+INPUT_DIR: .jsonl and .parquet files, rows as for `flexengine run`. OUTPUT_DIR becomes a directory of Parquet files with
 one row per input row, in no particular order:
 
     source, line   the file's name, and where in it the row starts (from 1)
@@ -15,12 +15,12 @@ one row per input row, in no particular order:
 Restarting: start it again with the same arguments. Ray repeats the tasks of actors and nodes that are lost, so a row
 may be computed more than once, but it is written once: a repeated write replaces its file. Everything is written to
 OUTPUT_DIR.part, which takes the name OUTPUT_DIR after every row was found in it exactly once. A finished OUTPUT_DIR is
-left as it is; an OUTPUT_DIR.part that a killed run left is removed, and its work is done again. What changed in
-INPUT_DIR is not looked for: name another OUTPUT_DIR. Do not run two jobs with one OUTPUT_DIR at the same time.
+left as it is; an OUTPUT_DIR.part that a killed run left is removed, and its work is done again. Changes in INPUT_DIR
+are not noticed: name another OUTPUT_DIR. Do not run two jobs with one OUTPUT_DIR at the same time.
 
-On a cluster (RAY_ADDRESS) all paths must mean the same on every node. Several actors on one node share its memory: say
-how much each may plan with (--device-mem, which is RAM without a GPU, and --host-mem). A call to the engine ends with
-its longest row, so batches should be large beside what the engine has under way at once.
+On a cluster (RAY_ADDRESS) all paths must lead to the same files on every node. Several actors on one node share its
+memory: limit the memory of each (--device-mem, which is RAM without a GPU, and --host-mem). A call to the engine ends
+with its longest row, so a batch should have many more rows than the engine computes at once.
 """
 
 import argparse
@@ -37,7 +37,8 @@ import pyarrow.dataset
 import ray
 
 from flexengine import Engine, SamplingParams
-from flexengine.job.inputs import Row, Rows
+from flexengine.job.inputs import Rows
+from flexengine.job.rows import Row
 
 STEP = 2048  # rows of a task: what is done again if its actor is lost
 BATCH = 256  # rows of a call
@@ -62,7 +63,7 @@ class Counts(NamedTuple):
 def main() -> None:
     args = arguments()
     if args.output.exists():
-        print(f"{args.output} is there already: {told(count(args.output))}")
+        print(f"{args.output} is there already: {in_words(count(args.output))}")
         return
     files = sorted(p for p in args.input.iterdir() if p.suffix in (".jsonl", ".parquet"))
     lengths = [sum(1 for _ in Rows(path)) for path in files]
@@ -74,11 +75,11 @@ def main() -> None:
     answers(args, files, lengths).write_parquet(str(part))
     check(part, sum(lengths))
     os.rename(part, args.output)
-    print(f"{args.output}: {told(count(args.output))}, from {len(files)} files")
+    print(f"{args.output}: {in_words(count(args.output))}, from {len(files)} files")
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Finish all prompt files of a directory with Ray Data.")
+    parser = argparse.ArgumentParser(description="Run all prompt files of a directory with Ray Data.")
     parser.add_argument("input", type=lambda text: Path(text).resolve(), metavar="INPUT_DIR")
     parser.add_argument("output", type=lambda text: Path(text).resolve(), metavar="OUTPUT_DIR")
     parser.add_argument("--model", help="directory, .gguf file or hub id (default: the demo model)")
@@ -90,7 +91,7 @@ def arguments() -> argparse.Namespace:
 
 
 def answers(args: argparse.Namespace, files: list[Path], lengths: list[int]) -> Any:
-    """The dataset of all output rows."""
+    """Return the dataset of all output rows."""
     parts = [
         {"path": str(path), "first": sum(lengths[:i]), "start": start}
         for i, path in enumerate(files)
@@ -117,7 +118,11 @@ def answers(args: argparse.Namespace, files: list[Path], lengths: list[int]) -> 
 
 
 def read(parts: pa.Table) -> pa.Table:
-    """STEP rows of a file from its row `start` on, as a table of SCHEMA; first: the index of the file's first row."""
+    """Return STEP rows of a file as a table of SCHEMA.
+
+    Args:
+        parts: one row: `path` of the file, `first`: index of the file's first row, `start`: first row to read.
+    """
     (part,) = parts.to_pylist()
     path, start = Path(part["path"]), part["start"]
     with Rows(path) as rows:
@@ -126,7 +131,8 @@ def read(parts: pa.Table) -> pa.Table:
 
 
 def about(row: Row, source: str, first: int) -> dict[str, Any]:
-    """A row's cells. One whose values do not fit the columns is as unreadable as one that is not JSON."""
+    """Return a row's cells. A row whose values do not fit the columns has `unreadable`, as a row that is no JSON has.
+    """
     cells: dict[str, Any] = dict(source=source, line=row.line, index=first + row.index, unreadable=row.error)
     try:
         cells["input"] = json.dumps(row.fields)
@@ -136,7 +142,7 @@ def about(row: Row, source: str, first: int) -> dict[str, Any]:
 
 
 def asked(request: dict[str, Any]) -> dict[str, Any]:
-    """The fields that the engine reads, in the form of their columns."""
+    """Return the fields that the engine reads, in the form of their columns."""
     found = {name: request[name] for name in ASKED.names if request.get(name) is not None}
     if "messages" in found:
         found["messages"] = json.dumps(found["messages"])
@@ -146,25 +152,28 @@ def asked(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def finished(answered: pa.Table) -> pa.Table:
-    """The output's columns; the reader's errors come before the engine's, to which such rows had no prompt."""
+    """Return the output's columns. A row that could not be read has no prompt, so its error is the reader's, not the
+    engine's."""
     error = pc.coalesce(answered["unreadable"], answered["error"])
     answered = answered.set_column(answered.schema.get_field_index("error"), "error", error)
     return answered.drop_columns([name for name in ("unreadable", *ASKED.names) if name != "logprobs"])
 
 
 def check(directory: Path, rows: int) -> None:
-    """Stops unless the rows of a directory are numbered 0 to rows - 1, each once."""
+    """Exit with a message unless the rows of a directory are numbered 0 to rows - 1, each once."""
     found = sorted(pa.dataset.dataset(directory).to_table(columns=["index"])["index"].to_pylist())
     if found != list(range(rows)):
         raise SystemExit(f"{directory} holds {len(found)} rows, {len(set(found))} of them different, of {rows}")
 
 
 def count(directory: Path) -> Counts:
+    """Return the counts of an output directory."""
     errors = pa.dataset.dataset(directory).to_table(columns=["error"])["error"]
     return Counts(len(errors), len(errors) - errors.null_count)
 
 
-def told(counts: Counts) -> str:
+def in_words(counts: Counts) -> str:
+    """Return counts as text."""
     return f"{counts.rows} rows, {counts.rows - counts.failed} done, {counts.failed} failed"
 
 

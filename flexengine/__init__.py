@@ -1,4 +1,4 @@
-"""flexengine: finishes a file of prompts with a language model bigger than memory.
+"""flexengine: generates results for a file of prompts with a language model bigger than memory.
 
 The names in `__all__` are public. All others are internal, and may change in any version.
 """
@@ -12,6 +12,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 if TYPE_CHECKING:
+    from flexengine.activity import Activity
     from flexengine.config import Completion, Result, SamplingParams
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import EngineOptions
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "Activity",
     "BadCheckpoint",
     "Completion",
     "Engine",
@@ -57,6 +59,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Activity": "activity",
     "Completion": "config",
     "Engine": "engine.engine",
     "EngineOptions": "engine.options",

@@ -27,7 +27,7 @@ class Activity:
     """State of long work at one moment, or a message.
 
     Attributes:
-        name: kind of work, such as "compiling" or "generating"; MESSAGE for a message.
+        name: kind of work, such as "compiling" or "generating"; "message" for a message.
         text: the work, its reason, and its usual duration or its bytes, in one line.
         done: finished part of `total`, in `unit`.
         total: None if it is unknown.

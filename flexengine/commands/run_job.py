@@ -1,4 +1,4 @@
-"""A job of `flexengine.run`: the engine is opened, the job is run, and its progress is printed."""
+"""A job of `flexengine run`: the engine is opened, the job is run, and its progress is printed."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

@@ -203,7 +203,7 @@ class Engine(BaseEngine):
         restart: bool = False,
         retry_errors: bool = False,
     ) -> Summary:
-        """Run the rows of a file and write a file of results, as `flexengine.run INPUT --output OUTPUT` does.
+        """Run the rows of a file and write a file of results, as `flexengine run INPUT --output OUTPUT` does.
 
         Finished rows go to OUTPUT.journal. After an interruption of any kind, Ctrl-C included, the same call continues
         the job, and so does the command with the same options; OUTPUT has the same bytes. If the job is finished, the

@@ -1,6 +1,6 @@
 """A job of a file: rows run on an engine, results go to the journal, and the manifest with which runs are compared.
 
-`flexengine.run` opens the job before it opens the engine, so that a wrong input or output is refused at once.
+`flexengine run` opens the job before it opens the engine, so that a wrong input or output is refused at once.
 `Engine.run_job` opens the job on an engine that is open. From there on both use `FileJob`.
 """
 
@@ -141,8 +141,8 @@ class FileJob:
         """Raise InvalidInput if the cache format that the planner chose has changed since the job began. A format that
         the user gave is compared with the manifest instead."""
         if began and began != (now := self.engine.core.cache_form):
-            raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; add --restart to run the job"
-                               " again")  # fmt: skip
+            raise InvalidInput(f"this job chose a cache of {began}, which is {now} now; give --restart"
+                               " (restart=True in Python) to run the job again")  # fmt: skip
 
     def _check_importances(self, began: str | None) -> None:
         """Raise InvalidInput if the job began with other importances: they were deleted from the cache, and measuring
@@ -151,7 +151,8 @@ class FileJob:
             return
         raise InvalidInput(f"this job began with weights calibrated to {began}, but the cache no longer has these"
                            f" importances, and calibrating again, with other memory or libraries, gave"
-                           f" {current.digest}; add --restart to run the job again")  # fmt: skip
+                           f" {current.digest}; give --restart (restart=True in Python) to run the job"
+                           " again")  # fmt: skip
 
     def _manifest(self, known: Manifest) -> Manifest:
         """Return the job's manifest.

@@ -89,9 +89,9 @@ class EngineOptions(MachineOptions):
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
-            nothing; messages go to the logger "flexengine". A function is called with an `activity.Activity` at the
-            start and the end of long work, and about twice a second meanwhile, possibly from another thread, one call
-            at a time. None is True if standard error is a terminal, else False.
+            nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
+            the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
+            None is True if standard error is a terminal, else False.
 
     Raises:
         InvalidInput: a value has the wrong type or is not allowed, or two options exclude each other.

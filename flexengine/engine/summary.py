@@ -113,7 +113,7 @@ class Summary:
         return self.generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON values, as `flexengine.run --json` prints it. `job` is left out if it is None."""
+        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` is left out if it is None."""
         counts = ("model", "device", "dtype", "rows", "failed", "prompt_tokens", "generated_tokens", "sweeps",
                   "load_seconds", "prefill_seconds", "decode_seconds", "total_seconds", "generated_tok_s")  # fmt: skip
         return {

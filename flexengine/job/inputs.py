@@ -25,6 +25,7 @@ from flexengine.job.streams import STDIN
 
 MAX_LINE_BYTES = 64 * 2**20
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
+_AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 _STEP = 2**20
 
 
@@ -215,9 +216,10 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
     if other:
         tabs = other[0] == "\t"
         raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
-                           f" {'add --input-format tsv' if tabs else 'save the file with commas'}")  # fmt: skip
-    close = difflib.get_close_matches(wanted[0], columns, 1)
-    raise InvalidInput(f"{lacks}: name the one with the prompts (--prompt-column{f' {close[0]}' if close else ''})")
+                           f" {_AS_TSV if tabs else 'save the file with commas'}")  # fmt: skip
+    name = next(iter(difflib.get_close_matches(wanted[0], columns, 1)), "NAME")
+    raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {name} (prompt_column={name!r} in"
+                       " Python)")  # fmt: skip
 
 
 def _lines(given: _Input) -> Iterator[tuple[Row, bytes]]:

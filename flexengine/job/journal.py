@@ -153,7 +153,7 @@ class Journal:
         file.seek(0)
         digits = all(c in b"0123456789abcdef" for c in head[:8]) and head[8:9] in (b" ", b"")
         if not digits and head[9:] != _MANIFEST:
-            raise InvalidInput(f"{self.path} is no journal of this program; move it away or name another --output")
+            raise InvalidInput(f"{self.path} is no journal of this program; move it away or name another output")
 
     def _note(self, record: Record) -> bool:
         """Add a record to the index. Return False if the first record is no manifest."""
@@ -319,12 +319,12 @@ def _lock(file: int, path: Path) -> bool:
         InvalidInput: another process has locked the journal, or the file is not a plain file.
     """
     if not stat.S_ISREG(os.fstat(file).st_mode):
-        raise InvalidInput(f"journal {path} is not a plain file; move it away or name another --output")
+        raise InvalidInput(f"journal {path} is not a plain file; move it away or name another output")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise InvalidInput(
-            f"{_owner(file)} is writing this output already ({path} is locked); wait for it or name another --output"
+            f"{_owner(file)} is writing this output already ({path} is locked); wait for it or name another output"
         ) from None
     try:
         return os.path.samestat(os.fstat(file), os.stat(path, follow_symlinks=False))

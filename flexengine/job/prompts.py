@@ -79,7 +79,8 @@ def _prompt_ids(
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
         others = [name for name, value in request.items() if value is not None]
-        named = "" if present else f" (its fields are {shown(others)}; --prompt-column names another)"
+        named = "" if present else (f" (its fields are {shown(others)}; --prompt-column, or prompt_column of run_job,"
+                                    " names another)")  # fmt: skip
         raise InvalidInput(
             f"has {' and '.join(present) or 'none'} of {', '.join(PROMPT_KINDS)}; exactly one is needed{named}"
         )

@@ -35,23 +35,23 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         return
     if is_stream(path) and not _is_input(path, input_path):
         if not os.access(path, os.W_OK):
-            raise InvalidInput(f"output {path} cannot be written to; name another --output")
+            raise InvalidInput(f"output {path} cannot be written to; name another output")
         return
     try:
         target = Path(path).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise InvalidInput(f"output {path} cannot be reached: {error}; name another --output") from error
+        raise InvalidInput(f"output {path} cannot be reached: {error}; name another output") from error
     if target.is_dir():
         raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
     if _is_input(path, input_path):
-        raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another --output")
+        raise InvalidInput(f"output {path} is the input file, whose prompts would be replaced; name another output")
     if target.suffix.lower() in _OTHER_FORMATS:
         raise InvalidInput(f"output {path}: results are JSON lines, uncompressed, which {target.suffix} does not name;"
                            f" name it {target.stem.partition('.')[0]}.jsonl")  # fmt: skip
     if not os.access(target.parent, os.W_OK):
-        raise InvalidInput(f"output {path}: {target.parent} is not writable; name another --output")
+        raise InvalidInput(f"output {path}: {target.parent} is not writable; name another output")
 
 
 def _is_input(path: str | os.PathLike[str], input_path: str | os.PathLike[str] | None) -> bool:

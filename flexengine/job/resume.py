@@ -164,8 +164,8 @@ class PrintedJob(Job):
         except BrokenPipeError:
             raise
         except OSError as error:
-            raise OSError(error.errno, f"results cannot be written ({error.strerror}); free space there, or name an"
-                          " --output, as the job can then be continued", self._name) from error  # fmt: skip
+            raise OSError(error.errno, f"results cannot be written ({error.strerror}); free space there, or name a"
+                          " plain file as output, whose job can be continued", self._name) from error  # fmt: skip
 
     def standing(self) -> str:
         return (f"interrupted: {self.done + self.failed} of {self.total} rows were done; with --output they would have"
@@ -198,7 +198,8 @@ class JournalJob(Job):
         self._output, self._restart, self._retry, self._model = output, restart, retry_errors, ""
         if os.path.exists(output) and not path.exists() and not restart:
             raise InvalidInput(
-                f"output {output} exists and would be replaced; name another --output, or give --restart to replace it"
+                f"output {output} exists and would be replaced; name another output, or give --restart (restart=True in"
+                " Python) to replace it"
             )
         self.journal = Journal(path)
         if self.journal.dropped.damaged and not restart:
@@ -258,7 +259,8 @@ class JournalJob(Job):
         if rows > self.total:
             raise InvalidInput(
                 f"output {self._output} has {rows} rows, and would be replaced by the first {self.total}; raise --limit"
-                " or leave it out, or rename the output, and the same command writes these rows from the journal"
+                " (limit in Python) or leave it out, or rename the output, and the same command writes these rows from"
+                " the journal"
             )
 
     def _is_cut_short(self, rows: int) -> bool:
@@ -278,7 +280,8 @@ class JournalJob(Job):
         if names := rewritten(was, now):
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self.note = (f"model file {names[0]}{more} was written since the job began; its size and samples of its"
-                         " contents are the same, so the job continues; --verify compares all contents")  # fmt: skip
+                         " contents are the same, so the job continues; --verify (verify=True in Python) compares all"
+                         " contents")  # fmt: skip
 
     def take(self, result: Result) -> None:
         with self._explained():
@@ -332,7 +335,7 @@ class JournalJob(Job):
 
     def _remedy(self) -> str:
         """Return how many rows are done and which command continues the job."""
-        command = "the same command without --restart" if self._restart else "the same command"
+        command = "the same command without --restart (restart=True in Python)" if self._restart else "the same command"
         return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"
 
 
@@ -355,6 +358,6 @@ def open_job(
     if output is not None and journal_path(output) is not None:
         return JournalJob(rows, total, output, restart, retry_errors)
     if restart or retry_errors:
-        option = "--restart" if restart else "--retry-errors"
-        raise InvalidInput(f"{option} needs --output with the name of a plain file, which has a journal; add it")
+        option = "--restart (restart=True in Python)" if restart else "--retry-errors (retry_errors=True in Python)"
+        raise InvalidInput(f"{option} needs an output (--output) that is a plain file, which has a journal; name one")
     return PrintedJob(rows, total, output)

@@ -2,7 +2,7 @@
 compared with the manifest of a job that resumes it.
 
 Values that do not affect results are not in the manifest: placement (policy, memory sizes, offload directory), the
-number of rows, the trace. A job may therefore be resumed with other memory or a larger --limit.
+number of rows, the trace. A job may therefore be resumed with other memory or a larger limit.
 """
 
 import json
@@ -83,13 +83,13 @@ def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) 
         raise InvalidInput(
             f"{journal} was begun by another version of flexengine (format {_shown(was, 'format')}, now"
             f" {_shown(now, 'format')}), whose manifest cannot be compared with this version's; finish the job with"
-            " that version, give --restart to start over, or name another --output"
+            " that version, give --restart (restart=True in Python) to start over, or name another output"
         )
     if changed := differences(was, now):
         raise InvalidInput(
             f"{journal} holds results of another job: {'; '.join(changed)}."
-            " Give the same options, input and model to continue that job, --restart to start over, or name another"
-            " --output"
+            " Give the same options, input and model to continue that job, give --restart (restart=True in Python) to"
+            " start over, or name another output"
         )
 
 

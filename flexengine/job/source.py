@@ -29,8 +29,8 @@ _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 # Files that begin like this hold no text.
 _FOREIGN = (
     (rb"PK\x03\x04", "a spreadsheet or a ZIP archive; save the sheet as CSV (UTF-8), or unpack the archive"),
-    (rb"PAR1[\x00-\x1f]", "a Parquet file; add --input-format parquet"),
-    (rb"ARROW1\x00\x00", "an Arrow file; add --input-format arrow"),
+    (rb"PAR1[\x00-\x1f]", "a Parquet file; give --input-format parquet (input_format='parquet' in Python)"),
+    (rb"ARROW1\x00\x00", "an Arrow file; give --input-format arrow (input_format='arrow' in Python)"),
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
     (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
 )
@@ -240,7 +240,7 @@ def _unknown(name: Path, suffix: str, packed: str) -> str:
         unpack = f"{_UNPACK[suffix]} {quote(str(name))}"
         return f"input {name} is compressed in a way that is not read; decompress it first ({unpack})"
     where = f"no suffix before {name.suffix}" if packed and not suffix else f"suffix {suffix!r}"
-    return f"input {name} has {where}; accepted are {ACCEPTED}; or add --input-format"
+    return f"input {name} has {where}; accepted are {ACCEPTED}; or give --input-format (input_format in Python)"
 
 
 def _every_second_is_zero(head: bytes) -> bool:

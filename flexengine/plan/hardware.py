@@ -95,7 +95,7 @@ class Hardware:
         more_disks: bytes that may be used of each further offload directory, in order; None for no limit.
 
     Examples:
-        >>> Engine("opt-30b", hardware=Hardware.load("policies/hardware/t4-16gb_208gb_ssd.json"))
+        >>> Engine(hardware=Hardware.load("my_machine.json"))  # from flexengine measure --save my_machine.json
     """
 
     name: str

@@ -78,7 +78,7 @@ def test_output_over_the_input_is_refused(job: Job) -> None:
     before = job.input.read_bytes()
     job.output = job.input
     assert job() == 2
-    assert "is the input file, whose prompts would be replaced; name another --output" in job.err
+    assert "is the input file, whose prompts would be replaced; name another output" in job.err
     assert job.input.read_bytes() == before
 
 

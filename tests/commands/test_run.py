@@ -233,7 +233,7 @@ def test_results_survive_a_trace_that_cannot_be_written(job: Job) -> None:
 
 def test_a_full_disk_is_one_line_and_not_done(job: Job) -> None:
     assert job("--output", "/dev/full") == exit_codes.FAILED
-    said = "results cannot be written (No space left on device); free space there, or name an --output"
+    said = "results cannot be written (No space left on device); free space there, or name a plain file as output"
     assert said in job.err.splitlines()[-1]
     assert job.err.splitlines()[-1].endswith("'/dev/full'")
 

@@ -34,7 +34,8 @@ def test_standard_output_by_name_is_as_without_output(job: Job, name: str) -> No
     lines = job.capsys.readouterr().out.splitlines()
     assert [json.loads(line)["token_ids"] for line in lines] == job.family.expected
     assert run.main(without_output(job, "--output", name, "--restart")) == exit_codes.REFUSED
-    assert "--restart needs --output with the name of a plain file" in job.capsys.readouterr().err
+    err = job.capsys.readouterr().err
+    assert "--restart (restart=True in Python) needs an output (--output) that is a plain file" in err
     assert not list(Path("/dev").glob("*.journal"))
 
 
@@ -80,7 +81,7 @@ def test_the_format_option(job: Job) -> None:
     job.input.rename(job.folder / "rows")
     job.input = job.folder / "rows"
     assert job() == exit_codes.REFUSED
-    assert "add --input-format" in job.err
+    assert "give --input-format" in job.err
     assert job("--input-format", "jsonl") == 0
     assert [row["token_ids"] for row in job.rows] == job.family.expected
 
@@ -89,8 +90,8 @@ def test_a_longer_output_is_not_shortened(job: Job) -> None:
     assert job() == 0
     whole = job.output.read_bytes()
     assert job("--limit", "3") == exit_codes.REFUSED
-    for words in ("has 8 rows, and would be replaced by the first 3; raise --limit", "rename the output"):
-        assert words in job.err
+    assert "has 8 rows, and would be replaced by the first 3; raise --limit (limit in Python)" in job.err
+    assert "rename the output" in job.err
     assert job.output.read_bytes() == whole
     assert job("--limit", "8") == 0
     assert "finished already" in job.err

@@ -1,10 +1,12 @@
 """docs/troubleshooting.md quotes messages as the code has them."""
 
 import ast
+import inspect
 import re
 
 import pytest
 
+from flexengine import Engine, EngineOptions
 from tests.helpers.pages import ROOT
 
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
@@ -45,4 +47,11 @@ def test_messages_are_those_of_the_code(code: str) -> None:
 
 def test_a_message_that_is_not_in_the_code_is_found(code: str) -> None:
     assert "there is no such message at all" not in code
-    assert "is not writable; name another --output" in code
+    assert "is not writable; name another output" in code
+
+
+def test_names_in_python_exist(code: str) -> None:
+    """A message such as "give --restart (restart=True in Python)" names an argument of `run_job` or of `Engine`."""
+    named = set(re.findall(r"\((\w+)(?:=[^)]*)? in Python\)", code))
+    assert {"restart", "retry_errors", "input_format", "limit", "verify"} <= named
+    assert named <= {*inspect.signature(Engine.run_job).parameters, *inspect.signature(EngineOptions).parameters}

@@ -43,9 +43,9 @@ def expected_of(engine: Any, texts: list[str]) -> list[list[int]]:
 
 def test_public_names() -> None:
     assert set(flexengine.__all__) == {
-        "BadCheckpoint", "Completion", "Engine", "EngineOptions", "FlexError", "Hardware", "InvalidInput", "Links",
-        "Lossy", "ModelNotFound", "OutOfMemory", "Policy", "Progress", "RanOut", "Result", "SamplingParams", "Summary",
-        "TooLittle", "UnsupportedModel", "__version__",
+        "Activity", "BadCheckpoint", "Completion", "Engine", "EngineOptions", "FlexError", "Hardware", "InvalidInput",
+        "Links", "Lossy", "ModelNotFound", "OutOfMemory", "Policy", "Progress", "RanOut", "Result", "SamplingParams",
+        "Summary", "TooLittle", "UnsupportedModel", "__version__",
     }  # fmt: skip
     assert dir(flexengine) == sorted(flexengine.__all__)
     for name in flexengine.__all__:
@@ -55,7 +55,7 @@ def test_public_names() -> None:
 
 
 def test_light_until_used() -> None:
-    code = "import sys, flexengine; dir(flexengine); flexengine.Policy; flexengine.InvalidInput\n"
+    code = "import sys, flexengine; dir(flexengine); flexengine.Policy; flexengine.InvalidInput; flexengine.Activity\n"
     code += "print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     root = Path(flexengine.__file__).parents[1]
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, timeout=100)

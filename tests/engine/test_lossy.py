@@ -349,7 +349,7 @@ class TestSwitches:
             capsys.readouterr()
             assert main(base) == REFUSED
             said = capsys.readouterr().err
-            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; add --restart" in said
+            assert "chose a cache of 4 bits in groups of 16, which is 4 bits in groups of 8 now; give --restart" in said
         monkeypatch.setattr(cache, "WIDEST", widest | {8: 8, 2: 8})
         assert main(base) == DONE
         assert "1 of 2 rows were done before" in capsys.readouterr().err

@@ -148,7 +148,7 @@ def test_flipped_bits(path: Path, written: list[Result]) -> None:
 def test_garbage_is_refused_and_left_alone(path: Path) -> None:
     for data in (b"my notes\n", b"\0" * 4096, b"{}\n", b"0123456\n", bytes(range(256))):
         path.write_bytes(data)
-        with pytest.raises(InvalidInput, match=r"is no journal .*name another --output"):
+        with pytest.raises(InvalidInput, match=r"is no journal .*name another output"):
             Journal(path)
         assert path.read_bytes() == data
 

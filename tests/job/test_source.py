@@ -115,7 +115,7 @@ def test_names_and_contents_that_disagree(tmp_path):
         ("h.jsonl", b"BZh91AY&SY1234", "compressed with bzip2"),
         ("i.csv", b"PK\x03\x04xxxx", "a spreadsheet or a ZIP archive; save the sheet as CSV"),
         ("j.xlsx", b"", "is a spreadsheet.*save the sheet as CSV"),
-        ("k.jsonl", b"PAR1\x15\x04", "a Parquet file; add --input-format parquet"),
+        ("k.jsonl", b"PAR1\x15\x04", "a Parquet file; give --input-format parquet .input_format='parquet' in Python"),
     ):
         with pytest.raises(InvalidInput, match=words):
             Rows(written(tmp_path, data, name))

@@ -28,7 +28,7 @@ PUBLISHED = {"OPT-6.7B": 25.26, "OPT-30B": 7.32, "OPT-175B": 0.69,
              "OPT-6.7B, 4 bits": 29.12, "OPT-30B, 4 bits": 8.38, "OPT-175B, 4 bits": 1.12}  # fmt: skip
 NAMES = tuple(PUBLISHED)
 PAGE = (ROOT / "docs" / "machines.md").read_text(encoding="utf-8").partition("## Chosen by flexengine")[2]
-COMMANDS = dict(zip(NAMES, re.findall(r"^python -m flexengine\.plan (.+)$", PAGE, re.M), strict=True))
+COMMANDS = dict(zip(NAMES, re.findall(r"^flexengine plan (.+)$", PAGE, re.M), strict=True))
 T4 = Hardware.load(shipped.find("hardware", "t4-16gb_208gb_ssd"))
 
 

@@ -46,7 +46,7 @@ def test_a_changed_job_is_refused_by_name(job: Job, watch: Watch) -> None:
         watch.forget()
         assert job(*arguments) == 2
         assert difference in job.err
-        assert "--restart to start over" in job.err
+        assert "give --restart (restart=True in Python) to start over" in job.err
         assert watch.ran is None
         assert state(job) == before
 
@@ -112,7 +112,7 @@ def test_the_input_is_not_replaced_through_standard_input(job: Job, monkeypatch:
     with job.input.open("rb") as stream:
         done = subprocess.run([*command, "--output", str(job.input)], stdin=stream, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "is the input file, whose prompts would be replaced; name another --output" in done.stderr
+    assert "is the input file, whose prompts would be replaced; name another output" in done.stderr
     assert job.input.read_bytes() == text
 
 
@@ -125,7 +125,8 @@ def test_an_output_that_links_to_itself_is_refused(job: Job) -> None:
 def test_an_output_that_is_not_ours_is_refused(job: Job, watch: Watch) -> None:
     job.output.write_text("my own words")
     assert job() == 2
-    assert "exists and would be replaced; name another --output, or give --restart to replace it" in job.err
+    assert "exists and would be replaced; name another output, or give --restart" in job.err
+    assert "(restart=True in Python) to replace it" in job.err
     assert job.output.read_text() == "my own words"
     assert watch.ran is None
     assert not journal_of(job).exists()
@@ -175,7 +176,8 @@ def test_duplicate_ids_are_refused_before_a_model_is_read(job: Job, monkeypatch:
 @pytest.mark.parametrize("option", ["--restart", "--retry-errors"])
 def test_nothing_is_kept_without_an_output(job: Job, option: str) -> None:
     assert run.main([str(job.input), option]) == 2
-    assert f"{option} needs --output" in job.capsys.readouterr().err
+    in_python = option.removeprefix("--").replace("-", "_") + "=True in Python"
+    assert f"{option} ({in_python}) needs an output (--output)" in job.capsys.readouterr().err
     assert job("--output", "/dev/null", option) == 2
 
 

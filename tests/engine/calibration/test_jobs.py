@@ -74,7 +74,7 @@ def test_a_lost_calibration_that_comes_out_otherwise(
     real = Recorder.means
     monkeypatch.setattr(Recorder, "means", lambda self: {n: m * 2 for n, m in real(self).items()})
     assert main(words) == REFUSED
-    assert "add --restart to run the job again" in capsys.readouterr().err
+    assert "give --restart (restart=True in Python) to run the job again" in capsys.readouterr().err
 
 
 def test_refusals_of_the_command(job: Any, capsys: Any) -> None:
