@@ -101,8 +101,10 @@ class Journal:
         created: time at which the job began, in seconds since 1970.
         dropped: the end of the file that recovery dropped.
         settings: see `set`.
-        output: rows and bytes of the output file that agrees with the journal; None if there is none, or if it is about
-            to be replaced.
+        output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
+            replaced.
+        outdated: whether rows have got results since the output file was written.
+        wrote: whether an output file was written, or was about to be.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,6 +131,7 @@ class Journal:
         self.created = 0
         self.settings: dict[str, Any] = {}
         self.output: tuple[int, int] | None = None
+        self.outdated = self.wrote = False
         self._offsets, self._states = array("q"), bytearray()
         self._end = 0
         self._synced = (0, 0.0)  # end of the bytes that this process has synced, and time.monotonic() of the last sync
@@ -163,7 +166,7 @@ class Journal:
                 return False
             self.manifest, self.created = value["manifest"], value["created"]
         elif isinstance(output := value.get("output"), list) and len(output) in (0, 2):
-            self.output = (output[0], output[1]) if output else None
+            self.output, self.outdated, self.wrote = (output[0], output[1]) if output else None, False, True
         elif isinstance(value.get("settings"), dict):
             self.settings = value["settings"]
         elif isinstance(index := value.get("index"), int) and isinstance(value.get("result"), dict) and index >= 0:
@@ -176,7 +179,7 @@ class Journal:
             self._offsets.extend([-1] * missing)
             self._states.extend(bytes(missing))
         self._offsets[index], self._states[index] = offset, FAILED if failed else DONE
-        self.output = None
+        self.outdated = True
 
     def restart(self) -> None:
         """Remove all records."""
@@ -208,14 +211,14 @@ class Journal:
     def add_output(self, rows: int, nbytes: int) -> None:
         """Append that the output file, of `nbytes` bytes, holds the present results of the first `rows` rows."""
         self._append({"output": [rows, nbytes]})
-        self.output = (rows, nbytes)
+        self.output, self.outdated, self.wrote = (rows, nbytes), False, True
         self.sync()
 
     def forget_output(self) -> None:
         """Append that the output file is about to be replaced, so that its size is unknown from now on."""
-        if self.output is not None:
+        if self.output is not None or not self.wrote:
             self._append({"output": []})
-            self.output = None
+            self.output, self.wrote = None, True
             self.sync()
 
     def state(self, index: int) -> int:

@@ -196,6 +196,7 @@ class JournalJob(Job):
         if path is None:
             raise InvalidInput(f"output {output} is a device or a pipe; only a plain file can have a journal")
         self._output, self._restart, self._retry, self._model = output, restart, retry_errors, ""
+        self._seen: tuple[int, ...] | None = None  # the output file when the job began
         if os.path.exists(output) and not path.exists() and not restart:
             raise InvalidInput(
                 f"output {output} exists and would be replaced; name another output, or give --restart (restart=True in"
@@ -235,16 +236,33 @@ class JournalJob(Job):
             check_same(journal.manifest, manifest, journal.path)
             self._compare_times(journal.manifest, manifest)
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
-        size = os.path.getsize(self._output) if os.path.exists(self._output) else None
+        self._seen = _state(self._output)
+        size = None if self._seen is None else self._seen[0]
+        if self._restart and size is not None:
+            journal.forget_output()  # it may be replaced, also by a later run without restart
         self._check_longer(size)
-        if journal.output and size not in (None, journal.output[1]) and not self._is_cut_short(journal.output[0]):
-            raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
-                               " wrote; rename it, and the same command writes it again")  # fmt: skip
+        self._check_own(size)
         finished = journal.finished(self.total, self._retry)
         self.resumed = finished.count(1)
         whole = self.resumed == self.total
-        self.finished = whole and journal.output == (self.total, size)
+        self.finished = whole and not journal.outdated and journal.output == (self.total, size)
         return () if whole else Pending(self.rows, finished)
+
+    def _check_own(self, size: int | None) -> None:
+        """Raise InvalidInput if the output file was not written by this job, or was edited since.
+
+        Args:
+            size: bytes of the output file; None if there is none.
+        """
+        journal = self.journal
+        if size is None:
+            return
+        if not journal.wrote and not journal.dropped.damaged:
+            raise InvalidInput(f"output {self._output} exists, but this job has not written it; rename it, and the same"
+                               " command writes the job's output")  # fmt: skip
+        if journal.output and size != journal.output[1] and not self._is_cut_short(journal.output[0]):
+            raise InvalidInput(f"output {self._output} has {size:,} bytes, not the {journal.output[1]:,} that the job"
+                               " wrote; rename it, and the same command writes it again")  # fmt: skip
 
     def _check_longer(self, size: int | None) -> None:
         """Raise InvalidInput if the output file has more rows than this job will write.
@@ -307,6 +325,9 @@ class JournalJob(Job):
         manifest = self.journal.manifest or {}
         if self.rows.sha256() != manifest.get(INPUT_DIGEST):
             raise OSError(errno.ESTALE, f"the input has changed while the job ran; restore it; {self._remedy()}")
+        if _state(self._output) not in (None, self._seen):
+            raise OSError(errno.EEXIST, f"output {self._output} has been written by another program while the job ran;"
+                                        f" rename it; {self._remedy()}")  # fmt: skip
         with self._explained():
             self.journal.forget_output()
             write_output(self._output, self.rows, self.journal.results(range(self.total)), self._encoder())
@@ -337,6 +358,15 @@ class JournalJob(Job):
         """Return how many rows are done and which command continues the job."""
         command = "the same command without --restart (restart=True in Python)" if self._restart else "the same command"
         return f"{self.done + self.failed} of {self.total} rows are done; run {command} again to continue"
+
+
+def _state(path: str | os.PathLike[str]) -> tuple[int, ...] | None:
+    """Return bytes, time, device and inode of a file, by which a change is noticed; None if there is none."""
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
 
 
 def open_job(

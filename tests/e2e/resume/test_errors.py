@@ -71,6 +71,56 @@ def test_a_lost_output_is_put_together_again(job: Job, watch: Watch) -> None:
     assert "8 rows done, 0 failed; all of them were in the journal" in job.err
 
 
+def test_an_output_that_was_edited_is_not_replaced_by_a_continued_job(job: Job, watch: Watch, whole: Any) -> None:
+    """Rows that were added after the output was written do not make the job forget its size."""
+    expected = whole()
+    assert job("--limit", "3") == 0, job.err
+    watch.fail_at = 2
+    assert job() == 3
+    watch.forget()
+    job.output.write_bytes(job.output.read_bytes().replace(b'"error": null', b'"error": null, "label": 1'))
+    before = state(job)
+    assert job() == 2
+    assert "not the" in job.err
+    assert "that the job wrote; rename it, and" in job.err
+    assert state(job) == before
+    job.output.rename(job.folder / "mine")
+    assert job() == 0
+    assert job.output.read_bytes() == expected
+
+
+def test_a_file_of_another_program_is_not_replaced(job: Job, watch: Watch, whole: Any) -> None:
+    """A file that appears between two runs, or while the job runs. --restart replaces it."""
+    expected = whole()
+    watch.fail_at = 5
+    assert job() == 3
+    watch.forget()
+    job.output.write_text("my own words")
+    before = state(job)
+    assert job() == 2
+    assert f"output {job.output} exists, but this job has not written it; rename it, and the same" in job.err
+    assert state(job) == before
+    job.output.unlink()
+    watch.change = lambda result: job.output.write_text("my own words")
+    assert job() == 3
+    assert "has been written by another program while the job ran; rename it; 8 of 8 rows are done" in job.err
+    assert job.output.read_text() == "my own words"
+    watch.forget()
+    assert job() == 2
+    assert job("--restart") == 0
+    assert job.output.read_bytes() == expected
+
+
+def test_a_killed_restart_may_replace_the_output(job: Job, watch: Watch, whole: Any) -> None:
+    expected = whole()
+    job.output.write_text("of another job")
+    watch.fail_at = 5
+    assert job("--restart") == 3
+    watch.forget()
+    assert job() == 0, job.err
+    assert job.output.read_bytes() == expected
+
+
 @pytest.mark.parametrize("more", [(), ("--limit", "8"), ("--limit", "2")])
 def test_an_output_that_was_edited_is_not_replaced(job: Job, watch: Watch, more: tuple[str, ...]) -> None:
     assert job("--limit", "3") == 0, job.err
