@@ -75,6 +75,11 @@ class Lossy:
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self.enabled.items()) or "exact"
 
+    @property
+    def described(self) -> str:
+        """Return the switches as text, with the command that measures their cost."""
+        return f"{self}; flexengine quality shows what that costs" if self else str(self)
+
 
 EXACT = Lossy()
 SWITCHES = tuple(f.name for f in fields(Lossy))

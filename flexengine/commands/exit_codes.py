@@ -23,7 +23,11 @@ def exit_code(command: Callable[[], int]) -> int:
     began = time.monotonic()
     try:
         with displayed():
-            code = command()
+            try:
+                code = command()
+            except SystemExit:  # of --help, or a wrong command line
+                sys.stdout.flush()
+                raise
             detail(f"the command took {clock(time.monotonic() - began)}")
         sys.stdout.flush()
         return code
@@ -37,7 +41,7 @@ def exit_code(command: Callable[[], int]) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         _discard_output()
-        say_error("stdout was closed before all results were written")
+        say_error("the reader of the output closed it before all was written")
         return FAILED
     except OSError as error:
         if error.errno == errno.EBADF and not stdout_is_open():

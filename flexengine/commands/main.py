@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from flexengine import __version__
-from flexengine.commands.exit_codes import DONE, REFUSED
+from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
 from flexengine.commands.habits import correct_command
 from flexengine.commands.messages import say_error
 
@@ -48,15 +48,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         code: int = import_module(f"flexengine.commands.{name}").main(words[1:])
         return code
-    if name in ("-h", "--help"):
-        print(help_text())
-        return DONE
-    if name in ("-V", "--version"):
-        print(f"flexengine {__version__}")
-        return DONE
+    if name in ("-h", "--help", "-V", "--version"):
+        return exit_code(lambda: _print(help_text() if name in ("-h", "--help") else f"flexengine {__version__}"))
     if not words:
         print(help_text(), file=sys.stderr)
         return REFUSED
     known = f"{name!r} is no command; choose from {', '.join(COMMANDS)}"
     say_error(correct_command(name, words[1:], tuple(COMMANDS)) or known)
     return REFUSED
+
+
+def _print(text: str) -> int:
+    print(text)
+    return DONE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.open_engine import load_libraries, machine_kind, machine_options, open_bare
-from flexengine.commands.options import MODEL, add_machine
+from flexengine.commands.options import MODEL, add_machine, file_name
 from flexengine.commands.parser import Parser
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
@@ -23,7 +23,8 @@ def parser() -> Parser:
     output = p.add_argument_group("output")
     output.add_argument("--again", action="store_true", help="measure stored rates again, too")
     output.add_argument("--json", action="store_true", help="print the rates as JSON")
-    output.add_argument("--save", metavar="FILE.json", help="write a hardware file, for plan --hardware")
+    output.add_argument("--save", type=file_name, metavar="FILE.json",
+                        help="write a hardware file, for plan --hardware")  # fmt: skip
     return p
 
 
@@ -39,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(args: argparse.Namespace) -> None:
     """Measure this machine, and print and save its rates. Raise FlexError if an option is wrong."""
-    check_written({"--save": args.save}, {"--config": args.config})
+    check_written({"--save": args.save}, {"--config": args.config}, args.model)
     for option in ("trust_remote_code", "allow_symlinks"):
         if args.model is None and getattr(args, option):
             raise InvalidInput(f"--{option.replace('_', '-')} has no effect without a model; remove it")

@@ -2,8 +2,10 @@
 
 import logging
 import sys
+from contextlib import suppress
 
 from flexengine.activity import listener, message
+from flexengine.plan.words import plain
 
 QUIET, NORMAL, VERBOSE = -1, 0, 1
 _level = NORMAL
@@ -39,8 +41,9 @@ def say_error(text: str) -> None:
 
 
 def _print(text: str, level: int) -> None:
-    """Print a line, above the bar if the command shows one."""
+    """Print a line, above the bar if the command shows one. Nothing is printed if stderr is closed."""
     if listener() is not None:
         message(text, level)
     elif sys.stderr is not None:  # print(file=None) would print to stdout
-        print(f"flexengine: {text}", file=sys.stderr)
+        with suppress(OSError):
+            print(f"flexengine: {plain(text)}", file=sys.stderr)

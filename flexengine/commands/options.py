@@ -25,6 +25,13 @@ def named(text: str) -> str:
     return text
 
 
+def file_name(text: str) -> str:
+    """Return the name of a file to write. Raise ArgumentTypeError if it is empty, or is "-"."""
+    if text == "-":
+        raise argparse.ArgumentTypeError("- stands for a stream only as input and as --output; name a file")
+    return named(text)
+
+
 INPUT: dict[str, Any] = dict(
     metavar="FILE", type=named,
     help=".jsonl with prompt, messages or prompt_token_ids, or OpenAI batch lines; .txt, .csv, .tsv, .parquet or"

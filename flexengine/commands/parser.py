@@ -59,7 +59,7 @@ class Parser(argparse.ArgumentParser):
     ) -> argparse.Namespace:
         """Return the options, those of --config included, and set the verbosity. Exit with code 2 if an option is
         wrong."""
-        words = list(sys.argv[1:] if args is None else args)
+        words = _without_end(list(sys.argv[1:] if args is None else args))
         try:
             return self._parse(words)
         except _Invalid as error:
@@ -134,11 +134,14 @@ class Parser(argparse.ArgumentParser):
         """
         self._file = given.config
         actions = {_name(a): a for a in self._actions if a.option_strings}
-        more: list[str] = []
+        actions = {name: a for name, a in actions.items() if name not in ("config", "help", "version")}
+        more, keys = list[str](), dict[str, str]()
         for key, value in _read(given.config, self.error).items():
             action = actions.get(key.replace("_", "-"))
-            if action is None or action.dest in ("config", "help", "version"):
+            if action is None:
                 self.error(f"there is no option {key}{_nearest(key, list(actions))}")
+            if (first := keys.setdefault(action.dest, key)) != key:
+                self.error(f"{first} and {key} are one option; leave one out")
             # A positional may stand for the option, and -q and -v exclude each other.
             same = _VERBOSITY if action.dest in _VERBOSITY else (action.dest, action.dest.removesuffix(_TWIN))
             if all(getattr(given, name) in (_UNSET, None) for name in same):
@@ -176,6 +179,15 @@ class _Invalid(Exception):
     """A command line is not valid."""
 
 
+def _without_end(words: list[str]) -> list[str]:
+    """Return the command line without "--", the end of options. A file after it whose name begins with a dash gets ./
+    in front, as `parse_intermixed_args` would take it for an option."""
+    if "--" not in words:
+        return words
+    end = words.index("--")
+    return words[:end] + [f"./{word}" if word[:1] == "-" and word != "-" else word for word in words[end + 1 :]]
+
+
 def _plain(message: str) -> str:
     for pattern, words in _WORDS:
         if match := re.fullmatch(pattern, message, re.S):
@@ -199,8 +211,8 @@ def _nearest(word: str, known: Sequence[str]) -> str:
 def _read(path: str, fail: Callable[[str], NoReturn]) -> dict[str, Any]:
     """Return the keys and values of a TOML file. Call `fail` if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
         fail(f"cannot be read: {error.strerror}")
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # the first also for numbers of thousands of digits
         fail(f"is no TOML file: {error}")

@@ -23,6 +23,7 @@ from flexengine.commands.options import (
     add_machine,
     add_rows,
     allowed,
+    file_name,
     lossy_of,
     policy_of,
 )
@@ -82,10 +83,11 @@ def parser() -> Parser:
                              f" {shipped.listed('policies')}")  # fmt: skip
     output.add_argument("--frontier", action="store_true", help="print latency against throughput")
     output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
-    output.add_argument("--plot", metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
+    output.add_argument("--plot", type=file_name, metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    output.add_argument("--save", metavar="FILE.json", help="write the policy, for run --policy")
-    output.add_argument("--save-lp", metavar="FILE.lp", help="write the linear program of the policy's block shape")
+    output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the policy, for run --policy")
+    output.add_argument("--save-lp", type=file_name, metavar="FILE.lp",
+                        help="write the linear program of the policy's block shape")  # fmt: skip
     return p
 
 
@@ -116,7 +118,7 @@ def plan(args: argparse.Namespace) -> None:
     among = _choices(opened, names)
     if among:
         lossy = _choose(args, opened, rows, other, among)
-        say(f"chosen: {lossy}; flexengine quality shows what that costs")
+        say(f"chosen: {lossy.described}")
     hardware = other or _measured(args, opened, rows, given)
     options = Options(latency_limit=args.latency)
 
@@ -239,7 +241,7 @@ def _check(args: argparse.Namespace) -> None:
     read = {"--input": args.input, "--hardware": args.hardware, "--policy": policy, "--config": args.config,
             "--calibration-text": args.calibration_text}  # fmt: skip
     read |= {f"--compare {path}": path for path in args.compare or ()}
-    check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read)
+    check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read, args.model)
 
 
 def _opened(args: argparse.Namespace, kind: str, lossy: Lossy) -> "Opened":

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flexengine.activity import Activity, message, reporting
@@ -10,7 +11,7 @@ from flexengine.activity.terminal import Display
 from flexengine.commands.messages import NORMAL, VERBOSE, verbosity
 from flexengine.config import Result
 from flexengine.job.chat import fault
-from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, size
+from flexengine.plan.words import clock, count, digits, lane_name, percent, place_name, plain, size
 
 if TYPE_CHECKING:
     from flexengine.job.inputs import Rows
@@ -29,7 +30,7 @@ class CommandDisplay(Display):
     def __call__(self, record: Activity) -> None:
         self.all_ends = verbosity() >= VERBOSE
         if verbosity() >= NORMAL or record.level >= logging.ERROR:
-            super().__call__(record)
+            super().__call__(replace(record, text=plain(record.text)))  # names of files may hold any character
 
 
 class _Handler(logging.Handler):

@@ -21,7 +21,7 @@ from flexengine.commands.exit_codes import DONE, SOME_FAILED, exit_code
 from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import MODEL, add_calibration, add_machine, calibration_of
+from flexengine.commands.options import MODEL, add_calibration, add_machine, calibration_of, file_name
 from flexengine.commands.parser import Parser
 from flexengine.commands.quality_cost import Cost, Scored, cost
 from flexengine.commands.written import check_written, write
@@ -59,7 +59,7 @@ def parser() -> Parser:
     add_machine(machine)
     output = p.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON instead of a table")
-    output.add_argument("--save", metavar="FILE.json", help="write the numbers to this file as JSON")
+    output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the numbers to this file as JSON")
     return p
 
 
@@ -327,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
     choices = asked(vars(args), args.all_together, calibrate)
     text = read(args.text, args.rows, args.tokens)
     read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config}
-    check_written({"--save": args.save}, read_files)
+    check_written({"--save": args.save}, read_files, args.model)
     _check_apart(calibrate, args.text)
     engine_class = load_libraries()
 

@@ -23,6 +23,7 @@ from flexengine.commands.options import (
     add_rows,
     add_sampling,
     allowed,
+    file_name,
     lossy_of,
     named,
     policy_of,
@@ -61,9 +62,9 @@ def _add_output(group: Group) -> None:
     group.add_argument("--restart", action="store_true", help="delete the journal of earlier runs, and start over")
     group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
     group.add_argument("--json", action="store_true", help="print the summary as JSON, as the last line of stdout")
-    group.add_argument("--trace", type=named, metavar="FILE.json",
+    group.add_argument("--trace", type=file_name, metavar="FILE.json",
                        help="write a Chrome trace of all lanes, for Perfetto")  # fmt: skip
-    group.add_argument("--report", type=named, metavar="FILE.html",
+    group.add_argument("--report", type=file_name, metavar="FILE.html",
                        help="write a page about the job: placement, time line of a sweep, rates, errors; renewed while"
                             " the job runs (needs matplotlib)")  # fmt: skip
 
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.lossy = lossy_of(args)
     args.allow = allowed(args, args.lossy, args.policy)
     if args.lossy:
-        say(f"lossy: {args.lossy}; flexengine quality shows what that costs")
+        say(f"lossy: {args.lossy.described}")
     if args.dry_run:
         for option in ("json", "trace", "report", "restart", "retry_errors"):
             if getattr(args, option):
@@ -181,7 +182,7 @@ def _check_no_model(args: argparse.Namespace) -> None:
 
 def _check_apart(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
-    from flexengine.job.apart import check_apart
+    from flexengine.job.apart import check_apart, check_outside
     from flexengine.job.results import journal_path, part_path
 
     policy = None if args.policy == AUTO else args.policy
@@ -193,3 +194,4 @@ def _check_apart(args: argparse.Namespace) -> None:
     if args.report:
         written |= {"--report's unfinished part": part_path(args.report)}
     check_apart(read, written)
+    check_outside(args.model, {"--trace": args.trace, "--report": args.report})

@@ -5,17 +5,21 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flexengine.errors import InvalidInput
-from flexengine.job.apart import check_apart
+from flexengine.job.apart import check_apart, check_outside
 
 
-def check_written(written: Mapping[str, str | None], read: Mapping[str, str | None]) -> None:
-    """Raise InvalidInput if a file cannot be written, is read, too, or is written by two options.
+def check_written(
+    written: Mapping[str, str | None], read: Mapping[str, str | None], model: str | None
+) -> None:  # fmt: skip
+    """Raise InvalidInput if a file cannot be written, is read, too, is written by two options, or is of the model.
 
     Args:
         written: file names by option; None if the option is not given.
         read: names of files that are read, likewise.
+        model: as in --model.
     """
     check_apart(read, written)
+    check_outside(model, written)
     for option, name in written.items():
         if name is None:
             continue
@@ -27,15 +31,15 @@ def check_written(written: Mapping[str, str | None], read: Mapping[str, str | No
 
 
 def write(path: str, text: str) -> None:
-    """Write a text and a newline. Raise InvalidInput if the file cannot be written."""
+    """Write a text and a newline. Raise OSError, which says so, if the file cannot be written."""
     with writing(path):
         Path(path).write_text(text + "\n", encoding="utf-8")
 
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """Raise InvalidInput instead of OSError if the file cannot be written."""
+    """Name the file in an OSError of the block, which writes it."""
     try:
         yield
     except OSError as error:
-        raise InvalidInput(f"{path} cannot be written: {error}") from error
+        raise OSError(error.errno, f"the file cannot be written: {error.strerror}", path) from error

@@ -144,7 +144,8 @@ class BaseEngine(ABC):
             try:
                 running.close()
             except ValueError as error:
-                raise InvalidInput("another thread is generating with this engine; let it end first") from error
+                raise InvalidInput("this engine is generating, in another thread or in the function that calls close;"
+                                   " let it end first") from error  # fmt: skip
             self._running = None
         self._closed = True
         self.core.close()
@@ -185,7 +186,7 @@ class BaseEngine(ABC):
             ...     print(result.index, result.generated_text)
         """
         self._check_open()
-        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Iterable):
+        if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
             raise InvalidInput(f"prompts is {shown(prompts)}; it must be a list of prompts")
         if isinstance(params, Sequence) and all(isinstance(each, SamplingParams) for each in params):
             prompts = list(prompts)

@@ -141,10 +141,10 @@ class Engine(BaseEngine):
         check("tools", tools, list | None, "a list of tools (JSON schemas), or None")
         shared = {} if tools is None else {"tools": tools}
         if messages and isinstance(messages[0], Mapping):
-            one: Row = {"messages": messages, **shared}
+            one: Row = {"messages": _as_list(messages), **shared}
             result: Result = self.generate(one, params)
             return result
-        return self._all([{"messages": each, **shared} for each in messages], params)
+        return self._all([{"messages": _as_list(each), **shared} for each in messages], params)
 
     @overload
     def score(self, context: str, continuation: str) -> Result: ...  # type: ignore[overload-overlap]
@@ -271,3 +271,8 @@ class Engine(BaseEngine):
             batch: a dict of columns (numpy arrays, lists) or a pyarrow Table.
         """
         return answered(batch, params or SamplingParams(), lambda rows: self._all(rows, params))
+
+
+def _as_list(messages: Any) -> Any:
+    """Return a tuple of messages as a list, the form of a row's messages."""
+    return list(messages) if isinstance(messages, tuple) else messages

@@ -158,13 +158,14 @@ def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callab
 
 
 def check(name: str, value: object, kind: Any, allowed: str) -> None:
-    """Raise InvalidInput if the value of an argument is empty text or not of a type.
+    """Raise InvalidInput if the value of an argument is empty text, has a null character, or is not of a type.
 
     Args:
         kind: a type, or a union of types. True and False are not of type int.
         allowed: the allowed values as text, for the message.
     """
-    if value == "" or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    broken = value == "" or (isinstance(value, str | Path) and "\0" in str(value))
+    if broken or not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise InvalidInput(f"{name} is {shown(value)}; it must be {allowed}")
 
 

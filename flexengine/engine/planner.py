@@ -122,7 +122,7 @@ class Planner:
         self.choices = ()
         if self.unsuited:
             message(f"not considered: {self.unsuited}")
-        message(f"chosen: {chosen}; flexengine quality shows what that costs")
+        message(f"chosen: {chosen.described}")
 
     def least_lossy(self, workload: Workload, among: Sequence[Lossy]) -> Lossy:
         """Set and return the switches with the shortest predicted time; see `least_lossy` below."""

@@ -6,7 +6,7 @@ from typing import Any
 from flexengine.config import SamplingParams, shown
 from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput
-from flexengine.job.prompts import Request
+from flexengine.job.prompts import Request, check_text
 from flexengine.job.rows import Row
 from flexengine.model.tokenizer import opening, token_ids
 
@@ -86,6 +86,8 @@ def _ids(pair: Pair, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return tuple(context or _first(tokenizer)), tuple(continuation)
     if tokenizer is None:
         raise InvalidInput("the checkpoint has no tokenizer, so text cannot be scored; give token ids")
+    check_text("context", context)
+    check_text("continuation", continuation)
     try:
         begin, rest = split(tokenizer, context, continuation)
     except InvalidInput:

@@ -1,4 +1,4 @@
-"""The check that no file of a job is written over."""
+"""Checks that no file of a job or of its model is written over."""
 
 import os
 from collections.abc import Mapping
@@ -25,3 +25,18 @@ def check_apart(read: Mapping[str, PathName], written: Mapping[str, PathName]) -
         same = paths[one] == paths[other] and (paths[one].is_file() or not paths[one].exists())
         if same and (one in written or other in written):
             raise InvalidInput(f"{one} and {other} are one file, {given[one]}; give each a file of its own")
+
+
+def check_outside(model: PathName, written: Mapping[str, PathName]) -> None:
+    """Raise InvalidInput if a file that is written would replace a file of the model.
+
+    Args:
+        model: a directory or a file; other names, such as hub ids, and None have no files here.
+        written: files that are written, by the names that messages use; None if an option is not given.
+    """
+    if model is None or not os.path.exists(model):
+        return
+    root = Path(model).resolve()
+    for name, path in written.items():
+        if path and (target := Path(path).resolve()).is_file() and target.is_relative_to(root):
+            raise InvalidInput(f"{name} {path} would replace a file of the model {model}; name another file")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import BinaryIO
 
 from flexengine.errors import InvalidInput
-from flexengine.job.lines import BOM, too_long
+from flexengine.job.lines import BOM, json_reason, too_long
 
 _STEP = 2**20  # bytes read at a time
 _SEEN = 2**16  # bytes that the beginning of a file, with white space, may take
@@ -117,7 +117,7 @@ class _Text:
             if cut and not self._ended:
                 return None
             self._advance(error.pos)
-            raise self.invalid(f"invalid JSON: {error.msg}") from error
+            raise self.invalid(f"invalid JSON: {json_reason(error)}") from error
         if self._ended:
             return end
         number = self._text[self._at] in "-0123456789"  # "1" may be the beginning of "1.5"

@@ -11,6 +11,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -218,8 +219,8 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
         raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"
                            f" {_AS_TSV if tabs else 'save the file with commas'}")  # fmt: skip
     name = next(iter(difflib.get_close_matches(wanted[0], columns, 1)), "NAME")
-    raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {name} (prompt_column={name!r} in"
-                       " Python)")  # fmt: skip
+    raise InvalidInput(f"{lacks}: name the one with the prompts: --prompt-column {quote(name)} (prompt_column={name!r}"
+                       " in Python)")  # fmt: skip
 
 
 def _lines(given: _Input) -> Iterator[tuple[Row, bytes]]:

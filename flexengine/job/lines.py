@@ -46,12 +46,17 @@ def json_object(raw: bytes) -> dict[str, Any]:
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant, parse_float=_finite)
     except json.JSONDecodeError as error:  # its own text counts lines within this line
-        raise InvalidInput(f"invalid JSON: {error.msg} at character {error.pos + 1}") from error
+        raise InvalidInput(f"invalid JSON: {json_reason(error)} at character {error.pos + 1}") from error
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"invalid JSON: {json_fault(error)}") from error
     if not isinstance(value, dict):
         raise InvalidInput(f'holds {json_kind(value)}; a row must be an object such as {{"prompt": ...}}')
     return value
+
+
+def json_reason(error: json.JSONDecodeError) -> str:
+    """Return why a text is no JSON. Python's own advice on a byte order mark is for programmers."""
+    return "a byte order mark (BOM)" if "BOM" in error.msg else error.msg.removesuffix(" at")
 
 
 def _no_constant(name: str) -> NoReturn:

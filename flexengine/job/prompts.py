@@ -78,7 +78,7 @@ def _prompt_ids(
     """
     present = [kind for kind in PROMPT_KINDS if request.get(kind) is not None]
     if len(present) != 1:
-        others = [name for name, value in request.items() if value is not None]
+        others = list(request)
         named = "" if present else (f" (its fields are {shown(others)}; --prompt-column, or prompt_column of run_job,"
                                     " names another)")  # fmt: skip
         raise InvalidInput(
@@ -95,7 +95,7 @@ def _prompt_ids(
         return _checked_ids(request[kind], vocab_size)
     if not isinstance(prompt := request[kind], str):
         raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string")
-    _check_text(kind, prompt)
+    check_text(kind, prompt)
     return _tokenized(kind, tokenizer, lambda: tokenizer(prompt, verbose=False))
 
 
@@ -120,7 +120,7 @@ def _chat_ids(kind: str, given: Any, request: Mapping[str, Any], tokenizer: Any)
         text = json.dumps([messages, tools], ensure_ascii=False, default=str)
     except RecursionError as error:
         raise InvalidInput("messages are nested too deeply") from error
-    _check_text(kind, text)
+    check_text(kind, text)
     return _tokenized(kind, tokenizer, lambda: chat.token_ids(tokenizer, messages, tools))
 
 
@@ -140,7 +140,7 @@ def _tokenized(kind: str, tokenizer: Any, tokenize: Callable[[], Any]) -> tuple[
     return ids
 
 
-def _check_text(kind: str, text: str) -> None:
+def check_text(kind: str, text: str) -> None:
     """Raise InvalidInput if UTF-8 cannot encode the text."""
     try:
         text.encode("utf-8")
@@ -149,6 +149,7 @@ def _check_text(kind: str, text: str) -> None:
 
 
 def _checked_ids(value: Any, vocab_size: int | None) -> tuple[int, ...]:
+    value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, or a tensor of torch
     if not isinstance(value, (list, tuple)) or not value:
         raise InvalidInput(f"prompt_token_ids is {shown(value)}; it must be an array of token ids that is not empty")
     top = math.inf if vocab_size is None else vocab_size

@@ -39,9 +39,10 @@ def check_output(path: str | os.PathLike[str] | None, input_path: str | os.PathL
         return
     try:
         target = Path(path).resolve()
+        is_directory = target.is_dir()  # OSError: the name is too long
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         raise InvalidInput(f"output {path} cannot be reached: {error}; name another output") from error
-    if target.is_dir():
+    if is_directory:
         raise InvalidInput(f"output {path} is a directory; name a file in it")
     if not target.parent.is_dir():
         raise InvalidInput(f"output {path}: the directory {target.parent} does not exist; create it first")
@@ -75,8 +76,10 @@ def part_path(output: str | os.PathLike[str]) -> Path:
 
 def output_row(row: Row, result: Result) -> dict[str, Any]:
     """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
-    `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...)."""
-    return {**row.fields, **present_fields(result)}
+    `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...).
+    `samples` and lists in `logprobs` are results of an earlier job, and are left out."""
+    own = {k: v for k, v in row.fields.items() if k not in _OPTIONAL or (k == "logprobs" and not isinstance(v, list))}
+    return {**own, **present_fields(result)}
 
 
 def present_fields(value: Any) -> dict[str, Any]:

@@ -239,7 +239,8 @@ class JournalJob(Job):
         self._seen = _state(self._output)
         size = None if self._seen is None else self._seen[0]
         if self._restart and size is not None:
-            journal.forget_output()  # it may be replaced, also by a later run without restart
+            with self._explained():
+                journal.forget_output()  # it may be replaced, also by a later run without restart
         self._check_longer(size)
         self._check_own(size)
         finished = journal.finished(self.total, self._retry)

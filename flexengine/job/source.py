@@ -23,7 +23,8 @@ ACCEPTED = (
 _SUFFIXES = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".txt": "txt", ".csv": "csv", ".tsv": "tsv",
              ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}  # fmt: skip
 _PACKED = {".gz": "gzip", ".zst": "zstd"}
-_FIRST_BYTES = {"gzip": b"\x1f\x8b", "zstd": b"\x28\xb5\x2f\xfd"}
+# Patterns of the first bytes. A zstd file may begin with a skippable frame.
+_FIRST_BYTES = {"gzip": rb"\x1f\x8b", "zstd": rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18"}
 _UNPACK = {".bz2": "bunzip2 -k", ".xz": "unxz -k", ".zip": "unzip"}
 _SPREADSHEETS = (".xlsx", ".xlsm", ".xls", ".ods", ".numbers")
 # Files that begin like this hold no text.
@@ -34,6 +35,7 @@ _FOREIGN = (
     (rb"BZh[1-9]1AY&SY", "compressed with bzip2; decompress it first (bunzip2 -k)"),
     (rb"\xfd7zXZ\x00", "compressed with xz; decompress it first (unxz -k)"),
 )
+_UTF32_BOMS = (b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _STEP = 2**20
 _SEEN = 32  # bytes of the beginning that are looked at
@@ -138,6 +140,8 @@ class Source:
         """Return a question that names a file with a similar name; "" if there is none."""
         import difflib
 
+        if is_stream(self.name):
+            return ""
         try:
             names = os.listdir(self.name.parent)
         except OSError:
@@ -149,7 +153,7 @@ class Source:
         """Return how the file is compressed: gzip, zstd or "". Its first bytes decide, so a stream needs no suffix."""
         with self.file.open("rb") as file:
             head = file.read(_SEEN)
-        packing = next((name for name, first in _FIRST_BYTES.items() if head.startswith(first)), "")
+        packing = next((name for name, first in _FIRST_BYTES.items() if re.match(first, head)), "")
         if wanted and packing != wanted:
             begins = f"it begins with {head[:4].hex(' ')}" if head else "it is empty"
             raise InvalidInput(f"input {self.name} is no {wanted} file: {begins}; give it the name of what it is")
@@ -178,13 +182,16 @@ class Source:
             head = file.read(_SEEN)
         if what := next((what for pattern, what in _FOREIGN if re.match(pattern, head)), None):
             raise InvalidInput(f"input {self.name} is {what}")
-        if head.startswith(_UTF16_BOMS) or _every_second_is_zero(head):
-            command = "iconv -f UTF-16 -t UTF-8"
-            if self._copy is None:
+        wide = head.startswith(_UTF32_BOMS)
+        if wide or head.startswith(_UTF16_BOMS) or _every_second_is_zero(head):
+            encoding = "UTF-32" if wide else "UTF-16"
+            command = f"iconv -f {encoding} -t UTF-8"
+            if self._copy is None and not self._packing:
                 made = self.name.with_name(f"utf8-{self.name.name}")
                 command += f" {quote(str(self.name))} > {quote(str(made))}"
-            raise InvalidInput(f"input {self.name} is encoded in UTF-16, as PowerShell's > writes it; text must be"
-                               f" UTF-8: convert it with {command}")  # fmt: skip
+            first = "decompress it, and " if self._packing else ""
+            raise InvalidInput(f"input {self.name} is encoded in {encoding}, as some programs of Windows write it; text"
+                               f" must be UTF-8: {first}convert it with {command}")  # fmt: skip
 
 
 class _Unpacked(io.RawIOBase):

@@ -1,5 +1,6 @@
 """Names of streams: standard input and output, pipes, devices, and open files (such as /dev/fd/63, from `<(...)`)."""
 
+import errno
 import os
 import re
 import sys
@@ -35,5 +36,5 @@ def stdout_is_open() -> bool:
     except AttributeError:  # Python's own mark of a closed stream: sys.stdout is None
         return False
     except OSError as error:
-        return error.errno is None  # a stream without a number, such as one in memory, raises UnsupportedOperation
+        return error.errno != errno.EBADF  # None: a stream without a number, such as one in memory; ENOSPC: /dev/full
     return True
