@@ -104,7 +104,7 @@ class Journal:
         output: rows and bytes of the output file as it was written last; None if there is none, or if it is about to be
             replaced.
         outdated: whether rows have got results since the output file was written.
-        wrote: whether an output file was written, or was about to be.
+        wrote: whether an output file was written or was about to be, or the job replaces one of another job.
     """
 
     def __init__(self, path: Path) -> None:
@@ -165,6 +165,7 @@ class Journal:
             if not isinstance(value.get("manifest"), dict) or not isinstance(value.get("created"), int):
                 return False
             self.manifest, self.created = value["manifest"], value["created"]
+            self.wrote = value.get("replaces") is True
         elif isinstance(output := value.get("output"), list) and len(output) in (0, 2):
             self.output, self.outdated, self.wrote = (output[0], output[1]) if output else None, False, True
         elif isinstance(value.get("settings"), dict):
@@ -186,14 +187,15 @@ class Journal:
         self._forget()
         self._truncate()
 
-    def begin(self, manifest: dict[str, Any], created: int) -> None:
+    def begin(self, manifest: dict[str, Any], created: int, replaces: bool = False) -> None:
         """Write the first record of a new journal.
 
         Args:
             created: seconds since 1970.
+            replaces: whether the job replaces an output file of another job, also if it is continued later.
         """
-        self._append({"manifest": manifest, "created": created})
-        self.manifest, self.created = manifest, created
+        self._append({"manifest": manifest, "created": created} | ({"replaces": True} if replaces else {}))
+        self.manifest, self.created, self.wrote = manifest, created, replaces
         self.sync()
         sync_directory(self.path.parent)
 

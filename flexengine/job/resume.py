@@ -231,16 +231,14 @@ class JournalJob(Job):
         if self._restart:
             journal.restart()
         if journal.manifest is None:
-            journal.begin(manifest, int(time.time()))
+            replaces = self._restart and os.path.exists(self._output)
+            journal.begin(manifest, int(time.time()), replaces)
         else:
             check_same(journal.manifest, manifest, journal.path)
             self._compare_times(journal.manifest, manifest)
         self._model = (journal.manifest or {}).get("model", model)  # the first run's, as an output has one model name
         self._seen = _state(self._output)
         size = None if self._seen is None else self._seen[0]
-        if self._restart and size is not None:
-            with self._explained():
-                journal.forget_output()  # it may be replaced, also by a later run without restart
         self._check_longer(size)
         self._check_own(size)
         finished = journal.finished(self.total, self._retry)
