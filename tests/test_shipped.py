@@ -66,6 +66,19 @@ def test_an_existing_path_comes_first(elsewhere: Path) -> None:
     assert shipped.find_file("hardware", T4) == str(FOLDER / "hardware" / f"{T4}.json")
 
 
+def test_a_directory_does_not_hide_a_policy(elsewhere: Path) -> None:
+    """As of a model that has the same name."""
+    (elsewhere / "opt-30b").mkdir()
+    assert shipped.find_file("policies", "opt-30b") == str(FOLDER / "policies" / "opt-30b.json")
+    assert shipped.find("models", "opt-30b") == "opt-30b"
+
+
+def test_a_shipped_name_is_no_file_to_write_over(elsewhere: Path) -> None:
+    options = ["--hardware", T4, "--compare", "opt-6.7b", "--rows", "2", "--save", "opt-6.7b"]
+    assert plan.main(["opt-6.7b", *options]) == 0
+    assert Policy.load("opt-6.7b").gpu_batch_size > 0
+
+
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [("hardware", "t4",

@@ -81,8 +81,8 @@ class Display:
             self._draw(now)
         elif not ended:
             self._line(shown, now)
-        plain = shown.printed is not None and not is_terminal()
-        if record.state == "done" and (plain or self.all_ends):
+        announced = shown.printed is not None and not is_terminal()
+        if record.state == "done" and (announced or self.all_ends):
             seconds = now - shown.began
             took = minutes(seconds) if seconds >= QUICK_SECONDS else f"{seconds:.2f} s"
             self._print(f"{record.text if shown.printed is None else record.name}: done in {took}")

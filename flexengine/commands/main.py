@@ -28,7 +28,7 @@ def help_text() -> str:
     commands = "\n".join(f"  {name:<{width}}  {about}" for name, about in COMMANDS.items())
     return f"""{_USAGE}
 
-Finish a file of prompts with a language model bigger than memory.
+Generate results for a file of prompts with a language model bigger than memory.
 
 commands:
 {commands}

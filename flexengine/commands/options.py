@@ -19,9 +19,10 @@ Group = argparse._ArgumentGroup
 
 
 def named(text: str) -> str:
-    """Return the text. Raise ArgumentTypeError if it is empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("the name is empty; give a name or leave the option out")
+    """Return the text. Raise ArgumentTypeError if it is empty or has a null character."""
+    if not text or "\0" in text:
+        fault = "has a null character" if text else "is empty"
+        raise argparse.ArgumentTypeError(f"the name {fault}; give a name or leave the option out")
     return text
 
 
@@ -42,8 +43,8 @@ MODEL: dict[str, Any] = dict(
 )
 POLICY: dict[str, Any] = dict(
     metavar="FILE.json", type=named, default=AUTO,
-    help="block shape and placement: a file, or a shipped policy, which plan --help lists; default: auto, the policy"
-         " with the shortest predicted time",
+    help="block shape and placement: a file, or a shipped policy (default: auto, the policy with the shortest predicted"
+         " time)",
 )  # fmt: skip
 
 
@@ -135,6 +136,11 @@ def calibration_of(args: argparse.Namespace) -> str | None:
     """Return the calibration text: a file name, BUNDLED, or None."""
     text: str | None = args.calibration_text
     return text if text is not None else BUNDLED if args.calibrate else None
+
+
+def policy_file(args: argparse.Namespace) -> str | None:
+    """Return the file that --policy names; None if the planner chooses."""
+    return None if args.policy == AUTO else shipped.find("policies", args.policy)
 
 
 def policy_of(args: argparse.Namespace) -> Policy | None:

@@ -49,7 +49,8 @@ class Parser(argparse.ArgumentParser):
         self._file: str | None = None  # the --config file, while its options are parsed
         self.add_argument("-V", "--version", action="version", version=f"flexengine {__version__}")
         self.add_argument("-q", "--quiet", action="store_true", help="print no messages but errors")
-        self.add_argument("-v", "--verbose", action="store_true", help="print the steps and their times, and more")
+        self.add_argument("-v", "--verbose", action="store_true",
+                          help="print the times of steps and of the command, and more")  # fmt: skip
         self.add_argument("--config", metavar="FILE.toml",
                           help="read options from this file, by the names of this page without dashes (max-tokens ="
                                " 64); options of the command line replace them")  # fmt: skip
@@ -146,6 +147,8 @@ class Parser(argparse.ArgumentParser):
             same = _VERBOSITY if action.dest in _VERBOSITY else (action.dest, action.dest.removesuffix(_TWIN))
             if all(getattr(given, name) in (_UNSET, None) for name in same):
                 more += self._option(action, key, value)
+        if {"--quiet", "--verbose"} <= set(more):
+            self.error("quiet and verbose are both true; leave one out")
         super().parse_intermixed_args(more + words, self._unset())  # names the file if a value is not allowed
         self._file = None
         return more

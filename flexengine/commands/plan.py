@@ -25,6 +25,7 @@ from flexengine.commands.options import (
     allowed,
     file_name,
     lossy_of,
+    policy_file,
     policy_of,
 )
 from flexengine.commands.parser import Parser
@@ -44,7 +45,7 @@ from flexengine.plan.prediction import Prediction
 from flexengine.plan.search import Search, frontier, placement_problem, search
 from flexengine.plan.search import check as check_least
 from flexengine.plan.shapes import Options
-from flexengine.plan.whatif import SEARCH_SECONDS, Help, helps, instead
+from flexengine.plan.whatif import ideas
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 
@@ -77,10 +78,11 @@ def parser() -> Parser:
     add_machine(machine)
     add_lossy(p.add_argument_group("lossy", "as for run"))
     output = p.add_argument_group("output")
-    output.add_argument("--policy", **POLICY)
+    policy = {"help": f"{POLICY['help']}; {shipped.listed('policies')}"}
+    output.add_argument("--policy", **(POLICY | policy))
     output.add_argument("--compare", metavar="FILE.json", action="append",
-                        help="rank this policy and the chosen one; may be repeated; a file, or one of"
-                             f" {shipped.listed('policies')}")  # fmt: skip
+                        help="rank this policy and that of --policy; may be repeated; a file, or a shipped"
+                             " policy")  # fmt: skip
     output.add_argument("--frontier", action="store_true", help="print latency against throughput")
     output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     output.add_argument("--plot", type=file_name, metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
@@ -172,22 +174,11 @@ def _report(
         if args.json:
             return _json(head | {"frontier": [explain.as_json(p, hardware) for p in curve]})
         return title + explain.frontier_text(curve, len(curve) if args.verbose else explain.MAX_FRONTIER_LINES)
-    better = _helps(args, case, searched, prediction)
+    options = Options(latency_limit=args.latency)
+    better = ideas(*case, prediction, searched is not None, options, args.verbose)
     if args.json:
         return _json(head | explain.as_json(prediction, hardware) | {"helps": [h._asdict() for h in better]})
     return explain.report(name, model, hardware, workload, prediction, better, args.verbose)
-
-
-def _helps(
-    args: argparse.Namespace, case: tuple[ModelFacts, Hardware, Workload], searched: Search | None,
-    prediction: Prediction,
-) -> list[Help]:  # fmt: skip
-    """Return the what-if changes that would make the job faster. For a given policy, return the comparison with the
-    policy that the planner would choose."""
-    if searched is not None:
-        options = Options(latency_limit=args.latency)
-        return helps(*case, prediction, options, budget=math.inf if args.verbose else SEARCH_SECONDS)
-    return instead(*case, prediction)
 
 
 def _priced(model: ModelFacts, hardware: Hardware, workload: Workload, policy: Policy) -> Prediction:
@@ -237,10 +228,10 @@ def _check(args: argparse.Namespace) -> None:
             raise InvalidInput(f"--{option} is for the search of a policy; leave --policy out")
     if args.plot:
         check(args.plot)
-    policy = None if args.policy == AUTO else args.policy
-    read = {"--input": args.input, "--hardware": args.hardware, "--policy": policy, "--config": args.config,
+    hardware = args.hardware and shipped.find("hardware", args.hardware)
+    read = {"--input": args.input, "--hardware": hardware, "--policy": policy_file(args), "--config": args.config,
             "--calibration-text": args.calibration_text}  # fmt: skip
-    read |= {f"--compare {path}": path for path in args.compare or ()}
+    read |= {f"--compare {name}": shipped.find("policies", name) for name in args.compare or ()}
     check_written({f"--{x.replace('_', '-')}": getattr(args, x) for x in ("plot", "save", "save_lp")}, read, args.model)
 
 

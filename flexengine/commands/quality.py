@@ -328,7 +328,7 @@ def run(args: argparse.Namespace) -> int:
     text = read(args.text, args.rows, args.tokens)
     read_files = {"--text": args.text, "--calibration-text": args.calibration_text, "--config": args.config}
     check_written({"--save": args.save}, read_files, args.model)
-    _check_apart(calibrate, args.text)
+    _check_texts(calibrate, args.text)
     engine_class = load_libraries()
 
     def make(lossy: Lossy) -> "Engine":
@@ -354,7 +354,7 @@ def run(args: argparse.Namespace) -> int:
     return sum(c.refused is not None for c in costs)
 
 
-def _check_apart(calibrate: str | None, text: str | None) -> None:
+def _check_texts(calibrate: str | None, text: str | None) -> None:
     """Raise InvalidInput if the calibration text cannot be read, or if choices are also measured on it."""
     if calibrate is None:
         return

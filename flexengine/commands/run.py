@@ -12,7 +12,6 @@ from flexengine.commands.habits import command_text
 from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import open_engine, open_rows
 from flexengine.commands.options import (
-    AUTO,
     INPUT,
     MODEL,
     POLICY,
@@ -26,6 +25,7 @@ from flexengine.commands.options import (
     file_name,
     lossy_of,
     named,
+    policy_file,
     policy_of,
 )
 from flexengine.commands.parser import Parser
@@ -89,9 +89,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with Interrupts() as interrupts:
 
         def finish() -> int:
-            args = parser().parse_args(argv)
-            args.argv = sys.argv[1:] if argv is None else list(argv)
             try:
+                args = parser().parse_args(argv)
+                args.argv = sys.argv[1:] if argv is None else list(argv)
                 return run(args, interrupts)
             except KeyboardInterrupt as stop:
                 say_error(interrupts.standing())
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     check_output(args.output, args.input)
     if args.json or args.dry_run:
         check_output(None)
-    _check_apart(args)
+    _check_files(args)
     if args.report and not args.dry_run:
         from flexengine.report.recorder import check
 
@@ -152,7 +152,7 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
     from flexengine.engine.survey import Refused
     from flexengine.plan.explain import report
     from flexengine.plan.fitting import left_out
-    from flexengine.plan.whatif import helps, instead
+    from flexengine.plan.whatif import ideas
 
     with open_rows(args) as rows, open_engine(args) as engine:
         refused = Refused()
@@ -168,8 +168,9 @@ def _dry_run(args: argparse.Namespace, params: SamplingParams) -> int:
         if message := left_out(workload, plan.largest, plan.refusal):
             print(f"{message}\n")
         prediction = planner.cost(plan.workload).predict(plan.layout)
-        ideas = (helps if planner.policy is None else instead)(engine.facts, hardware, plan.workload, prediction)
-        print(report(engine.core.source.name, engine.facts, hardware, plan.workload, prediction, ideas, args.verbose))
+        case = (engine.facts, hardware, plan.workload, prediction)
+        better = ideas(*case, chosen=planner.policy is None, thorough=args.verbose)
+        print(report(engine.core.source.name, *case, better, args.verbose))
     return DONE
 
 
@@ -180,18 +181,17 @@ def _check_no_model(args: argparse.Namespace) -> None:
                            f" {command_text('run', ['INPUT', '--model', args.input])}")  # fmt: skip
 
 
-def _check_apart(args: argparse.Namespace) -> None:
+def _check_files(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
-    from flexengine.job.apart import check_apart, check_outside
-    from flexengine.job.results import journal_path, part_path
+    from flexengine.job.overwrite import check_model_kept, check_not_overwritten
+    from flexengine.job.results import files_beside, part_path
 
-    policy = None if args.policy == AUTO else args.policy
-    read = {"INPUT": args.input, "--policy": policy, "--calibration-text": args.calibration_text,
+    read = {"INPUT": args.input, "--policy": policy_file(args), "--calibration-text": args.calibration_text,
             "--config": args.config}  # fmt: skip
     written = {"--output": args.output, "--trace": args.trace, "--report": args.report}
-    if (journal := journal_path(args.output)) is not None:
-        written |= {"--output's unfinished part": part_path(args.output), "--output's journal": journal}
+    if args.output:
+        written |= files_beside(args.output, "--output")
     if args.report:
-        written |= {"--report's unfinished part": part_path(args.report)}
-    check_apart(read, written)
-    check_outside(args.model, {"--trace": args.trace, "--report": args.report})
+        written |= {"the unfinished part of --report": part_path(args.report)}
+    check_not_overwritten(read, written)
+    check_model_kept(args.model, {"--trace": args.trace, "--report": args.report})

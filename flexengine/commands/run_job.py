@@ -1,12 +1,14 @@
 """A job of `flexengine run`: the engine is opened, the job is run, and its progress is printed."""
 
 import argparse
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.messages import detail, say
+from flexengine.commands.messages import NORMAL, detail, say, verbosity
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.progress import EmptyTexts, RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
+from flexengine.errors import InvalidInput
 from flexengine.report.base import NoReport
 
 if TYPE_CHECKING:
@@ -39,8 +41,9 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
                     report.take(result)
         summary = running.end().to_json()  # with the engine's memory free, and before the page says how the job ended
     say(last_line(job, args.output, summary if running.ran else {}))
-    if hint := texts.hint(job.rows, engine.tokenizer):
-        say(hint)
+    with suppress(InvalidInput):  # the input has changed since
+        if verbosity() >= NORMAL and (hint := texts.hint(job.rows, engine.tokenizer)):
+            say(hint)
     for line in detail_lines(summary) if running.ran else ():
         detail(line)
     return summary if running.ran else {"job": summary["job"]}

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from flexengine.errors import InvalidInput
-from flexengine.job.apart import check_apart, check_outside
+from flexengine.job.overwrite import check_model_kept, check_not_overwritten
 
 
 def check_written(
@@ -15,11 +15,11 @@ def check_written(
 
     Args:
         written: file names by option; None if the option is not given.
-        read: names of files that are read, likewise.
+        read: names of files that are read, by option; None if the option is not given.
         model: as in --model.
     """
-    check_apart(read, written)
-    check_outside(model, written)
+    check_not_overwritten(read, written)
+    check_model_kept(model, written)
     for option, name in written.items():
         if name is None:
             continue

@@ -113,11 +113,11 @@ def facts(offload: Path, disks: list[Path], measure: bool) -> dict[str, Any]:
         disks: directories on disks of their own.
         measure: measure the rates of these disks, too.
     """
-    found: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
-    found["gpus"] = attempt(lambda: list(map(asdict, cuda.gpus())))
-    found["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
-    found["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
-    return {name: asdict(value) if isinstance(value, Failed) else value for name, value in found.items()}
+    facts: dict[str, Any] = {"torch": attempt(torch_facts), "kernels": attempt(kernel_facts)}
+    facts["gpus"] = attempt(lambda: list(map(asdict, cuda.gpus())))
+    facts["rates"] = attempt(lambda: _on([offload], lambda machine: stored_rates(machine, disks)))
+    facts["measured"] = attempt(lambda: _on(disks, measured_rates)) if measure and disks else None
+    return {name: asdict(value) if isinstance(value, Failed) else value for name, value in facts.items()}
 
 
 def _on(directories: list[Path], probe: Callable[[Machine], Any]) -> Any:

@@ -102,16 +102,16 @@ def compilers(candidates: Sequence[str] = ()) -> tuple[Compiler, ...]:
         candidates: commands; default: $CXX and COMPILERS.
     """
     names = candidates or (os.environ.get("CXX", ""), *COMPILERS)
-    found = []
+    known = []
     for name in filter(None, dict.fromkeys(names)):
         try:
             command = shlex.split(name)
         except ValueError as error:
-            found.append(Compiler(name, f"no command: {error}", False))
+            known.append(Compiler(name, f"no command: {error}", False))
             continue
         if command and shutil.which(command[0]):
-            found.append(_compiler(name, command))
-    return tuple(found)
+            known.append(_compiler(name, command))
+    return tuple(known)
 
 
 def _compiler(name: str, command: list[str]) -> Compiler:

@@ -10,7 +10,7 @@ from flexengine.engine.options import EngineOptions
 from flexengine.engine.stages import JobResources, Stage
 from flexengine.engine.summary import Summary, Verified
 from flexengine.errors import InvalidInput
-from flexengine.job.apart import check_outside
+from flexengine.job.overwrite import check_model_kept
 from flexengine.lossy import Lossy
 from flexengine.model.tokenizer import eos_tokens, load_tokenizer
 from flexengine.model.verify import Verifier
@@ -55,7 +55,7 @@ class Core:
             layers: first layer, and last layer + 1, of this core; None for all. Other cores must hold the other layers.
         """
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
-        check_outside(options.model, {"trace": options.trace})
+        check_model_kept(options.model, {"trace": options.trace})
         self.options, self.machine = options, options.machine()
         self._check_disk(options.policy)
         self.trace = Trace(options.trace) if options.trace else None

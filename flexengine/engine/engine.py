@@ -12,12 +12,13 @@ from flexengine.engine.options import EngineOptions, check, takes
 from flexengine.engine.scoring import pairs_of, requests_of
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
-from flexengine.job.apart import check_apart
 from flexengine.job.columns import answered
 from flexengine.job.inputs import Rows
-from flexengine.job.results import check_output, journal_path, part_path
+from flexengine.job.overwrite import check_not_overwritten
+from flexengine.job.results import check_output, files_beside
 from flexengine.job.resume import open_job
 from flexengine.job.source import FORMATS
+from flexengine.job.streams import STDIN
 
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
@@ -215,10 +216,10 @@ class Engine(BaseEngine):
             params: sampling parameters of rows without fields of these names; None is `SamplingParams()`.
             prompt_column: column or field that holds the prompt; None reads any of prompt, messages and
                 prompt_token_ids.
+            limit: run only the first rows; None runs all. A later call with a larger limit continues.
             input_format: jsonl, txt, csv, tsv, parquet or arrow; None goes by the name of the input.
             chat: run each prompt as a user's message, through the model's chat template. Rows with messages or token
                 ids, and OpenAI batch lines, are run as they are.
-            limit: run only the first rows; None runs all. A later call with a larger limit continues.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
 
@@ -250,11 +251,10 @@ class Engine(BaseEngine):
         check("chat", chat, bool, "True or False")
         check("restart", restart, bool, "True or False")
         check("retry_errors", retry_errors, bool, "True or False")
-        check_apart({"input": input}, {
-            "trace": self.options.trace, "output": output, "the unfinished part of output": part_path(output),
-            "the journal of output": journal_path(output),
-        })  # fmt: skip
+        input = STDIN if input == "-" else input
         check_output(output, input)
+        written = {"trace": self.options.trace, "output": output, **files_beside(output, "output")}
+        check_not_overwritten({"input": input}, written)
         with (
             reporting(self.listener),
             Rows(input, prompt_column, limit, input_format, chat) as rows,

@@ -76,8 +76,8 @@ class Reader:
         """Raise InvalidInput if prompts are to be run as a user's messages and this model has no chat template for
         them, as every prompt would be refused."""
         if rows.chat and (reason := fault(self.tokenizer)) is not None:
-            raise InvalidInput(f"--chat runs prompts as a user's messages, but {reason}; leave it out, or take an"
-                               " instruction-tuned model")  # fmt: skip
+            raise InvalidInput(f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it"
+                               " out, or take an instruction-tuned model")  # fmt: skip
 
     def requests(
         self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams]

@@ -74,6 +74,17 @@ def part_path(output: str | os.PathLike[str]) -> Path:
     return target.with_name(target.name + ".part")
 
 
+def files_beside(output: str | os.PathLike[str], name: str) -> dict[str, Path]:
+    """Return the files that a job writes beside its output, by the names that messages use.
+
+    Args:
+        name: name of the output in messages.
+    """
+    if (journal := journal_path(output)) is None:
+        return {}
+    return {f"the unfinished part of {name}": part_path(output), f"the journal of {name}": journal}
+
+
 def output_row(row: Row, result: Result) -> dict[str, Any]:
     """Return the fields of an output row: those of the input row, then those of the Result, without `logprobs` and
     `samples` if they are None. The Result's fields replace input fields of the same name (`index`, `error`, ...).

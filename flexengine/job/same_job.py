@@ -21,6 +21,7 @@ CHAT = "chat"  # in the manifest only if it is true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT = "absent"
+_DEFAULTS = {CHAT: "false"}  # values, as JSON, of names that a manifest may lack
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
 
@@ -134,6 +135,6 @@ def _equal(was: Mapping[str, Any], now: Mapping[str, Any], name: str) -> bool:
 
 def _shown(manifest: Mapping[str, Any], name: str) -> str:
     if name not in manifest:
-        return "false" if name == CHAT else _ABSENT
+        return _DEFAULTS.get(name, _ABSENT)
     text = json.dumps(manifest[name])
     return text if len(text) <= _LONG else text[:_LONG] + "..."

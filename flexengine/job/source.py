@@ -96,6 +96,8 @@ class Source:
     @property
     def state(self) -> tuple[int, ...] | None:
         """Device, inode, size and time of the file, by which a change is noticed; None if the file is gone."""
+        if self._copy is not None and self._copy.closed:
+            return None  # another file may have its number now
         try:
             status = self.file.stat()
         except OSError:

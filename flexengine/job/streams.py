@@ -4,7 +4,6 @@ import errno
 import os
 import re
 import sys
-from pathlib import Path
 
 STDIN = "/dev/stdin"
 _NUMBERS = {"/dev/stdin": 0, "/dev/stdout": 1, "/dev/stderr": 2}
@@ -20,8 +19,9 @@ def descriptor(path: str | os.PathLike[str]) -> int | None:
 
 def is_stream(path: str | os.PathLike[str]) -> bool:
     """Return whether a path names a pipe, a device or an open file: no file that can be replaced or read twice."""
-    place = Path(path)
-    return descriptor(path) is not None or (place.exists() and not place.is_file() and not place.is_dir())
+    if descriptor(path) is not None:
+        return True
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def output_name(output: str | None) -> str | None:

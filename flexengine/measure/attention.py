@@ -56,7 +56,7 @@ class Trial:
 
     Attributes:
         facts: facts of the model.
-        machine: to measure.
+        machine: the machine to measure.
         dtype: dtype of activations.
     """
 

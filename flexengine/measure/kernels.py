@@ -117,7 +117,7 @@ def products(machine: Machine, dtype: torch.dtype, held: torch.dtype) -> Iterato
     """Yield a function that makes products for a number of rows; they cycle through matrices that exceed the caches.
 
     Args:
-        machine: to measure.
+        machine: the machine to measure.
         dtype: dtype of activations.
         held: dtype of the matrices.
     """
@@ -169,9 +169,9 @@ def _decode(
     """Return the bytes of KV per second of decode attention by length.
 
     Args:
-        machine: to measure.
+        machine: the machine to measure.
         tier: tier of the KV pool, in which each sequence has random pages.
-        kernels: to measure.
+        kernels: the kernels to measure.
         dtype: dtype of queries and pool.
         lengths: tokens of each of SEQUENCES sequences.
         group: queries per KV head.

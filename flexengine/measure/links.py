@@ -66,7 +66,7 @@ def measure_links(machine: Machine, checkpoint: Sequence[Path] = ()) -> LinkRate
     Takes about ten seconds. The ledgers are unchanged afterwards.
 
     Args:
-        machine: to measure.
+        machine: the machine to measure.
         checkpoint: the model's safetensors files; empty if there are none.
 
     Raises:

@@ -54,7 +54,7 @@ def measure_model(
         skeleton: the model.
         facts: facts of the model.
         held: dtype of each parameter on the device.
-        machine: to measure.
+        machine: the machine to measure.
         most_tokens: maximum tokens of a gpu_batch.
     """
     with torch.no_grad(), unnoticed(machine):
@@ -95,7 +95,7 @@ def time_layers(
     Args:
         skeleton: its layers in `names` have weights.
         names: signature of each layer.
-        machine: to measure.
+        machine: the machine to measure.
         tokens: numbers of tokens, the most important first.
         budget: seconds for all of them.
     """

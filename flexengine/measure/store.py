@@ -51,7 +51,7 @@ def obtain(
     Weights must not be loaded yet: measuring needs the memory, and leaves the modules without weights.
 
     Args:
-        machine: to measure.
+        machine: the machine to measure.
         opened: the model; None for the machine's rates only.
         measure: measure rates that the cache lacks, within a minute. Otherwise they are missing.
         again: ignore the cache.
@@ -154,7 +154,7 @@ def corrected(
     to job.
 
     Args:
-        hardware: to correct.
+        hardware: the rates to correct.
         factors: by lane, actual seconds over seconds predicted with `planned`.
         facts: facts of the job's model.
         planned: rates that the job was planned with, as other jobs may have corrected `hardware` since; None for

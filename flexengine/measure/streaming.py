@@ -68,7 +68,7 @@ def measure_streaming(opened: Opened, machine: Machine, layer: Table) -> dict[st
 
     Args:
         opened: the model.
-        machine: to measure.
+        machine: the machine to measure.
         layer: (tokens, seconds) of such a layer computed alone.
 
     Returns:

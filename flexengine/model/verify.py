@@ -51,7 +51,7 @@ class Verifier:
     Attributes:
         files: number of files verified.
         bytes: bytes of the files verified.
-        seconds: spent so far.
+        seconds: time spent so far.
     """
 
     def __init__(self, on_fault: OnFault | None = None) -> None:
@@ -90,11 +90,11 @@ class Verifier:
             NoSums: there is no sum of the file.
             BadCheckpoint: the file differs.
         """
-        if (found := _gguf_sum(file)) is None:
+        if (known := _gguf_sum(file)) is None:
             name = quote(file.name)
             raise NoSums(f"there is no checksum to verify {file} with; as long as it is known to be good, make one:"
                          f" cd {quote(str(file.parent))} && sha256sum {name} > {name}.sha256")  # fmt: skip
-        digest, says = found
+        digest, says = known
         with _remedy("get it again"):
             self._compare({file: digest}, None, says)
 

@@ -4,6 +4,7 @@ First, each change is priced under a few policies similar to the current one. Th
 bound of the speedup. Then the policy search runs for each change, the most promising first, until the time is over.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -64,6 +65,23 @@ class Change:
 
 
 @activity("planning", "searching the changes that would help most")
+def ideas(
+    model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction, chosen: bool,
+    options: Options | None = None, thorough: bool = False,
+) -> list[Help]:  # fmt: skip
+    """Return what makes the job faster: changes, if the planner chose the policy, else the planner's policy.
+
+    Args:
+        prediction: prediction of the policy.
+        chosen: whether the planner chose it.
+        options: constraints of the search that chose it.
+        thorough: search every change, without a limit of time.
+    """
+    if not chosen:
+        return instead(model, hardware, workload, prediction)
+    return helps(model, hardware, workload, prediction, options, math.inf if thorough else SEARCH_SECONDS)
+
+
 def helps(
     model: ModelFacts, hardware: Hardware, workload: Workload, prediction: Prediction, options: Options | None = None,
     budget: float = SEARCH_SECONDS, now: Callable[[], float] = time.monotonic,

@@ -61,7 +61,7 @@ def place_name(place: str, shared: bool) -> str:
 
 
 def plain(value: object, keep: str = "") -> str:
-    """Return the value as text of printable characters. Others, such as those that control a terminal, are escaped.
+    """Return the value as text of printable characters. Other characters, such as terminal controls, are escaped.
 
     Args:
         keep: characters that stay although they are not printable, such as a newline.

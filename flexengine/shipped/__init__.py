@@ -33,7 +33,8 @@ def find(kind: Kind, given: str) -> str:
     *folders, last = PurePath(given).parts or ("",)
     name = last.removesuffix(".json")
     named = not folders or folders[-2:] == ["policies", _FORMER_FOLDERS[kind]]
-    if os.path.exists(given) or not named or name not in names(kind):
+    exists = os.path.exists if kind == "models" else os.path.isfile
+    if exists(given) or not named or name not in names(kind):
         return given
     return str(_folder(kind) / (name if kind == "models" else f"{name}.json"))
 
@@ -41,7 +42,7 @@ def find(kind: Kind, given: str) -> str:
 def find_file(kind: Kind, given: str) -> str:
     """Return the path of the file that the user means, as `find`. Raise InvalidInput if there is no such file."""
     path = find(kind, given)
-    if not os.path.exists(path):
+    if not os.path.isfile(path):
         raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; give a path, or a name ({listed(kind)})")
     return path
 

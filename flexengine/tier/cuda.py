@@ -167,12 +167,12 @@ class Gpu:
 
 def gpus() -> list[Gpu]:
     """Return all GPUs that torch sees. The CUDA runtime then keeps some hundred MB of each until the process ends."""
-    gpus = []
+    seen = []
     for number in range(torch.cuda.device_count()):
         about = torch.cuda.get_device_properties(number)
         free, total = torch.cuda.mem_get_info(number)
-        gpus.append(Gpu(about.name, total, free, f"{about.major}.{about.minor}"))
-    return gpus
+        seen.append(Gpu(about.name, total, free, f"{about.major}.{about.minor}"))
+    return seen
 
 
 def give_back() -> None:

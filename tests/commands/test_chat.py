@@ -127,11 +127,11 @@ def test_a_job_keeps_its_chat(asked: Job, began: bool, now: bool) -> None:
     assert asked.output.read_bytes() == before
 
 
-# What is refused.
+# Refusals.
 
 
 def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Once and before the files of the model are hashed, not once per row."""
+    """The job is refused once, before the files of the model are hashed."""
     no_template, strict = tmp_path_factory.mktemp("plain"), tmp_path_factory.mktemp("strict")
     make_speaker(no_template, None)
     make_speaker(strict, "{{ raise_exception('a system message comes first') }}")
@@ -140,7 +140,8 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
         (no_template, "the model has no chat template"),
         (strict, "the model's chat template refuses a user's message (TemplateError: a system message comes first)"),
     ):
-        message = f"--chat runs prompts as a user's messages, but {reason}; leave it out, or take an instruction-tuned"
+        message = (f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or take"
+                   " an instruction-tuned")  # fmt: skip
         for more in ((), ("--dry-run",)):
             assert asked("--chat", *COLUMN, "--model", str(directory), *more) == 2
             assert asked.err.count("\n") == 1
@@ -179,13 +180,13 @@ def test_a_plan_counts_the_tokens_of_the_template(asked: Job, speaker: Any, monk
 
 
 def hint_of(path: Path, texts: list[str | None], template: bool = True, **options: Any) -> str:
-    found = EmptyTexts()
+    counts = EmptyTexts()
     for i, text in enumerate(texts):
-        found.note(Result(i, text, error=None if text is not None else "bad"))
+        counts.note(Result(i, text, error=None if text is not None else "bad"))
     tokenizer = make_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template if template else None
     with Rows(path, **options) as rows:
-        return found.hint(rows, tokenizer)
+        return counts.hint(rows, tokenizer)
 
 
 def test_a_hint_if_half_of_the_texts_are_empty(tmp_path: Path) -> None:

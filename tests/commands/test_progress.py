@@ -37,10 +37,10 @@ def test_a_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     wanted = [
         r"lossy: weights int8; flexengine quality shows what that costs",
         r"converting m\.gguf to safetensors, once for this file \(0\.00 GB\)",
-        r"converting: done in \S+( s)?",
+        r"converting: done in (\d:\d\d|\d\.\d\d s)",
         r"plan: weights \S+ kB \(RAM\); KV cache \S+ kB \(RAM\); block of 1 sequence \(1 gpu_batch\); bottleneck: .*",
         r"encoding \d+ matrices, once for this model and format \(0\.00 GB become 0\.00 GB\)",
-        r"encoding: done in \S+( s)?",
+        r"encoding: done in (\d:\d\d|\d\.\d\d s)",
         r"row 1: .*99999.*",
         r"1 rows done, 1 failed; 3 prompt and 2 generated tokens in \S+ s: \S+ tok/s; --retry-errors runs those rows"
         r" again; results are in .*out\.jsonl",

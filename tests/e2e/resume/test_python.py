@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +195,9 @@ def test_a_column_and_a_pipe(job: Job) -> None:
     ({"limit": True}, "it must be a whole number of at least 1"), ({"restart": 1}, "restart is 1; it must be True or"),
     ({"retry_errors": "no"}, "retry_errors is 'no'"), ({"input": "none.jsonl"}, "input none.jsonl cannot be read"),
     ({"output": "trace.json"}, "trace and output are one file"),
+    ({"output": "in.jsonl"}, "output in.jsonl is the input file, whose prompts would be replaced"),
+    ({"output": "x" * 300}, "File name too long"),
+    ({"output": "a\0"}, "it must be the name of a file"), ({"input": Path("a\0")}, "it must be the name of a file"),
 ])  # fmt: skip
 def test_refused(job: Job, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], message: str) -> None:
     monkeypatch.chdir(job.folder)
@@ -203,6 +207,24 @@ def test_refused(job: Job, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any]
             engine.run_job(**{"input": job.input, "output": job.output, "params": PARAMS, **more})
         assert message in str(caught.value)
         assert state(job) == before
+
+
+def test_a_link_to_itself(job: Job) -> None:
+    (loop := job.folder / "loop").symlink_to("loop")
+    with opened(job) as engine, pytest.raises(InvalidInput, match="loop cannot be reached"):
+        engine.run_job(job.input, loop)
+
+
+def test_standard_input_is_not_replaced(job: Job) -> None:
+    """Also if it is a file that was redirected."""
+    before = job.input.read_bytes()
+    program = (f"import sys; from flexengine import Engine\nwith Engine({str(job.family.directory)!r}) as engine:\n"
+               " engine.run_job('-', sys.argv[1], restart=True)")  # fmt: skip
+    with job.input.open("rb") as file:
+        done = subprocess.run([sys.executable, "-c", program, str(job.input)], stdin=file, capture_output=True,
+                              text=True, cwd=ROOT, timeout=120)  # fmt: skip
+    assert "is the input file, whose prompts would be replaced" in done.stderr
+    assert job.input.read_bytes() == before
 
 
 def test_refused_while_another_job_runs(job: Job) -> None:

@@ -10,24 +10,24 @@ from flexengine.errors import InvalidInput
 PathName = str | os.PathLike[str] | None
 
 
-def check_apart(read: Mapping[str, PathName], written: Mapping[str, PathName]) -> None:
-    """Raise InvalidInput if a file that is written is also read, or is written twice. Called before all work.
+def check_not_overwritten(read: Mapping[str, PathName], written: Mapping[str, PathName]) -> None:
+    """Raise InvalidInput if a file that is written is also read, or is written twice. Call it before all work.
 
     Directories, and devices such as /dev/null, may be given more than once.
 
     Args:
         read: files that are read, by the names that messages use; None if an option is not given.
-        written: files that are written, likewise.
+        written: files that are written, by the names that messages use; None if an option is not given.
     """
     given = {**read, **written}
-    paths = {name: Path(path).resolve() for name, path in given.items() if path}
+    paths = {name: Path(os.path.realpath(path)) for name, path in given.items() if path}
     for one, other in combinations(paths, 2):
         same = paths[one] == paths[other] and (paths[one].is_file() or not paths[one].exists())
         if same and (one in written or other in written):
             raise InvalidInput(f"{one} and {other} are one file, {given[one]}; give each a file of its own")
 
 
-def check_outside(model: PathName, written: Mapping[str, PathName]) -> None:
+def check_model_kept(model: PathName, written: Mapping[str, PathName]) -> None:
     """Raise InvalidInput if a file that is written would replace a file of the model.
 
     Args:
@@ -36,7 +36,7 @@ def check_outside(model: PathName, written: Mapping[str, PathName]) -> None:
     """
     if model is None or not os.path.exists(model):
         return
-    root = Path(model).resolve()
+    root = os.path.realpath(model)
     for name, path in written.items():
-        if path and (target := Path(path).resolve()).is_file() and target.is_relative_to(root):
+        if path and (target := Path(os.path.realpath(path))).is_file() and target.is_relative_to(root):
             raise InvalidInput(f"{name} {path} would replace a file of the model {model}; name another file")
