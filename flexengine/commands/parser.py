@@ -103,6 +103,10 @@ class Parser(argparse.ArgumentParser):
         """Refuse the command line. `parse_args` prints the message."""
         raise _Invalid(message)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print the text of --help or --version. argparse would ignore an error of the stream."""
+        (file or sys.stdout).write(message)
+
     def _refuse(self, message: str, words: Sequence[str]) -> NoReturn:
         """Print one line: the right command if the words have an option of another program, else the message."""
         if self._file is not None:

@@ -140,8 +140,8 @@ def test_a_model_without_a_template(families: Any, asked: Job, tmp_path_factory:
         (no_template, "the model has no chat template"),
         (strict, "the model's chat template refuses a user's message (TemplateError: a system message comes first)"),
     ):
-        message = (f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or take"
-                   " an instruction-tuned")  # fmt: skip
+        message = (f"--chat (chat=True in Python) runs prompts as a user's messages, but {reason}; leave it out, or"
+                   " take an instruction-tuned")  # fmt: skip
         for more in ((), ("--dry-run",)):
             assert asked("--chat", *COLUMN, "--model", str(directory), *more) == 2
             assert asked.err.count("\n") == 1

@@ -249,6 +249,8 @@ def test_whoever_reads_the_results_may_go(job: Job) -> None:
     assert child.wait() == exit_codes.FAILED
     assert "the reader of the output closed it before all was written" in said
     assert "Traceback" not in said
+    both = '"$0" -m flexengine.run "$@" 2>&1 | true; exit ${PIPESTATUS[0]}'  # nothing can be printed either
+    assert subprocess.run(["bash", "-c", both, sys.executable, *words[3:]], timeout=120).returncode == exit_codes.FAILED
 
 
 def test_limit_beyond_any_file(job: Job) -> None:

@@ -204,6 +204,26 @@ def test_a_closed_stdin_is_no_empty_input(job: Job) -> None:
     code, said = closed(job, "<&-", "-", "--model", "/nowhere/m")
     assert code == exit_codes.REFUSED
     assert "input /dev/stdin cannot be read (Bad file descriptor)" in said
+    assert "meant?" not in said
+
+
+def test_a_full_stdout_is_open(job: Job) -> None:
+    code, said = closed(job, ">/dev/full", str(job.input), "--model", str(job.family.directory), "--max-tokens", "1")
+    assert code == exit_codes.FAILED
+    assert "No space left on device" in said.splitlines()[-1]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])
+@pytest.mark.parametrize(("redirection", "sentence"), [
+    (">/dev/full", "No space left on device"), (">&-", "stdout is closed, so the output is lost"),
+])  # fmt: skip
+def test_help_that_is_lost(words: list[str], redirection: str, sentence: str) -> None:
+    script = f'"$0" -m flexengine "$@" {redirection}'
+    done = subprocess.run(["bash", "-c", script, sys.executable, *words], cwd=ROOT, capture_output=True, text=True,
+                          timeout=60)  # fmt: skip
+    assert done.returncode == exit_codes.FAILED
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(("printed", "code"), [("'x'", exit_codes.FAILED), ("end=''", exit_codes.DONE)])

@@ -187,6 +187,7 @@ def test_chat(speaker: Any) -> None:
     texts = ["user:hi;bot:", "user:hi;bot:yes;user:no;bot:", "[f]user:hi;bot:"]  # templates write <s> themselves
     plain = [speaker.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     expected = reference(speaker.reference, plain)
+    assert speaker.chat(tuple(hello), GREEDY).token_ids == expected[0]
     one = speaker.chat(hello, GREEDY)
     assert one.token_ids == expected[0]
     assert one.prompt is hello

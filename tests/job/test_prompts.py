@@ -1,8 +1,11 @@
 """Rows into requests. Tokens are judged by the tokenizer itself."""
 
 import dataclasses
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
@@ -153,3 +156,11 @@ def test_context_length_counts_prompt_and_continuation():
 def test_empty_prompts():
     assert "empty after tokenisation" in error_of({"prompt": ""})
     assert run({"prompt": ""}, make_tokenizer(bos=True)).prompt_ids == (1,)
+
+
+@pytest.mark.parametrize("ids", [np.array([3, 4]), torch.tensor([3, 4])])
+def test_arrays_and_tensors_are_token_ids(ids: Any) -> None:
+    request = encode(Row(0, 0, {"prompt_token_ids": ids}), None, 100, DEFAULTS, 10)
+    assert isinstance(request, Request)
+    assert request.prompt_ids == (3, 4)
+    assert all(type(token) is int for token in request.prompt_ids)

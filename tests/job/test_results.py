@@ -84,6 +84,16 @@ def test_logprobs_and_samples_only_if_there_are_any():
     assert with_samples["samples"] == [made, made]
 
 
+def test_results_of_an_earlier_job_are_left_out():
+    """An output may be an input; a sampling parameter of the row stays."""
+    row = Row(0, 1, {"prompt": "p", "samples": [1], "logprobs": [{"token_id": 3}], "error": "old", "token_ids": [7]})
+    line = json.loads(line_encoder("m", 0)(row, Result(0, "a")))
+    assert "samples" not in line
+    assert "logprobs" not in line
+    assert (line["error"], line["token_ids"]) == (None, [])
+    assert json.loads(line_encoder("m", 0)(Row(0, 1, {"logprobs": 2}), Result(0, "a")))["logprobs"] == 2
+
+
 def test_batch_lines_answer_batch_lines():
     fields = {"custom_id": "c1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "p"}}
     row, result = Row(0, 1, fields, request={"prompt": "p"}, custom_id="c1"), Result(0, "żó", [1], "stop", 3, 1)

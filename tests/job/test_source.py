@@ -144,6 +144,29 @@ def test_utf_16_is_one_refusal_with_a_command_that_helps(tmp_path, encoding, nam
         assert len(list(Rows(made))) == 1
 
 
+def test_utf_32_and_packed_utf_16(tmp_path):
+    with pytest.raises(InvalidInput, match=r"is encoded in UTF-32.*iconv -f UTF-32 -t UTF-8"):
+        Rows(written(tmp_path, "prompt\nhello\n".encode("utf-32"), "in.csv"))
+    with pytest.raises(InvalidInput, match=r"decompress it, and convert it with iconv -f UTF-16 -t UTF-8$"):
+        Rows(written(tmp_path, packed("prompt\nhello\n".encode("utf-16"), ".gz"), "in.csv.gz"))
+
+
+def test_a_zstd_file_may_begin_with_a_skippable_frame(tmp_path):
+    """As parallel compressors write it."""
+    frame = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"abcd"
+    with Rows(written(tmp_path, frame + packed(b'{"prompt": "a"}\n', ".zst"), "in.jsonl.zst")) as rows:
+        assert [row.fields for row in rows] == [{"prompt": "a"}]
+
+
+def test_the_number_of_a_closed_copy_is_not_used(tmp_path):
+    """Another file may have it by then."""
+    path = written(tmp_path, b'{"prompt": "a"}\n', "in.jsonl")
+    with path.open("rb") as file, Rows(f"/dev/fd/{file.fileno()}") as rows:
+        assert rows.size == path.stat().st_size
+    with path.open("rb"):
+        assert rows.size == 0
+
+
 def test_text_with_zeros_is_not_taken_for_utf_16(tmp_path):
     assert len(list(Rows(written(tmp_path, b"a\0", "in.txt")))) == 1
     assert len(list(Rows(written(tmp_path, b"a\0b\0\0c\n", "in.txt")))) == 1
