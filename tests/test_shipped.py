@@ -82,7 +82,8 @@ def test_a_shipped_name_is_no_file_to_write_over(elsewhere: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "message"),
     [("hardware", "t4",
-      f"there is no hardware file t4; give a path, or a name (shipped hardware: {', '.join(MACHINES)})"),
+      f"there is no hardware file t4; is {T4} meant? Else give a path, or a name (shipped hardware:"
+      f" {', '.join(MACHINES)})"),
      ("policies", "x/opt-30b.json",
       f"there is no policy file x/opt-30b.json; give a path, or a name (shipped policies: {', '.join(POLICIES)})")],
 )  # fmt: skip

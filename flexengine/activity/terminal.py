@@ -102,7 +102,8 @@ class Display:
         elif shown.printed is not None and now - shown.printed >= LINE_SECONDS:
             part = share(record)
             numbers = facts(record, now - shown.began)
-            self._print(f"{record.name}: {', '.join(numbers if part is None else [f'{part:.0%}', *numbers])}")
+            done = [] if part is None else [f"{part:.0%} of {record.unit}" if record.details else f"{part:.0%}"]
+            self._print(f"{record.name}: {', '.join([*done, *numbers])}")
         else:
             return
         shown.printed = now

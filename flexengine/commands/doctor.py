@@ -171,7 +171,7 @@ def _disk_cells(disk: "Disk") -> tuple[str, ...]:
     kinds = {"RAM": disk.in_ram, "network": disk.network, "hard disk": disk.rotational, "SSD": disk.rotational is False,
              "read-only": not disk.writable}  # fmt: skip
     about = ", ".join([disk.filesystem, *(name for name, is_so in kinds.items() if is_so)])
-    missing = "" if disk.exists else " (missing)"
+    missing = "" if disk.exists else " (made when it is needed)"
     use = {"current": "input, output", "hub": "hub downloads"}.get(disk.use, disk.use)
     return use, size(disk.free), size(disk.total), about, f"{plain(disk.path)}{missing}"
 

@@ -15,7 +15,7 @@ from typing import Protocol
 # Options of other programs that have another name here; the value stays.
 RENAMED = {
     "--max-tokens": ("--max-new-tokens", "--max-length", "--n-predict", "--predict", "-n", "--gen-len", "--output-len",
-                     "--max-output-tokens", "--max-completion-tokens", "--max-gen-toks"),
+                     "--output-tokens", "--max-output-tokens", "--max-completion-tokens", "--max-gen-toks"),
     "--temperature": ("--temp", "-t"),
     "--top-k": ("--topk",),
     "--top-p": ("--topp",),
@@ -34,7 +34,7 @@ RENAMED = {
     "--host-mem": ("--cpu-mem", "--ram"),
     "--device-mem": ("--gpu-mem", "--vram", "--max-memory"),
     "--hardware": ("--machine", "--hw"),
-    "--weights": ("--quantization", "--quantize", "--weight-format", "-q"),
+    "--weights": ("--quantization", "--quantize", "--weight-format", "--bits", "-q"),
     "--cache": ("--kv-cache-dtype", "--cache-type-k", "--cache-type-v", "-ctk", "-ctv", "--kv-cache-type"),
     "--dtype": ("--torch-dtype", "--precision"),
 }  # fmt: skip
@@ -71,7 +71,8 @@ _INT8 = ("8bit", "8-bit", "int8", "q8_0", "q8", "fp8", "fp8_e4m3", "fp8_e5m2", "
 _INT4 = ("4bit", "4-bit", "int4", "q4_0", "q4_k_m", "q4_k", "q4", "nf4", "fp4", "awq", "gptq", "w4a16", "mxfp4")
 # Values of other programs, by option. "" stands for leaving the option out.
 VALUES: dict[str, dict[str, str]] = {
-    "--weights": dict.fromkeys(_INT8, "int8") | dict.fromkeys(_INT4, "int4") | {"none": "", "fp16": "", "bf16": ""},
+    "--weights": dict.fromkeys(_INT8, "int8") | dict.fromkeys(_INT4, "int4")
+    | {"none": "", "fp16": "", "bf16": "", "16": "", "8": "int8", "4": "int4", "3": "int3", "2": "int2"},
     "--cache": dict.fromkeys(_INT8, "int8") | dict.fromkeys(_INT4, "int4")
     | {"bfloat16": "bf16", "fp16": "bf16", "f16": "bf16", "auto": ""},
     "--dtype": {"fp16": "float16", "half": "float16", "f16": "float16", "bf16": "bfloat16", "fp32": "float32",
@@ -145,6 +146,8 @@ def correct(parser: CommandParser, words: Sequence[str]) -> str | None:
         _translate(item, known, line)
     if parser.command == "quality":
         _join_lists(line)
+    if parser.command == "plan":
+        _count_rows(line)
     if parser.command == "run":
         _name_model(line, known)
         _pipe_inputs(line)
@@ -188,6 +191,8 @@ def _items(words: Sequence[str], known: Mapping[str, argparse.Action]) -> Iterat
         if name == "-q" and "--weights" in known and rest and rest[0].lower() in VALUES["--weights"]:
             name = "--quantization"
         count = min(_num_values(name, known), len(rest))
+        if name in ("--gpu", "--cuda") and rest and rest[0].isdecimal():  # the number of a GPU
+            rest.popleft()
         yield Item(name, tuple(rest.popleft() for _ in range(count)))
 
 
@@ -238,6 +243,16 @@ def _translate_value(name: str, item: Item, line: Line) -> None:
         line.reasons.append(f"{value} is called {right} here" if right else f"{value} is the default")
     if right or not value:
         line.items.append(Item(name, (right,) if item.values else ()))
+
+
+def _count_rows(line: Line) -> None:
+    """Give the number of rows of a job without an input as --rows."""
+    counts = [item for item in line.items if item.option == "--limit"]
+    counts += [item for item in line.items if item.option == "--input" and item.values[0].isdecimal()]
+    others = [item for item in line.items if item.option in ("-i", "--input") and item not in counts]
+    if counts and not others:
+        line.items[line.items.index(counts[0])] = Item("--rows", counts[0].values)
+        line.reasons[:] = [reason.replace(f" {counts[0].option} ", " --rows ") for reason in line.reasons]
 
 
 def _join_lists(line: Line) -> None:

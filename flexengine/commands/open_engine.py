@@ -8,10 +8,12 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from flexengine import shipped
 from flexengine.activity import activity, tick
 from flexengine.activity.terminal import is_terminal
 from flexengine.commands.messages import NORMAL, say, verbosity
 from flexengine.commands.progress import verified_line
+from flexengine.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from flexengine.engine.engine import Engine
@@ -62,7 +64,14 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
-    engine = load_libraries()(args.model, on_sweep=on_sweep, **options)
+    engine_class = load_libraries()
+    try:
+        engine = engine_class(args.model, on_sweep=on_sweep, **options)
+    except ModelNotFound as error:
+        if args.model not in shipped.names("models"):
+            raise
+        raise ModelNotFound(f"{args.model} is a shape for flexengine plan, without weights; name a directory, a .gguf"
+                            " file or a hub id") from error  # fmt: skip
     engine.core.machine.say_no_offload()
     if engine.core.verifier:
         say(verified_line(vars(engine.core.verifier)))

@@ -105,7 +105,8 @@ def last_line(job: "Job", output: str | None, summary: dict[str, Any]) -> str:
     """
     retry = "; --retry-errors runs those rows again" if job.failed and output else ""
     if summary:
-        return summary_line(summary) + retry + (f"; results are in {output}" if output else "")
+        all_runs = f"; {job.done + job.failed} of {job.total} rows with those of earlier runs" if job.resumed else ""
+        return summary_line(summary) + all_runs + retry + (f"; results are in {output}" if output else "")
     if not job.done and not job.failed:
         return f"0 rows done: {job.rows.path} has no rows"
     if not job.finished:

@@ -13,6 +13,7 @@ from flexengine.plan.words import digits, percent, size
 
 GENERATING = "generating"  # name of the activity
 TOKEN_SECONDS, DISK_SECONDS = 30.0, 5.0  # rates of tokens and of disk reads are means of these times
+MIN_SHARE = 0.1  # of all tokens, after which the remaining time is shown in any case
 LONG_SWEEP_SECONDS = 2.0  # a longer sweep is shown with its finished share
 MIN_RATE_SECONDS = 1.0  # of a job, until rates are shown
 MIN_DISK_RATE = 1e6  # bytes per second; lower rates are not shown
@@ -96,12 +97,20 @@ class Generating:
     def end_sweep(self) -> None:
         """Report a finished sweep."""
         self._loading = 0
+        if not self._is_steady:
+            self._tokens = Rate(TOKEN_SECONDS)
         if self._work.due:
             self._update(self.progress.tokens, None)
 
     def end(self, failed: bool) -> None:
         """Report the end of the job."""
         self._work.end(failed)
+
+    @property
+    def _is_steady(self) -> bool:
+        """Return whether tokens come at a rate from which the remaining time follows. The first sweeps compute prompts,
+        and generate few tokens in a long time."""
+        return self.progress.decode_seconds > 0 or self.progress.tokens >= MIN_SHARE * self.progress.most
 
     def _update(self, tokens: float, share: float | None) -> None:
         now, p, nbytes = time.monotonic(), self.progress, self.bytes_read()
@@ -111,7 +120,7 @@ class Generating:
         rate, read = self._tokens(now, tokens), self._bytes(now, nbytes)
         if self._loading and (loaded := (nbytes - self._read_before) / self._loading) < 1:
             details.append(f"reading weights {percent(loaded)}")
-        if rate:
+        if rate and self._is_steady:
             details.append(f"{minutes(max(0.0, p.most - tokens) / rate)} left")
             details.append(f"{digits(rate)} tok/s")
         if read is not None and read >= MIN_DISK_RATE:

@@ -1,5 +1,6 @@
 """The options of an engine, each written once, in one frozen record."""
 
+import functools
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -150,9 +151,17 @@ def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callab
 
     def dressed(method: Callable[..., None]) -> Callable[Concatenate[Any, P], None]:
         own = next(iter(inspect.signature(method).parameters.values()))
-        parameters = [own, *inspect.signature(record).parameters.values()]
-        method.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
-        return method
+        options = inspect.signature(record).parameters
+
+        @functools.wraps(method)
+        def checked(self: Any, /, *args: P.args, **given: P.kwargs) -> None:
+            if (unknown := next((name for name in given if name not in options), None)) is not None:
+                raise TypeError(f"{type(self).__name__} has no option {unknown}; its options are {', '.join(options)}")
+            method(self, *args, **given)
+
+        parameters = [own, *options.values()]
+        checked.__signature__ = inspect.Signature(parameters, return_annotation=None)  # type: ignore[attr-defined]
+        return checked
 
     return dressed
 

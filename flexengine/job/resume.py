@@ -333,7 +333,7 @@ class JournalJob(Job):
             self.journal.add_output(self.total, os.path.getsize(self._output))
 
     def standing(self) -> str:
-        return f"interrupted: {self._remedy()}"
+        return f"interrupted: {self._remedy()}; rows that were under way begin anew"
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

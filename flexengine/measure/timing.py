@@ -145,7 +145,8 @@ def noticing() -> Iterator[None]:
     cores = (_others_seconds() - others) / seconds
     if cores > (psutil.cpu_count() or 1) - torch.get_num_threads() + DISTURBED:
         message(f"other programs kept {cores:.1f} cores busy during the measurement; the measured rates may be too low,"
-                " so measure again when the machine is idle", logging.WARNING)  # fmt: skip
+                " so measure again when the machine is idle (flexengine measure MODEL --again)",
+                logging.WARNING)  # fmt: skip
 
 
 def _others_seconds() -> float:

@@ -257,10 +257,11 @@ def carried(cost: Cost, prediction: Prediction, kind: str, lane: str) -> dict[st
 
 def totals(prediction: Prediction) -> list[str]:
     """Return lines with throughput, seconds and latency of the job."""
+    alive = f"{prediction.alive:,.0f} of at most {prediction.policy.block_size:,}"
     return [
         f"Prediction  {digits(prediction.tok_s)} tok/s generated; job {clock(prediction.seconds)},"
         f" plus {clock(prediction.load_seconds)} for loading resident weights in the first sweep",
-        f"            {prediction.rows:,} rows, {prediction.alive:,.0f} alive in a mean sweep;"
+        f"            {prediction.rows:,} rows, {alive} alive in a mean sweep;"
         f" a row takes {clock(prediction.latency)} from entry to end",
     ]
 

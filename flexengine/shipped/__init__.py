@@ -43,7 +43,9 @@ def find_file(kind: Kind, given: str) -> str:
     """Return the path of the file that the user means, as `find`. Raise InvalidInput if there is no such file."""
     path = find(kind, given)
     if not os.path.isfile(path):
-        raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; give a path, or a name ({listed(kind)})")
+        similar = [name for name in names(kind) if given and name.startswith(given)]
+        meant = f"is {similar[0]} meant? Else " if len(similar) == 1 else ""
+        raise InvalidInput(f"there is no {_FILE_OF[kind]} {given}; {meant}give a path, or a name ({listed(kind)})")
     return path
 
 

@@ -203,7 +203,8 @@ def make_machine(
     if kind == "auto":
         kind = "cuda" if cuda.available() else "cpu"
     if kind == "cuda" and not cuda.available():
-        raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu")
+        raise InvalidInput("device is 'cuda', but torch sees no CUDA GPU; use --device cpu, or leave --device"
+                           " out")  # fmt: skip
     if links is not None and kind != "sim":
         raise InvalidInput(f"link rates can be set for device 'sim' only, not {kind!r}")
     if kind != "cuda":

@@ -45,9 +45,9 @@ def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
     reports.begin_stage(1)
     clock[0] += 1.0
     read[0] = 60_000_000
-    reports.look(2)  # 17 cells more, 4.25 tokens in a second, 92 tokens left
+    reports.look(2)
     assert heard[-1].done == 8.0
-    assert heard[-1].details == ("5 of 20 rows", "1 failed", "reading weights 60 %", "0:22 left", "4.25 tok/s",
+    assert heard[-1].details == ("5 of 20 rows", "1 failed", "reading weights 60 %",
                                  "disk 40.0 of 50.0 MB/s", "sweep 1: 80 %")  # fmt: skip
     progress.tokens, progress.rows, progress.sweeps = 10, 3, 1
     clock[0] += 1.0
@@ -57,6 +57,29 @@ def test_the_numbers_of_a_sweep(clock: list[float]) -> None:
                                  "1.00 rows/s")  # fmt: skip
     reports.end(failed=False)
     assert heard[-1].state == "done"
+
+
+def test_no_estimate_before_tokens_come_at_a_steady_rate(clock: list[float]) -> None:
+    """A sweep that computes prompts takes 50 s and gives 200 of 10,000 tokens; the next ones take 1 s each."""
+    heard, progress = Heard(), Progress(most=10_000)
+    reports = Generating(heard, progress, JobRows(200))
+    shown = []
+    for seconds, prefill in ((50.0, True), (1.0, False), (1.0, False), (1.0, False)):
+        reports.begin_sweep([10], 200)
+        reports.begin_stage(0)
+        clock[0] += seconds / 2
+        reports.look(5)
+        shown.append([text for text in heard[-1].details if "left" in text])
+        clock[0] += seconds / 2
+        progress.tokens += 200
+        progress.sweeps += 1
+        if prefill:
+            progress.prefill_seconds += seconds
+        else:
+            progress.decode_seconds += seconds
+        reports.end_sweep()
+    assert shown[:2] == [[], []]
+    assert shown[-1] == ["0:46 left"]  # 9,300 tokens at 200 per second
 
 
 def test_rates_forget() -> None:

@@ -100,7 +100,8 @@ def goes_on(job: Job, child: "subprocess.Popen[str]", code: int, expected: bytes
     assert child.stderr
     said = child.stderr.read()
     assert "Traceback" not in said
-    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to continue\n"
+    standing = f"interrupted: {len(rows_done(job))} of 8 rows are done; run the same command again to continue"
+    standing += "; rows that were under way begin anew\n"
     assert said.endswith(f"flexengine: {standing}")
     assert not job.output.exists()
     assert job() == 0, job.err
