@@ -2,10 +2,12 @@
 
 import copy
 import json
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
@@ -55,15 +57,17 @@ def prompts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def theirs() -> tuple[Any, Any]:
-    """Tokenizer and model of transformers, which dequantises the GGUF itself."""
+    """Tokenizer and model of transformers, which dequantises the GGUF itself. It would parse the header four times."""
     try:
         file = source.demo_file()
     except ModelNotFound as error:
         pytest.skip(str(error))
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-    )
-    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), model.eval()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf, "GGUFReader", cache(gguf.GGUFReader))
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
+        )
+        return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name), model.eval()
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ from transformers import conversion_mapping
 
 from flexengine import Engine, Policy, SamplingParams, kernels
 from flexengine.errors import FlexError
-from tests.helpers.tiny_models import SEEDS, VOCABULARY, NoReferenceError, make_model, tiny_config
+from tests.helpers.tiny_models import VOCABULARY, NoReferenceError, make_model, seeds_of, tiny_config
 
 # Ragged prompts, most of them longer than the sliding window, one whose answer begins a page of the cache; new tokens.
 LENGTHS, NEW = (5, 17, 1, 33, 28), 6
@@ -111,18 +111,19 @@ def reload(directory: Path) -> Any:
 
 
 def reference(
-    config: Any, directory: Path, prompts: list[list[int]], model: Any, first: tuple[list[int], float]
+    config: Any, directory: Path, prompts: list[list[int]], seeds: list[int], model: Any, first: tuple[list[int], float]
 ) -> tuple[list[list[int]], int]:
     """Return the answers of a model whose reloaded copy answers decisively, and the seed of its weights.
 
     Args:
-        directory: holds the model of seed 0. A model of another seed replaces it.
-        model: the reloaded copy of seed 0.
+        directory: holds the model of the first seed. A model of another seed replaces it.
+        seeds: in the order of trial.
+        model: the reloaded copy of the first seed.
         first: its continuation of the first prompt.
     """
     why = ""
-    for seed in range(SEEDS):
-        if seed:
+    for seed in seeds:
+        if seed != seeds[0]:
             make_model(config, seed).save_pretrained(directory)
             model = reload(directory)
             first = continuation(model, prompts[0])
@@ -190,7 +191,8 @@ def examine(kind: Any, directory: Path) -> tuple[str, str]:
     try:
         config = tiny_config(kind)
         prompts = prompts_of(VOCABULARY)
-        make_model(config, 0).save_pretrained(directory)
+        seeds = seeds_of(kind.model_type)
+        make_model(config, seeds[0]).save_pretrained(directory)
         model = reload(directory)
         first = continuation(model, prompts[0])
         verdict = "crash"
@@ -199,9 +201,9 @@ def examine(kind: Any, directory: Path) -> tuple[str, str]:
         except FlexError as error:
             return "refused", refusal(directory, error)
         verdict = "no reference"
-        expected, seed = reference(config, directory, prompts, model, first)
+        expected, seed = reference(config, directory, prompts, seeds, model, first)
         verdict = "crash"
-        if seed:  # the engine was opened on the weights of seed 0
+        if seed != seeds[0]:  # the engine was opened on the weights of the first seed
             engine.close()
             engine = opened(directory, device="cpu")
         return compare(directory, engine, prompts, expected)

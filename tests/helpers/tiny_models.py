@@ -8,6 +8,12 @@ import transformers
 from transformers import PreTrainedConfig
 
 SEEDS = 12  # weights to try until the reference is decisive
+# Seeds to try first, by model type, where the reference with seed 0 was not decisive. The others are tried after them.
+FIRST_SEEDS = {
+    "bert": 1, "camembert": 9, "ctrl": 4, "data2vec-text": 7, "electra": 1, "ernie": 1, "fuyu": 1, "gemma2": 3,
+    "gemma3": 3, "gemma3_text": 3, "gemma4_text": 3, "gemma4_unified_text": 3, "glm4_moe_lite": 1, "minicpm3": 3,
+    "roberta": 7, "roc_bert": 8, "seed_oss": 1, "xlm-roberta": 9,
+}  # fmt: skip
 WIDTHS = ((1, 1), (1 / 8, 1), (1 / 8, 2), (1, 4))  # factors of the embedding and of other matrices, as seeds go on
 MOST_PARAMETERS = 20_000_000  # more means that some size was not shrunk
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, INNER, VOCABULARY, POSITIONS, WINDOW = 4, 64, 4, 2, 32, 112, 601, 256, 9
@@ -133,6 +139,12 @@ def _types(name: str, value: list[str]) -> list[str]:
 
 class NoReferenceError(Exception):
     """transformers cannot be compared with; the message says why."""
+
+
+def seeds_of(model_type: str) -> list[int]:
+    """Return all seeds in the order of trial."""
+    first = FIRST_SEEDS.get(model_type, 0)
+    return [first, *(seed for seed in range(SEEDS) if seed != first)]
 
 
 def blank_model(config: Any, **options: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
@@ -13,7 +14,7 @@ from flexengine.plan.cost import Cost
 from flexengine.plan.explain import hardware_text, report
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import lay_out
-from flexengine.plan.prediction import busiest
+from flexengine.plan.prediction import Prediction, busiest
 from flexengine.plan.search import search
 from flexengine.plan.whatif import changes, helps
 from flexengine.plan.workload import Workload
@@ -39,6 +40,12 @@ def machine(*rates: float, kind: str = "cpu", more: tuple[int | None, ...] | Non
     return replace(known, links=links, checkpoint_read=((1.0, rates[0]),), crosstalk={})
 
 
+@cache
+def fastest(kind: str, *rates: float) -> Prediction:
+    """The best plan for `machine`. Tests share it."""
+    return search(MODEL, machine(*rates, kind=kind), WORK).best
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cpu", "sim"])
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
@@ -46,9 +53,8 @@ def test_work_is_divided_by_the_rates(kind: str, ratio: float) -> None:
     """Where disks are the bottleneck, two of them are busy equally long, and a sweep takes about as long as with one
     disk of the sum of their rates. (Two disks need more staging than one.)"""
     rate = 5e7
-    one, two, sum_of_both = machine(rate, kind=kind), machine(rate, ratio * rate, kind=kind), machine(
-        rate * (1 + ratio), kind=kind)  # fmt: skip
-    found = [search(MODEL, hardware, WORK).best for hardware in (one, two, sum_of_both)]
+    one, two, sum_of_both = (rate,), (rate, ratio * rate), (rate * (1 + ratio),)
+    found = [fastest(kind, *rates) for rates in (one, two, sum_of_both)]
     lanes, seconds = found[1].lanes["decode"], [p.sweep_seconds["decode"] for p in found]
     assert lanes["disk2_read"] == pytest.approx(lanes["disk_read"], rel=0.15)
     assert seconds[1] <= 1.25 * seconds[2]
