@@ -247,7 +247,7 @@ def _environment(facts: Facts) -> Iterator[Finding]:
 
 def _rest(facts: Facts) -> Iterator[Finding]:
     if facts.part("torch") and isinstance(facts.engine, dict) and facts.engine.get("rates") is None:
-        text = "this machine's rates are not measured yet: the first job that is predicted to take over a minute does so"
+        text = "this machine's rates are not measured yet: the first job predicted to take over a minute does so"
         yield Finding(NOTE, 12, text, "flexengine measure")
     if isinstance(facts.software, Software):
         missing = [f"{name} ({EXTRAS[name]})" for name, version in facts.software.extras.items()
