@@ -116,6 +116,8 @@ def _print_list(cached: "Contents", items: Sequence["Item"], as_json: bool) -> N
         print(f"\n{table([_HEAD, *map(_cells, items)], right=(3,))}\n")
     for path, reason in cached.ignored:
         print(f"ignored: {plain(path)} ({reason})")
+    if items:
+        print("flexengine cache clear NAME removes one of them, or all of a kind")
     print(f"not included: downloads from the hub, {size(hub.bytes)} in {plain(hub.path)}; `hf cache` manages them")
 
 

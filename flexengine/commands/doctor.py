@@ -197,6 +197,9 @@ def _rate_cells(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _findings(problems: Sequence["Finding"]) -> str:
+    from flexengine.doctor.findings import STOPS
+
     if not problems:
         return "nothing stops or slows jobs here"
-    return table([(one.level, plain(one)) for one in problems])
+    verdict = f"jobs {'cannot' if any(one.level == STOPS for one in problems) else 'can'} run here"
+    return f"{table([(one.level, plain(one)) for one in problems])}\n\n{verdict}"

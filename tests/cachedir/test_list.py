@@ -54,6 +54,7 @@ def test_the_table(cache: Cache) -> None:
     assert weights[head.index("model") :].startswith("tiny (int4) ")
     assert weights[head.index("last use") :].startswith("1 day ago")
     assert weights[head.index("path") :] == f"prepared/{K['b']}"
+    assert lines[-2] == "flexengine cache clear NAME removes one of them, or all of a kind"
     assert lines[-1].startswith("not included: downloads from the hub")
 
 

@@ -77,6 +77,7 @@ def test_the_report(here: Facts) -> None:
     assert "unknown" not in text
     assert max(map(len, lines[:20])) < 140
     assert not any(line.endswith(" ") for line in lines)
+    assert lines[-1] in ("jobs can run here", "nothing stops or slows jobs here")
 
 
 def test_a_report_of_other_facts(here: Facts) -> None:
@@ -98,6 +99,7 @@ def test_a_report_without_facts() -> None:
     text = command.as_text(nothing, findings(nothing))
     assert text.count("unknown") == 10
     assert "stops  E" in text
+    assert text.endswith("\n\njobs cannot run here")
     assert set(nothing.to_json()) >= {"cpu", "memory", "disks", "engine"}
 
 
