@@ -1,6 +1,7 @@
 """Checks that no file of a job or of its model is written over."""
 
 import os
+import re
 from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
@@ -8,6 +9,11 @@ from pathlib import Path
 from flexengine.errors import InvalidInput
 
 PathName = str | os.PathLike[str] | None
+# Names of files in a model's directory. Others there, such as an earlier trace, may be replaced.
+_OF_MODEL = re.compile(
+    r".*\.(safetensors|bin|model|tiktoken|jinja|py)|(.*config|.*\.index|tokenizer.*|vocab|special_tokens_map"
+    r"|added_tokens)\.json|(vocab|merges)\.txt|SHA256SUMS"
+)
 
 
 def check_not_overwritten(read: Mapping[str, PathName], written: Mapping[str, PathName]) -> None:
@@ -38,5 +44,7 @@ def check_model_kept(model: PathName, written: Mapping[str, PathName]) -> None:
         return
     root = os.path.realpath(model)
     for name, path in written.items():
-        if path and (target := Path(os.path.realpath(path))).is_file() and target.is_relative_to(root):
+        if not path or not (target := Path(os.path.realpath(path))).is_file() or not target.is_relative_to(root):
+            continue
+        if target == Path(root) or _OF_MODEL.fullmatch(target.name):
             raise InvalidInput(f"{name} {path} would replace a file of the model {model}; name another file")

@@ -32,14 +32,14 @@ def test_links_in_a_circle(tmp_path: Path) -> None:
 def test_files_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("m").mkdir()
-    for name in ("m/config.json", "m.gguf"):
+    for name in ("m/config.json", "m/model.safetensors", "m/tokenizer_config.json", "m.gguf", "m/trace.json"):
         Path(name).touch()
     Path("link").symlink_to("m")
-    for model, written in (("m", "m/config.json"), ("link", "m/config.json"), ("m", "link/config.json"),
+    for model, written in (("m", "m/config.json"), ("link", "m/config.json"), ("m", "link/config.json"), ("m", "m/model.safetensors"), ("m", "m/tokenizer_config.json"),
                            ("m.gguf", "m.gguf")):  # fmt: skip
         with pytest.raises(InvalidInput, match=f"^--trace {written} would replace a file of the model {model}; name"):
             check_model_kept(model, {"--trace": written})
-    check_model_kept("m", {"--trace": "m/new.json", "--report": "m.gguf", "--save": None})
+    check_model_kept("m", {"--trace": "m/trace.json", "--plot": "m/new.json", "--report": "m.gguf", "--save": None})
     check_model_kept("a/hub-id", {"--trace": "m/config.json"})
     check_model_kept(None, {"--trace": "m/config.json"})
 
