@@ -35,8 +35,9 @@ def test_files_of_a_model_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for name in ("m/config.json", "m/model.safetensors", "m/tokenizer_config.json", "m.gguf", "m/trace.json"):
         Path(name).touch()
     Path("link").symlink_to("m")
-    for model, written in (("m", "m/config.json"), ("link", "m/config.json"), ("m", "link/config.json"), ("m", "m/model.safetensors"), ("m", "m/tokenizer_config.json"),
-                           ("m.gguf", "m.gguf")):  # fmt: skip
+    pairs = [("m", "m/config.json"), ("link", "m/config.json"), ("m", "link/config.json"), ("m.gguf", "m.gguf"),
+             ("m", "m/model.safetensors"), ("m", "m/tokenizer_config.json")]  # fmt: skip
+    for model, written in pairs:
         with pytest.raises(InvalidInput, match=f"^--trace {written} would replace a file of the model {model}; name"):
             check_model_kept(model, {"--trace": written})
     check_model_kept("m", {"--trace": "m/trace.json", "--plot": "m/new.json", "--report": "m.gguf", "--save": None})
