@@ -296,7 +296,8 @@ class Stub:
             check=lambda workload: None, keep_prefill=lambda tokens: False, policy=None, prefill_tokens=None
         )
         self.calibrator = SimpleNamespace(importances=None)
-        self.reader = SimpleNamespace(check=lambda params: None)
+        self.tokenizer = None
+        self.reader = SimpleNamespace(check=lambda params: None, check_rows=lambda rows: None)
         self.lossy = SimpleNamespace(enabled={})
         self.layout = SimpleNamespace(policy=SimpleNamespace(prefill_tokens=128))
         self.switches = dict[str, Any]()

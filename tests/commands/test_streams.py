@@ -1,5 +1,6 @@
 """The run command with streams as input and output, closed streams, and an output that it must not shorten."""
 
+import contextlib
 import errno
 import gzip
 import json
@@ -207,10 +208,14 @@ def test_a_closed_stdin_is_no_empty_input(job: Job) -> None:
     assert "meant?" not in said
 
 
-def test_a_full_stdout_is_open(job: Job) -> None:
-    code, said = closed(job, ">/dev/full", str(job.input), "--model", str(job.family.directory), "--max-tokens", "1")
-    assert code == exit_codes.FAILED
-    assert "No space left on device" in said.splitlines()[-1]
+def test_a_full_stdout_is_open(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = open("/dev/full", "w")  # noqa: SIM115
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert run.main(without_output(job)) == exit_codes.FAILED
+    with contextlib.suppress(OSError):
+        full.close()
+    assert "No space left on device" in job.capsys.readouterr().err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["--version"]])

@@ -16,6 +16,7 @@ from flexengine.commands.run import main
 from flexengine.engine import planner as planning
 from flexengine.engine.survey import Refused
 from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.job.inputs import Rows
 from flexengine.plan.assumed import assumed
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.hardware import Hardware
@@ -186,9 +187,11 @@ def test_facts_of_a_config_alone(families: Any, tmp_path: Path) -> None:
     assert bare.facts == full.facts
     refused = Refused()
     rows = [*known.rows, {"prompt_token_ids": []}, {"prompt_token_ids": [-1]}]
-    found = planning.workload(bare, rows, GREEDY, False, refused)
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    with Rows(tmp_path / "in.jsonl") as opened:
+        found = planning.workload(bare, opened, GREEDY, False, refused)
     assert found == Workload.of((len(p), NEW) for p in known.prompts)
-    assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: prompt {len(known.rows)}")
+    assert str(refused).startswith(f"2 rows cannot be run and are left out; the first: line {len(known.rows) + 1}")
 
 
 def test_experts_and_windows_are_in_the_facts(families: Any) -> None:

@@ -82,7 +82,7 @@ def test_crosstalk(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.slow
 def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.MonkeyPatch) -> None:
     """Throttled disks do not slow each other. Two directories on one throttled disk share its rate: then reads of both
-    take as long as one after the other."""
+    take as long as one after the other. Other programs may disturb a measurement, so one of three must be right."""
     monkeypatch.setattr(kernels, "WINDOW", 0.3)
     monkeypatch.setattr(kernels, "MOVED", 1 << 20)
     slow = Links(disk_read=25 * MB, more_disks=((25 * MB, None),))
@@ -90,10 +90,13 @@ def test_crosstalk_of_disks(at: Callable[..., Machine], monkeypatch: pytest.Monk
         machine = at("sim", 50 * MB, slow, disks=2)
         machine.disks[1]._lock = machine.disks[device]._lock  # type: ignore[attr-defined]
         machine.disks[1]._free = machine.disks[device]._free  # type: ignore[attr-defined]
-        found = kernels.measure_crosstalk(machine)
-        assert set(found) == {"device", "h2d", "disk_read", "disk2_read"}
-        assert least <= found["disk_read"]["disk2_read"] <= most
-        assert least <= found["disk2_read"]["disk_read"] <= most
+        for attempt in range(3):
+            measured = kernels.measure_crosstalk(machine)
+            assert set(measured) == {"device", "h2d", "disk_read", "disk2_read"}
+            both = (measured["disk_read"]["disk2_read"], measured["disk2_read"]["disk_read"])
+            if least <= min(both) and max(both) <= most:
+                break
+            assert attempt < 2, both
 
 
 @pytest.mark.parametrize(("kind", "memory"), [("cpu", None), ("sim", 50 * MB)])

@@ -217,13 +217,15 @@ def test_a_link_to_itself(job: Job) -> None:
 
 def test_standard_input_is_not_replaced(job: Job) -> None:
     """Also if it is a file that was redirected."""
-    before = job.input.read_bytes()
-    program = (f"import sys; from flexengine import Engine\nwith Engine({str(job.family.directory)!r}) as engine:\n"
-               " engine.run_job('-', sys.argv[1], restart=True)")  # fmt: skip
-    with job.input.open("rb") as file:
-        done = subprocess.run([sys.executable, "-c", program, str(job.input)], stdin=file, capture_output=True,
-                              text=True, cwd=ROOT, timeout=120)  # fmt: skip
-    assert "is the input file, whose prompts would be replaced" in done.stderr
+    before, own = job.input.read_bytes(), os.dup(0)
+    with opened(job) as engine, job.input.open("rb") as file:
+        os.dup2(file.fileno(), 0)
+        try:
+            with pytest.raises(InvalidInput, match="is the input file, whose prompts would be replaced"):
+                engine.run_job("-", job.input, restart=True)
+        finally:
+            os.dup2(own, 0)
+            os.close(own)
     assert job.input.read_bytes() == before
 
 
