@@ -199,7 +199,7 @@ class TestMessages:
                 messages.say("results are in a\x1b[2J\nb")
             assert capsys.readouterr().err == "flexengine: results are in a\\x1b[2J\\nb\n"
 
-    @pytest.mark.parametrize("words", [["completion", "bash"], ["cache"], ["doctor"]])
+    @pytest.mark.parametrize("words", [["completion", "bash"], ["cache"]])
     def test_verbose_everywhere(self, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         """Commands that compute nothing print with -v at least their time."""
         line = re.compile(r"^flexengine: the command took \d+\.\d+ s$", re.MULTILINE)

@@ -249,8 +249,15 @@ def test_whoever_reads_the_results_may_go(job: Job) -> None:
     assert child.wait() == exit_codes.FAILED
     assert "the reader of the output closed it before all was written" in said
     assert "Traceback" not in said
-    both = '"$0" -m flexengine.run "$@" 2>&1 | true; exit ${PIPESTATUS[0]}'  # nothing can be printed either
-    assert subprocess.run(["bash", "-c", both, sys.executable, *words[3:]], timeout=120).returncode == exit_codes.FAILED
+
+
+def test_stdout_and_stderr_are_one_closed_pipe() -> None:
+    """The message cannot be printed either, and the exit code must not be Python's 1."""
+    program = "import sys, time; from flexengine.commands.exit_codes import exit_code\n"
+    program += "def command():\n time.sleep(0.5); print('x' * 100_000); return 0\nsys.exit(exit_code(command))"
+    script = '"$0" -c "$1" 2>&1 | true; exit ${PIPESTATUS[0]}'
+    done = subprocess.run(["bash", "-c", script, sys.executable, program], timeout=120)
+    assert done.returncode == exit_codes.FAILED
 
 
 def test_limit_beyond_any_file(job: Job) -> None:
