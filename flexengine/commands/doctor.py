@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> int:
     """Print facts and findings and return the exit code."""
     from flexengine.doctor.facts import collect
-    from flexengine.doctor.findings import STOPS, findings
+    from flexengine.doctor.findings import findings, stops_jobs
 
     if args.measure:
         say("measuring disks and memory")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts.to_json() | {"findings": list(map(asdict, problems))}))
     else:
         print(as_text(facts, problems))
-    return SOME_FAILED if any(one.level == STOPS for one in problems) else DONE
+    return SOME_FAILED if stops_jobs(problems) else DONE
 
 
 def as_text(facts: "Facts", problems: Sequence["Finding"]) -> str:
@@ -197,9 +197,9 @@ def _rate_cells(rates: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 
 def _findings(problems: Sequence["Finding"]) -> str:
-    from flexengine.doctor.findings import STOPS
+    from flexengine.doctor.findings import stops_jobs
 
     if not problems:
         return "nothing stops or slows jobs here"
-    verdict = f"jobs {'cannot' if any(one.level == STOPS for one in problems) else 'can'} run here"
+    verdict = f"jobs {'cannot' if stops_jobs(problems) else 'can'} run here"
     return f"{table([(one.level, plain(one)) for one in problems])}\n\n{verdict}"

@@ -48,8 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in COMMANDS:
         code: int = import_module(f"flexengine.commands.{name}").main(words[1:])
         return code
-    if name in ("-h", "--help", "-V", "--version"):
-        return exit_code(lambda: _print(help_text() if name in ("-h", "--help") else f"flexengine {__version__}"))
+    if name in ("-h", "--help"):
+        return exit_code(lambda: _print(help_text()))
+    if name in ("-V", "--version"):
+        return exit_code(lambda: _print(f"flexengine {__version__}"))
     if not words:
         print(help_text(), file=sys.stderr)
         return REFUSED

@@ -1,6 +1,6 @@
 """Findings: what stops or slows jobs here, each with its remedy, the gravest first."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +37,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.text}; {self.remedy}" if self.remedy else self.text
+
+
+def stops_jobs(findings: Iterable[Finding]) -> bool:
+    """Return whether jobs cannot run because of one of the findings."""
+    return any(finding.level == STOPS for finding in findings)
 
 
 def findings(facts: Facts) -> list[Finding]:

@@ -22,7 +22,7 @@ from tests.helpers.job import FIELDS, Job
 from tests.helpers.resuming import journal_of, records
 from tests.helpers.speaker import make_speaker
 
-QUESTIONS = ("why?", "who is it?")
+QUESTIONS = ("why?", "who is it?")  # short prompts, in the column `question` of TABLE
 TABLE = "question,id\n" + "".join(f"{question},{i}\n" for i, question in enumerate(QUESTIONS))
 COLUMN = ("--prompt-column", "question")
 PARAMS = SamplingParams(NEW, ignore_eos=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from flexengine import Engine, Policy, texts
 from flexengine.commands import quality
@@ -22,6 +21,7 @@ from flexengine.config import Result
 from flexengine.errors import InvalidInput, UnsupportedModel
 from flexengine.lossy import CACHE, COMPUTE, EXACT, WEIGHTS, Lossy
 from flexengine.worker.weights import Weights
+from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 
 EXACT_ROWS, OTHER_ROWS = ((-1.0, -2.0), (-3.0, -2.0)), ((-1.5, -2.5), (-3.25, -2.25))
@@ -310,13 +310,7 @@ def speaker(tmp_path_factory: pytest.TempPathFactory) -> Any:
     likelihood."""
     directory = tmp_path_factory.mktemp("speaker")
     tokenizer = byte_tokenizer(directory)
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=128, initializer_range=0.2, bos_token_id=0, eos_token_id=1,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    model.save_pretrained(directory)
+    model = make_byte_llama(directory, len(tokenizer), seed=0, width=64, context=128, spread=0.2)
     said = torch.zeros(ROWS, 1, dtype=torch.long)
     with torch.no_grad():
         while said.shape[1] < 64:

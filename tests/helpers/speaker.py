@@ -1,4 +1,4 @@
-"""A tiny model with a token per byte and a chat template."""
+"""Tiny models with a token per byte."""
 
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,28 @@ TEMPLATE = ("{% for t in tools or [] %}[{{ t.name }}]{% endfor %}{% for m in mes
 
 
 def make_speaker(directory: Path, template: str | None = TEMPLATE) -> Any:
-    """Write the checkpoint of a random Llama, and return the model of transformers."""
+    """Write the checkpoint of a random Llama with a chat template, and return the model of transformers."""
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = template
     tokenizer.save_pretrained(directory)
-    torch.manual_seed(1)
+    return make_byte_llama(directory, len(tokenizer), seed=1, width=32, context=96, spread=0.3)
+
+
+def make_byte_llama(directory: Path, vocabulary: int, seed: int, width: int, context: int, spread: float) -> Any:
+    """Write the checkpoint of a random Llama without a tokenizer, and return the model of transformers.
+
+    Args:
+        vocabulary: number of tokens.
+        seed: seed of the weights.
+        width: size of the hidden states; the feed-forward layers are twice as wide.
+        context: most tokens of a sequence.
+        spread: standard deviation of the weights.
+    """
+    torch.manual_seed(seed)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, initializer_range=0.3, bos_token_id=0, eos_token_id=1,
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=context, initializer_range=spread,
+        bos_token_id=0, eos_token_id=1,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model.save_pretrained(directory)
