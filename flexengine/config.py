@@ -261,6 +261,21 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]  # text, messages of 
 
 
 @dataclass
+class Score:
+    """Log probability of a given continuation, or of a text.
+
+    Attributes:
+        logprob: natural logarithm of its probability: the sum over its tokens.
+        tokens: number of its tokens.
+        is_greedy: whether each token is the most likely one at its position.
+    """
+
+    logprob: float
+    tokens: int
+    is_greedy: bool
+
+
+@dataclass
 class Result:
     """Result of one prompt; the fields of an output row, and the prompt.
 
@@ -276,6 +291,7 @@ class Result:
         error: why the row could not be run or finished; None if it was finished.
         logprobs: one entry per token of `token_ids`; None if they were not requested.
         samples: all n completions if n > 1, else None.
+        scores: for a row that is scored, one Score per choice; else None.
         prompt: the prompt as it was given, not copied: text, messages or token ids. None if the row has none, and for
             rows of a file, whose output has the row's own fields.
 
@@ -293,6 +309,7 @@ class Result:
     error: str | None = None
     logprobs: list[dict[str, Any]] | None = None
     samples: list[Completion] | None = None
+    scores: list[Score] | None = None
     prompt: Prompt | None = None
 
     @property

@@ -62,7 +62,7 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
         on_sweep: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
+             "allow_symlinks", "lossy", "allow", "verify", "prefix_sharing")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
     engine_class = load_libraries()
     try:
@@ -82,7 +82,7 @@ def open_rows(args: argparse.Namespace) -> "Rows":
     """Open the input, with the options that `options.add_rows` adds."""
     from flexengine.job.inputs import Rows
 
-    return Rows(args.input, args.prompt_column, args.limit, args.input_format, args.chat)
+    return Rows(args.input, args.prompt_column, args.limit, args.input_format, args.chat, args.score)
 
 
 def machine_options(args: argparse.Namespace) -> "MachineOptions":

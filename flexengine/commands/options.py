@@ -55,6 +55,9 @@ def add_rows(group: Group) -> None:
     group.add_argument("--prompt-column", type=named, metavar="NAME", help="column or field that holds the prompt")
     group.add_argument("--chat", action="store_true",
                        help="run each prompt as a user's message, through the model's chat template")  # fmt: skip
+    group.add_argument("--score", action="store_true",
+                       help="score rows with context and continuation, context and choices, or text: log probabilities"
+                            " of what is given (docs/scoring.md)")  # fmt: skip
     group.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
 
 

@@ -216,7 +216,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--limit is {args.limit}; it must be at least 1")
     if args.latency is not None and not 0 < args.latency < math.inf:
         raise InvalidInput(f"--latency is {args.latency}; it must be a positive number of seconds")
-    for option in ("limit", "prompt_column", "input_format", "chat"):
+    for option in ("limit", "prompt_column", "input_format", "chat", "score"):
         if getattr(args, option) and not args.input:
             raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --input, too")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):

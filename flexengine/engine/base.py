@@ -3,7 +3,7 @@
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -220,14 +220,18 @@ class BaseEngine(ABC):
                 self._running = None
 
     def _all(
-        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None
-    ) -> list[Result]:
-        """Return the results of a job, in the order of their indices."""
+        self, prompts: Iterable[Any], params: SamplingParams | Sequence[SamplingParams] | None = None,
+        on_result: Callable[[Result], None] | None = None,
+    ) -> list[Result]:  # fmt: skip
+        """Return the results of a job, in the order of their indices. on_result: called with each as soon as it is
+        computed."""
         results: list[Result] = []
         try:
             with contextlib.closing(self.stream(prompts, params)) as stream:
                 for result in stream:
                     results.append(result)
+                    if on_result is not None:
+                        on_result(result)
         except RanOut as error:
             error.results = results
             raise

@@ -1,6 +1,6 @@
 """The engine: prompts in, results out."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, overload
 
@@ -9,7 +9,7 @@ from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine.base import BaseEngine
 from flexengine.engine.file_job import FileJob
 from flexengine.engine.options import EngineOptions, check, takes
-from flexengine.engine.scoring import pairs_of, requests_of
+from flexengine.engine.pairs import pairs_of, rows_of
 from flexengine.engine.summary import Summary
 from flexengine.errors import InvalidInput
 from flexengine.job.columns import answered
@@ -23,6 +23,7 @@ from flexengine.job.streams import STDIN
 Row = str | Mapping[str, Any]  # a prompt, or a row with a prompt and sampling parameters by name
 Messages = Sequence[Mapping[str, Any]]  # a conversation
 Ids = Sequence[int]
+OnResult = Callable[[Result], None]
 
 
 class Engine(BaseEngine):
@@ -148,27 +149,37 @@ class Engine(BaseEngine):
         return self._all([{"messages": _as_list(each), **shared} for each in messages], params)
 
     @overload
-    def score(self, context: str, continuation: str) -> Result: ...  # type: ignore[overload-overlap]
+    def score(  # type: ignore[overload-overlap]
+        self, context: str, continuation: str, *, on_result: OnResult | None = None
+    ) -> Result: ...
 
     @overload
-    def score(self, context: Ids, continuation: Ids) -> Result: ...
+    def score(self, context: Ids, continuation: Ids, *, on_result: OnResult | None = None) -> Result: ...
 
     @overload
-    def score(self, context: str | Sequence[str], continuation: Sequence[str]) -> list[Result]: ...
+    def score(
+        self, context: str | Sequence[str], continuation: Sequence[str], *, on_result: OnResult | None = None
+    ) -> list[Result]: ...
 
     @overload
-    def score(self, context: Ids | Sequence[Ids], continuation: Sequence[Ids]) -> list[Result]: ...
+    def score(
+        self, context: Ids | Sequence[Ids], continuation: Sequence[Ids], *, on_result: OnResult | None = None
+    ) -> list[Result]: ...
 
-    def score(self, context: Any, continuation: Any) -> Result | list[Result]:
+    def score(
+        self, context: Any, continuation: Any, *, on_result: OnResult | None = None
+    ) -> Result | list[Result]:
         """Return the log probabilities of given continuations (teacher forcing).
 
-        Tokens are fed one per decode step, through the job's KV cache and kernels. Text is tokenized as
-        lm-evaluation-harness does: white space at the end of a context belongs to its continuation, and an empty
-        context is the beginning-of-sequence token, or the end-of-sequence token if there is none.
+        Contexts and continuations are computed like prompts; a context that several continuations share is computed
+        once. Text is tokenized as lm-evaluation-harness does: white space at the end of a context belongs to its
+        continuation, and an empty context is the beginning-of-sequence token, or the end-of-sequence token if there is
+        none.
 
         Args:
             context: a text or its token ids, or a list of these.
             continuation: likewise. A list has one entry for each context, or any number for one context.
+            on_result: called with each result as soon as it is computed, in any order; `index` is the pair's number.
 
         Returns:
             One Result for one pair, else a list. `token_ids` are those of the continuation; `logprobs` has an entry per
@@ -188,7 +199,7 @@ class Engine(BaseEngine):
         """
         self._check_open()
         pairs, alone = pairs_of(context, continuation)
-        results = self._all(requests_of(pairs, self.reader))
+        results = self._all(rows_of(pairs), SamplingParams(logprobs=1), on_result)
         return results[0] if alone else results
 
     def run_job(
@@ -201,6 +212,7 @@ class Engine(BaseEngine):
         limit: int | None = None,
         input_format: str | None = None,
         chat: bool = False,
+        score: bool = False,
         restart: bool = False,
         retry_errors: bool = False,
     ) -> Summary:
@@ -220,6 +232,8 @@ class Engine(BaseEngine):
             input_format: jsonl, txt, csv, tsv, parquet or arrow; None goes by the name of the input.
             chat: run each prompt as a user's message, through the model's chat template. Rows with messages or token
                 ids, and OpenAI batch lines, are run as they are.
+            score: compute the log probability of given continuations or texts: of rows with `context` and
+                `continuation` or `choices`, and of rows with `text` (docs/scoring.md). Rows with a prompt generate.
             restart: delete the journal of earlier runs, and start over.
             retry_errors: run rows again that ended with an error.
 
@@ -249,6 +263,7 @@ class Engine(BaseEngine):
         if limit is not None and limit < 1:
             raise InvalidInput(f"limit is {limit}; it must be at least 1")
         check("chat", chat, bool, "True or False")
+        check("score", score, bool, "True or False")
         check("restart", restart, bool, "True or False")
         check("retry_errors", retry_errors, bool, "True or False")
         input = STDIN if input == "-" else input
@@ -257,7 +272,7 @@ class Engine(BaseEngine):
         check_not_overwritten({"input": input}, written)
         with (
             reporting(self.listener),
-            Rows(input, prompt_column, limit, input_format, chat) as rows,
+            Rows(input, prompt_column, limit, input_format, chat, score) as rows,
             open_job(rows, output, restart, retry_errors) as job,
         ):
             return FileJob(self, job, params or SamplingParams()).run()

@@ -18,7 +18,7 @@ from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.job.resume import Job
 from flexengine.job.rows import Row
-from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, Manifest, make_manifest
+from flexengine.job.same_job import CHAT, INPUT_DIGEST, MODEL_FILES, SCORE, Manifest, make_manifest
 from flexengine.lossy import Lossy
 from flexengine.plan.least import SHORTEST
 
@@ -167,6 +167,8 @@ class FileJob:
                                  "prompt_column": rows.prompt_column, "output_format": "jsonl"}  # fmt: skip
         if rows.chat:
             given[CHAT] = True
+        if rows.score:
+            given[SCORE] = True
         made = {"version": __version__, **engine.fingerprint(known.get(MODEL_FILES, {}))}
         lossy = {"allow": sorted(allow)} if allow else engine.switches
         return make_manifest(self.params, given, made, lossy)

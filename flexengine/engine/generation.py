@@ -1,22 +1,23 @@
 """The sweeps of a job: requests enter the block when there is room, and rows yield results when they finish.
 
-Requests are taken from an iterator, at most one block ahead, so memory does not grow with the number of rows.
+Requests are taken from an iterator, one window of `engine/arrange.py` at a time, so memory does not grow with the
+number of rows.
 """
 
+import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 
-from flexengine.config import Completion, Result
+from flexengine.config import Completion, Result, Score
+from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.generating import Generating
 from flexengine.engine.stages import JobResources
 from flexengine.engine.state import Progress
 from flexengine.job.prompts import Request
-from flexengine.job.rows import Row
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
 from flexengine.model.stop import Stops
 from flexengine.runtime.frames import forget_variables
@@ -48,14 +49,16 @@ class _Open:
 
     Attributes:
         request: the row's request.
-        remaining: number of samples that are not finished.
-        samples: finished samples, by number.
+        remaining: number of sequences that are not finished.
+        samples: finished sequences, by number.
+        scores: their scored tokens, by number; empty if nothing is scored.
         error: error of the first sample that failed; None if none did.
     """
 
     request: Request
     remaining: int
     samples: dict[int, Completion] = field(default_factory=dict)
+    scores: dict[int, list[Sampled]] = field(default_factory=dict)
     error: str | None = None
 
 
@@ -64,22 +67,22 @@ class Generation:
 
     Attributes:
         resources: resources of the job.
-        feed: requests, and rows with an error. Rows that are not started remain in the iterator.
+        arrangement: requests, and rows with an error, that are not started.
         tokenizer: None if the checkpoint has none.
         eos: token ids that end a sequence.
         progress: updated after every sweep.
         reports: told about every sweep.
+        step_by_step: whether given continuations are computed one token after the other, like generated ones, because
+            the cache is lossy.
     """
 
     def __init__(
-        self, resources: JobResources, feed: Iterator[Request | Row], tokenizer: Any, eos: set[int], reports: Generating
-    ) -> None:
+        self, resources: JobResources, arrangement: Arrangement, tokenizer: Any, eos: set[int], reports: Generating,
+        step_by_step: bool = False,
+    ) -> None:  # fmt: skip
         self.resources, self.tokenizer, self.eos, self.progress = resources, tokenizer, eos, reports.progress
-        self.feed, self.reports = feed, reports
-        self._more = True
-        self._bad: deque[Result] = deque()
+        self.arrangement, self.reports, self.step_by_step = arrangement, reports, step_by_step
         self._texts: dict[int, Text] = {}
-        self._first: dict[int, Sampled] = {}  # by waiting sequence: first token, if its prompt was computed
         self._open: dict[int, _Open] = {}  # by row index
         self._next = 0  # sequence id
 
@@ -91,15 +94,17 @@ class Generation:
 
         Raises:
             Shortage: a sweep ran out of memory. The caller must run the requests of `unfinished()` again, then the rest
-                of `feed`.
+                of the arrangement's feed.
         """
-        sweeps, progress = self.resources.sweeps, self.progress
+        sweeps, progress, arrangement = self.resources.sweeps, self.progress, self.arrangement
         while True:
             self._take()
-            while self._bad:
-                yield self._bad.popleft()
+            while arrangement.bad:
+                row = arrangement.bad.popleft()
+                progress.failed += 1
+                yield Result(row.index, error=row.error, prompt=row.prompt)
             if sweeps.idle:
-                if not self._more:
+                if arrangement.ended:
                     return
                 continue  # `_take` read only rows with errors, up to its limit
             began = time.perf_counter()
@@ -125,28 +130,26 @@ class Generation:
             stage.watch.note(swept.batches, own + rest, stage.executor.busy)
 
     def _take(self) -> None:
-        """Take requests from the feed until one sequence more than a block waits. The additional sequence shows the
-        schedule that another sweep follows."""
-        sweeps = self.resources.sweeps
-        while self._more and len(sweeps.waiting) <= sweeps.policy.block_size and len(self._bad) < 1000:
-            item = next(self.feed, None)
-            if item is None:
-                self._more = False
-            elif isinstance(item, Row):
-                self._bad.append(Result(item.index, error=item.error, prompt=item.prompt))
-                self.progress.failed += 1
-            else:
-                self._enter(item)
+        """Take requests from the arrangement until one sequence more than a block waits. The additional sequence shows
+        the schedule that another sweep follows."""
+        sweeps, arrangement = self.resources.sweeps, self.arrangement
+        while len(sweeps.waiting) <= sweeps.policy.block_size:
+            arrangement.read()
+            if not arrangement.ready:
+                return
+            self._enter(arrangement.ready.popleft())
 
-    def _enter(self, request: Request) -> None:
-        sampling = request.sampling
-        self._open[request.index] = _Open(request, sampling.n)
-        for number in range(sampling.n):
+    def _enter(self, arranged: Arranged) -> None:
+        request, sampling = arranged.request, arranged.request.sampling
+        self._open[request.index] = _Open(request, len(arranged.stems))
+        parts = [(target.prompt_ids, target.continuation) for target in request.targets]
+        parts = parts or [(request.prompt_ids, ())] * sampling.n
+        each = zip(parts, request.sizes, arranged.stems, strict=True)
+        for number, ((ids, targets), (length, most), stem) in enumerate(each):
             stops = Stops(self.tokenizer, sampling, self.eos)
-            self._texts[self._next] = Text(request.index, number, request.prompt_ids, sampling, stops, request.forced)
-            prompt = request.index if sampling.n > 1 else None
-            length = len(request.prompt_ids)
-            self.resources.sweeps.add(Sequence(self._next, length, sampling.max_tokens, prompt=prompt))
+            self._texts[self._next] = Text(request.index, number, ids, sampling, stops, targets)
+            steps = max(0, len(targets) - 1) if self.step_by_step else 0
+            self.resources.sweeps.add(Sequence(self._next, length, most, stem, steps))
             self._next += 1
 
     def _guarded_sweep(self) -> Swept:
@@ -170,11 +173,14 @@ class Generation:
 
     def unfinished(self) -> list[Request]:
         """Return the requests of the rows in flight, in order. Subtract their tokens from `progress`."""
-        done = [len(s.token_ids) for row in self._open.values() for s in row.samples.values()]
-        limits = [row.request.sampling.max_tokens * len(row.samples) for row in self._open.values()]
-        self.progress.tokens -= sum(done) + sum(len(text.generated) for text in self._texts.values())
-        self.progress.most += sum(limits) - sum(done)
-        return [row.request for row in self._open.values()]
+        for row in self._open.values():
+            for number, sample in row.samples.items():
+                done = 1 if row.request.choices else len(sample.token_ids)
+                self.progress.tokens -= done
+                self.progress.most += row.request.sizes[number][1] - done
+        self.progress.tokens -= sum(len(text.generated) for text in self._texts.values())
+        waiting = [arranged.request for arranged in self.arrangement.ready]
+        return [row.request for row in self._open.values()] + waiting
 
     def _sweep(self) -> Swept:
         """Advance every live sequence by one token, through one stage after the other."""
@@ -187,20 +193,16 @@ class Generation:
             pages = ", ".join(f"{tier}: {pool.held(peak)} of {pool.pages}" for tier, pool in pools)
             raise RuntimeError(f"the next sequence needs more KV pages per layer than the pools have ({pages}); raise"
                                " --device-mem or lower max_tokens")  # fmt: skip
-        prefill = any(not sweeps.live[p.sequence].generated for b in batches for p in b.pieces)
-        prompt_tokens = sum(p.count for b in batches for p in b.pieces if not p.decodes)
-        self.progress.tokens += len(sweeps.joined)
-        over = {s.id for s in sweeps.joined if self._append(s.id, self._first.pop(s.id))}
+        prompt_tokens = sum(p.count for b in batches for p in b.pieces if sweeps.in_prompt(p))
         seconds = self._stages(batches)
-        sampled = {s: token for s, token in resources.stages[-1].worker.sampled.items() if s not in over}
-        self._first.update((s, sampled.pop(s)) for s in sampled.keys() - sweeps.live.keys())
-        stopped = over | {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
-        self.progress.tokens += len(sampled)
+        worker = resources.stages[-1].worker
+        stopped = {sequence for sequence, token in worker.sampled.items() if self._append(sequence, token)}
+        for sequence, scored in worker.scored.items():
+            self._score(sequence, scored)
+        self.progress.tokens += len(worker.sampled) + len(worker.scored)
         self.progress.computed_prompt_tokens += prompt_tokens
-        ended = sweeps.advance(batches, stopped)
-        for sequence in ended:
-            resources.release(sequence)
-        return Swept(batches, ended, prefill, seconds)
+        ended = sweeps.advance(batches, stopped, resources.release)
+        return Swept(batches, ended, prompt_tokens > 0, seconds)
 
     def _stages(self, batches: list[Batch]) -> list[float]:
         """Compute the sweep in every stage. Return the seconds of each."""
@@ -223,16 +225,28 @@ class Generation:
         text.ended = text.stops.reason(text.generated)
         return text.ended is not None
 
+    def _score(self, sequence: int, scored: list[Sampled]) -> None:
+        """Record the targets of a sequence that is scored."""
+        text = self._texts[sequence]
+        if any(each.token == NONFINITE for each in scored):
+            text.error = "its logits are not finite"
+            return
+        text.scores = scored
+        text.generated.extend(each.token for each in scored)
+        if text.sampling.logprobs is not None:
+            text.logprobs += [logprob_entry(each, self.tokenizer) for each in scored]
+
     def _leave(self, sequence: Sequence) -> Result | None:
-        """Record a finished sequence. Return the row's result if all samples of the row are finished, else None."""
-        text, _ = self._texts.pop(sequence.id), self._first.pop(sequence.id, None)
+        """Record a finished sequence. Return the row's result if all sequences of the row are finished, else None."""
+        text = self._texts.pop(sequence.id)
         row = self._open[text.row]
-        self.progress.most -= sequence.max_tokens - len(text.generated)
+        self.progress.most -= sequence.max_tokens - (1 if text.targets else len(text.generated))
         row.remaining -= 1
         row.error = row.error or text.error
         logprobs = text.logprobs if text.sampling.logprobs is not None else None
         words = text.stops.text(text.generated)
         row.samples[text.sample] = Completion(words, text.generated, text.ended or "length", logprobs)
+        row.scores[text.sample] = text.scores
         return self._finish(row) if not row.remaining else None
 
     def _finish(self, row: _Open) -> Result:
@@ -243,9 +257,31 @@ class Generation:
             self.progress.failed += 1
             place = f"row {index}" + (f" (line {row.request.line})" if row.request.line else "")
             return Result(index, prompt_tokens=prompt, error=f"{place}: {row.error}", prompt=given)
+        if row.request.choices:
+            return self._scored(row)
         samples = [row.samples[number] for number in sorted(row.samples)]
         first, total = samples[0], sum(len(s.token_ids) for s in samples)
         return Result(
             index, first.generated_text, first.token_ids, first.finish_reason, prompt, total,
             logprobs=first.logprobs, samples=samples if len(samples) > 1 else None, prompt=given,
         )  # fmt: skip
+
+    def _scored(self, row: _Open) -> Result:
+        """Return the result of a row that is scored. The tokens of a single choice are part of the result."""
+        request, scores, first = row.request, list[Score](), 0
+        for choice in request.choices:
+            tokens = [each for number in range(first, first + len(choice)) for each in row.scores[number]]
+            greedy = all(each.token == each.top[0][0] for each in tokens)
+            scores.append(Score(math.fsum(each.logprob or 0.0 for each in tokens), len(tokens), greedy))
+            first += len(choice)
+        result = Result(request.index, prompt_tokens=len(request.prompt_ids), prompt=request.prompt, scores=scores)
+        result.completion_tokens = sum(score.tokens for score in scores)
+        if len(request.choices) == 1:
+            samples = [row.samples[number] for number in sorted(row.samples)]
+            result.token_ids = [token for sample in samples for token in sample.token_ids]
+            result.finish_reason = "length"
+            result.generated_text = samples[0].generated_text if len(samples) == 1 else None
+            result.logprobs = None
+            if request.sampling.logprobs is not None:
+                result.logprobs = [entry for sample in samples for entry in sample.logprobs or []]
+        return result

@@ -17,6 +17,7 @@ from typing import Any
 
 from flexengine.activity import activity, listener, message
 from flexengine.config import Result, SamplingParams
+from flexengine.engine.arrange import Arrangement
 from flexengine.engine.calibration import Calibrator
 from flexengine.engine.core import Core
 from flexengine.engine.generating import Generating, JobRows, best_read_rate
@@ -97,8 +98,11 @@ class Job:
     ) -> Iterator[Request | Row]:
         """Yield the requests that fit, and rows with an error for prompts that are too long or cannot be run."""
         for item in self.reader.requests(prompts, params):
-            if isinstance(item, Request) and len(item.prompt_ids) + item.sampling.max_tokens > plan.largest:
-                size = f"prompt of {len(item.prompt_ids)} tokens + max_tokens {item.sampling.max_tokens}"
+            prompt, most = max(item.sizes, key=sum) if isinstance(item, Request) else (0, 0)
+            if isinstance(item, Request) and prompt + most > plan.largest:
+                size = f"prompt of {prompt} tokens + max_tokens {most}"
+                if item.choices:
+                    size = f"context and continuation of {prompt + 1} tokens"
                 row = Row(item.index, item.line, {"prompt": item.prompt})
                 yield row.refused(f"{size} cannot be held: {plan.refusal}")
             else:
@@ -134,7 +138,8 @@ class Job:
         self.watch, self.layout = watch, watch.layout
         core = self.core
         reports = self._reports(resources, state, watch)
-        generation = Generation(resources, state.feed, core.tokenizer, core.eos, reports)
+        arrangement = Arrangement(state.feed, core.shares)
+        generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy_cache)
         lack: Shortage | None = None
         failed = True
         try:
@@ -143,7 +148,7 @@ class Job:
             failed = False
         except Shortage as error:
             lack = error.with_traceback(None)
-            state.restart(generation.unfinished(), generation.feed)
+            state.restart(generation.unfinished(), arrangement.feed)
         finally:
             reports.end(failed)
             resources.close()

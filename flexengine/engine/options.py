@@ -88,6 +88,7 @@ class EngineOptions(MachineOptions):
         hardware: rates to plan with; None takes this machine's measured rates.
         lossy: switches whose results differ from the checkpoint's own numbers.
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
+        prefix_sharing: compute a prefix that several prompts have in common once.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
@@ -109,6 +110,7 @@ class EngineOptions(MachineOptions):
     hardware: Hardware | None = None
     lossy: Lossy = EXACT
     allow: Sequence[str] = ()
+    prefix_sharing: bool = True
     verify: bool = False
     progress: bool | Listener | None = None
 
@@ -117,7 +119,7 @@ class EngineOptions(MachineOptions):
         check("model", self.model, str | Path | None, "a directory, a .gguf file, a hub id, or None for the demo model")
         check("policy", self.policy, Policy | None, "a Policy, such as Policy(**fields) or Policy.load(FILE), or None")
         check("dtype", self.dtype, str | None, "one of auto, float32, bfloat16, float16")
-        for name in ("overlap", "trust_remote_code", "allow_symlinks", "verify"):
+        for name in ("overlap", "trust_remote_code", "allow_symlinks", "prefix_sharing", "verify"):
             check(name, getattr(self, name), bool, "True or False")
         check("trace", self.trace, str | Path | None, "the name of a file, or None")
         check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")

@@ -1,100 +1,127 @@
-"""Conversion of contexts and continuations to requests that are scored (teacher forcing)."""
+"""Rows that are scored: log probabilities of given continuations or texts.
 
-from collections.abc import Sequence
+A row to score has one of
+
+    context, continuation    the log probability of the continuation after the context
+    context, choices         the same for each of several continuations
+    text                     the log probability of the whole text (rolling log likelihood)
+
+as text or token ids. Other rows generate.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexengine.config import SamplingParams, shown
-from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput
-from flexengine.job.prompts import Request, check_text
-from flexengine.job.rows import Row
+from flexengine.job.prompts import Request, Target, check_text, checked_ids
+from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.model.tokenizer import opening, token_ids
 
-Pair = tuple[Any, Any]  # context and continuation, both text or both token ids
+MAX_CHOICES = 1000
 
 
-def pairs_of(context: object, continuation: object) -> tuple[list[Pair], bool]:
-    """Return the pairs to score, and whether there is one pair that was not given as a list.
-
-    Args:
-        context: text or token ids, or a list of either.
-        continuation: text or token ids, or a list of either. One context is paired with each of them.
-
-    Raises:
-        InvalidInput: an argument is neither text nor token ids nor a list of either, the lists have different lengths,
-            or a context and its continuation are of different kinds.
-    """
-    if _is_one(continuation):
-        if not (_is_one(context) or context == []):
-            raise InvalidInput(f"context is {shown(context)} beside one continuation; it must be text or token ids, or"
-                               " continuation must be a list, too")  # fmt: skip
-        return [_pair(context, continuation)], True
-    if not isinstance(continuation, Sequence):
-        raise InvalidInput(f"continuation is {shown(continuation)}; it must be text or token ids, or a list of these")
-    contexts: Any = [context] * len(continuation) if _is_one(context) else context
-    if not isinstance(contexts, Sequence):
-        raise InvalidInput(f"context is {shown(context)}; it must be text or token ids, or a list of these")
-    if len(contexts) != len(continuation):
-        raise InvalidInput(f"context has {len(contexts)} entries, but continuation has {len(continuation)}; give one"
-                           " context for each continuation, or one for all")  # fmt: skip
-    return [_pair(one, other) for one, other in zip(contexts, continuation, strict=True)], False
-
-
-def _is_one(value: object) -> bool:
-    """Return whether a value is text or at least one token id, not a list of these."""
-    return isinstance(value, str) or (isinstance(value, Sequence) and len(value) > 0 and isinstance(value[0], int))
-
-
-def _pair(context: Any, continuation: Any) -> Pair:
-    for name, value in (("context", context), ("continuation", continuation)):
-        if not isinstance(value, Sequence) or isinstance(value, bytes):
-            raise InvalidInput(f"a {name} is {shown(value)}; it must be text or a list of token ids")
-    if isinstance(context, str) != isinstance(continuation, str):
-        raise InvalidInput(f"context is {shown(context)} and continuation is {shown(continuation)}; give both as text,"
-                           " or both as token ids")  # fmt: skip
-    return context, continuation
-
-
-def requests_of(pairs: Sequence[Pair], reader: Reader) -> list[Request | Row]:
-    """Return a request per pair, or a row with an error for a pair that cannot be scored.
+def encode_scored(row: Row, tokenizer: Any, context: int, defaults: SamplingParams, vocabulary: int) -> Request | Row:
+    """Return the request of a row that is scored, or the row with an error.
 
     Args:
-        reader: has the tokenizer and the limits of the model.
+        row: `is_scored` holds for it.
+        tokenizer: None if the checkpoint has none; only token ids are allowed then.
+        context: most tokens that the model computes in one sequence.
+        defaults: `logprobs` says whether the result has those of each token.
+        vocabulary: token ids must be smaller.
     """
-    return [_request(index, pair, reader) for index, pair in enumerate(pairs)]
-
-
-def _request(index: int, pair: Pair, reader: Reader) -> Request | Row:
     try:
-        begin, rest = _ids(pair, reader.tokenizer)
-        unknown = sum(type(t) is not int or not 0 <= t < reader.vocabulary for t in (*begin, *rest))
-        size = f"has {len(begin)} + {len(rest)} tokens"
-        if not begin or not rest or unknown:
-            raise InvalidInput(f"{size}, {unknown} of them unknown; context and continuation must have at least one"
-                               f" token each, all from 0 to {reader.vocabulary - 1}")  # fmt: skip
-        if len(begin) + len(rest) > reader.context:
-            raise InvalidInput(f"{size}; the model's context is {reader.context} tokens, so shorten the row")
+        choices = _Reading(tokenizer, context, vocabulary).choices(row.request)
     except InvalidInput as error:
-        return Row(index, 0, {"prompt": pair[0]}).refused(str(error))
-    sampling = SamplingParams(len(rest), logprobs=1, ignore_eos=True)
-    return Request(index, begin, sampling, forced=rest, prompt=pair[0])
+        return row.refused(str(error))
+    sampling = SamplingParams(1, logprobs=defaults.logprobs, ignore_eos=True)
+    return Request(row.index, choices[0][0].context, sampling, row.line, choices=choices, prompt=row.prompt)
 
 
-def _ids(pair: Pair, tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    context, continuation = pair
-    if not isinstance(context, str):
-        return tuple(context or _first(tokenizer)), tuple(continuation)
-    if tokenizer is None:
-        raise InvalidInput("the checkpoint has no tokenizer, so text cannot be scored; give token ids")
-    check_text("context", context)
-    check_text("continuation", continuation)
-    try:
-        begin, rest = split(tokenizer, context, continuation)
-    except InvalidInput:
-        raise
-    except Exception as error:  # a tokenizer may raise any error; only this row fails
-        raise InvalidInput(f"context and continuation cannot be tokenised: {type(error).__name__}: {error}") from error
-    return tuple(begin), tuple(rest)
+class _Reading:
+    """Conversion of a row's fields to targets, for one model."""
+
+    def __init__(self, tokenizer: Any, context: int, vocabulary: int) -> None:
+        self.tokenizer, self.context, self.vocabulary = tokenizer, context, vocabulary
+
+    def choices(self, request: Mapping[str, Any]) -> tuple[tuple[Target, ...], ...]:
+        """Return the targets of a row by choice. Raise InvalidInput for fields that cannot be scored."""
+        kind = _kind_of(request)
+        if kind == "text":
+            return (tuple(self.windows(request["text"])),)
+        context = request.get("context")
+        context = "" if context is None else context
+        if kind == "continuation":
+            return ((self.target(context, request[kind], "continuation"),),)
+        given = request[kind]
+        if isinstance(given, str) or not isinstance(given, Sequence) or not given or len(given) > MAX_CHOICES:
+            raise InvalidInput(f"choices is {shown(given)}; it must be an array of 1 to {MAX_CHOICES} continuations")
+        return tuple((self.target(context, each, f"choices[{i}]"),) for i, each in enumerate(given))
+
+    def target(self, context: Any, continuation: Any, name: str) -> Target:
+        """Return the target of a pair. name: of the continuation, for messages."""
+        if isinstance(context, str) and isinstance(continuation, str):
+            check_text("context", context)
+            check_text(name, continuation)
+            begin, rest = self._tokenized(lambda: split(self.tokenizer, context, continuation))
+        elif isinstance(continuation, str) or (isinstance(context, str) and context):
+            raise InvalidInput(f"context is {shown(context)} and {name} is {shown(continuation)}; give both as text, or"
+                               " both as token ids")  # fmt: skip
+        else:
+            begin = checked_ids("context", context, self.vocabulary) if context else tuple(first_token(self.tokenizer))
+            rest = checked_ids(name, continuation, self.vocabulary)
+        size = f"context and {name} have {len(begin)} + {len(rest)} tokens"
+        if not begin or not rest:
+            raise InvalidInput(f"{size}; each must have at least one")
+        if len(begin) + len(rest) - 1 > self.context:
+            raise InvalidInput(f"{size}; the model's context is {self.context} tokens, so shorten them")
+        return Target(tuple(begin), tuple(rest))
+
+    def windows(self, text: Any) -> list[Target]:
+        """Return the targets of a whole text. Each token is predicted once.
+
+        A text that is longer than the model's context is cut. As in lm-evaluation-harness, the first part follows the
+        token that begins a sequence, and each later part as many tokens of the text as the model's context can hold
+        beside the part, at least one.
+        """
+        if isinstance(text, str):
+            check_text("text", text)
+            ids = self._tokenized(lambda: (token_ids(self.tokenizer, text, special=False),))[0]
+        else:
+            ids = checked_ids("text", text, self.vocabulary)
+        if not ids:
+            raise InvalidInput("text is empty after tokenisation; it must have at least one token")
+        first, most = first_token(self.tokenizer), self.context
+        targets, done = [Target(tuple(first), tuple(ids[:most]))], min(most, len(ids))
+        while done < len(ids):
+            end = min(done + most, len(ids))
+            targets.append(Target(tuple(ids[end - most - 1 : done]), tuple(ids[done:end])))
+            done = end
+        return targets
+
+    def _tokenized(self, tokenize: Any) -> Any:
+        if self.tokenizer is None:
+            raise InvalidInput("the checkpoint has no tokenizer, so text cannot be scored; give token ids")
+        try:
+            return tokenize()
+        except InvalidInput:
+            raise
+        except Exception as error:  # a tokenizer may raise any error; only this row fails
+            raise InvalidInput(f"the text cannot be tokenised: {type(error).__name__}: {error}") from error
+
+
+def _kind_of(request: Mapping[str, Any]) -> str:
+    """Return which of SCORED_KINDS a row has. Raise InvalidInput if it has several, or fields of another kind."""
+    present = [kind for kind in SCORED_KINDS if request.get(kind) is not None]
+    if not present:
+        raise InvalidInput(f"has none of {', '.join(SCORED_KINDS)} to score, and none of {', '.join(PROMPT_KINDS)} to"
+                           f" run (its fields are {shown(list(request))})")  # fmt: skip
+    if len(present) > 1:
+        raise InvalidInput(f"has {' and '.join(present)}; exactly one of {', '.join(SCORED_KINDS)} is needed")
+    if present == ["text"] and request.get("context") is not None:
+        raise InvalidInput("has context and text; a context needs a continuation or choices, and text has no context")
+    return present[0]
 
 
 def split(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], list[int]]:
@@ -107,13 +134,13 @@ def split(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], l
     bare = context.rstrip()
     context, continuation = bare, context[len(bare) :] + continuation
     if not context:
-        begin, rest = _first(tokenizer), token_ids(tokenizer, continuation, special=False)
+        begin, rest = first_token(tokenizer), token_ids(tokenizer, continuation, special=False)
         return (begin, rest) if rest[:1] != begin else (begin, rest[1:])
     alone, whole = (token_ids(tokenizer, text, special=False) for text in (context, context + continuation))
     return opening(tokenizer) + alone, whole[len(alone) :]
 
 
-def _first(tokenizer: Any) -> list[int]:
+def first_token(tokenizer: Any) -> list[int]:
     """Return the token that stands for an empty context. Raise InvalidInput if the tokenizer has none."""
     names = ("bos_token_id", "eos_token_id")
     first = next((token for name in names if (token := getattr(tokenizer, name, None)) is not None), None)

@@ -54,7 +54,7 @@ class Stage:
             texts: tokens, by sequence id.
         """
         began = time.perf_counter()
-        self.worker.begin(batches, texts, sweeps.first_tokens())
+        self.worker.begin(batches, texts, sweeps.stems)
         self.worker.weights.machine.synchronize()
         self.executor.run(self.program.sweep(sweeps.sweep, batches, sweeps.another))
         return time.perf_counter() - began

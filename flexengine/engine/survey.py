@@ -6,6 +6,7 @@ from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
+from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
 from flexengine.job.inputs import Rows
@@ -94,7 +95,8 @@ class Reader:
                 continue
             row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
             defaults = params if isinstance(params, SamplingParams) else params[i]
-            item = encode(row, self.tokenizer, self.context, defaults, self.vocabulary)
+            encoder = encode_scored if row.is_scored and row.error is None else encode
+            item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):
                     check_stops(item.sampling, self.tokenizer)
@@ -122,7 +124,7 @@ class Reader:
             for item in self.requests(prompts, params):
                 work.advance()
                 if isinstance(item, Request):
-                    sizes[len(item.prompt_ids), item.sampling.max_tokens] += item.sampling.n
+                    sizes.update(item.sizes)
                 elif refused is not None:
                     refused.note(item)
         return Workload(sizes)

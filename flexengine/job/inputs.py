@@ -20,7 +20,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job import openai, tables
 from flexengine.job.documents import InvalidJson, elements, is_document
 from flexengine.job.lines import json_object, read_lines, too_long, utf8_fault
-from flexengine.job.rows import PROMPT_KINDS, Row
+from flexengine.job.rows import PROMPT_KINDS, SCORED_KINDS, Row
 from flexengine.job.source import Source
 from flexengine.job.streams import STDIN
 
@@ -42,11 +42,12 @@ class Rows:
         form: its format, one of `source.FORMATS`.
         prompt_column: the argument of this name.
         chat: the argument of this name.
+        score: the argument of this name.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], prompt_column: str | None = None, limit: int | None = None,
-        form: str | None = None, chat: bool = False,
+        form: str | None = None, chat: bool = False, score: bool = False,
     ) -> None:  # fmt: skip
         """Open an input file.
 
@@ -61,19 +62,20 @@ class Rows:
                 A jsonl line may be an OpenAI batch line, see `openai.is_batch_line`.
             chat: run each prompt that is text as a user's message, through the model's chat template. Rows with
                 messages or token ids, and OpenAI batch lines, are run as they are.
+            score: score rows without a prompt; see `Row.scored`.
 
         Raises:
             InvalidInput: the file is missing, unreadable or a directory; its format is unknown; a table cannot be
                 opened or lacks the column; or `prompt_column` is given for a txt file.
         """
         self.path = Path(STDIN if path == "-" else path)
-        self.prompt_column, self.chat = prompt_column, chat
+        self.prompt_column, self.chat, self.score = prompt_column, chat, score
         self._limit = None if limit is None else min(limit, sys.maxsize)
         self._source = Source(self.path, form)
         self.form = self._source.form
         try:
             self._state = self._source.state
-            self._read = _READERS[self.form](_Input(self.path, self._source, prompt_column))
+            self._read = _READERS[self.form](_Input(self.path, self._source, prompt_column, score))
         except BaseException:
             self.close()
             raise
@@ -82,7 +84,10 @@ class Rows:
         if self._source.state != self._state:
             raise InvalidInput(f"input {self.path} has changed since it was opened; start the job again")
         rows = islice(self._read(), self._limit)
-        return (replace(row, chat=not row.is_batch) for row in rows) if self.chat else rows
+        if not (self.chat or self.score):
+            return rows
+        chat, score = self.chat, self.score
+        return (row if row.is_batch else replace(row, chat=chat, scored=score) for row in rows)
 
     def __enter__(self) -> "Rows":
         return self
@@ -133,11 +138,18 @@ class _Input(NamedTuple):
         name: name of the input, for messages.
         source: the open input.
         column: the prompt column, if one was given.
+        score: whether rows without a prompt are scored.
     """
 
     name: Path
     source: Source
     column: str | None
+    score: bool
+
+    def wanted(self, default: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the columns of which a table must have one. default: without a prompt column."""
+        scored = SCORED_KINDS if self.score else ()
+        return (*scored, *(default if self.column is None else (self.column,)))
 
 
 _Reader = Callable[[], Iterator[Row]]
@@ -178,7 +190,7 @@ def _csv(given: _Input) -> _Reader:
         what = f"line {header.line} {header.fault}" if header else "it is empty"
         raise InvalidInput(f"input {given.name} has no header line that names the columns: {what}")
     columns = header.cells
-    _check_columns(given, columns, (column,))
+    _check_columns(given, columns, given.wanted(("prompt",)))
 
     def rows() -> Iterator[Row]:
         with given.source.open() as file:
@@ -192,7 +204,7 @@ def _csv(given: _Input) -> _Reader:
 def _arrow(given: _Input) -> _Reader:
     file, form = given.source.file, given.source.form
     columns = tables.arrow_columns(file, given.name, form)
-    _check_columns(given, columns, PROMPT_KINDS if given.column is None else (given.column,))
+    _check_columns(given, columns, given.wanted(PROMPT_KINDS))
 
     def rows() -> Iterator[Row]:
         for index, record in enumerate(tables.arrow_records(file, given.name, form, given.column or "prompt")):

@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
-from flexengine.config import Completion, Result
+from flexengine.config import Completion, Result, Score
 from flexengine.errors import InvalidInput
 from flexengine.job.results import sync_directory
 
@@ -87,6 +87,8 @@ def result_of(value: dict[str, Any]) -> Result:
     fields = dict(value["result"])
     if fields.get("samples") is not None:
         fields["samples"] = [Completion(**sample) for sample in fields["samples"]]
+    if fields.get("scores") is not None:
+        fields["scores"] = [Score(**score) for score in fields["scores"]]
     return Result(value["index"], **fields)
 
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from flexengine.config import SamplingParams, json_kind, shown
 from flexengine.errors import InvalidInput
@@ -13,6 +13,21 @@ from flexengine.job.rows import PROMPT_KINDS, Row
 
 OVERRIDES = tuple(f.name for f in fields(SamplingParams))
 _NAMED_ELSEWHERE = {"max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens"}  # other programs' names
+
+
+class Target(NamedTuple):
+    """Tokens to score: log probabilities of `continuation` after `context` (teacher forcing). Both have tokens.
+
+    Together they may have one token more than the model's context, as the last token is not computed.
+    """
+
+    context: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """Tokens to compute. The last len(continuation) of them predict the continuation."""
+        return self.context + self.continuation[:-1]
 
 
 @dataclass(frozen=True)
@@ -24,7 +39,7 @@ class Request:
         prompt_ids: token ids in [0, vocabulary size).
         sampling: sampling parameters.
         line: see Row.
-        forced: continuation to score (teacher forcing): these tokens replace the sampled ones. () samples.
+        choices: what to score, by choice; a long text is scored in several parts. () for a row that generates.
         prompt: the prompt as it was given; see Result.
     """
 
@@ -32,8 +47,21 @@ class Request:
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     line: int = field(default=0, compare=False)
-    forced: tuple[int, ...] = ()
+    choices: tuple[tuple[Target, ...], ...] = ()
     prompt: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def targets(self) -> list[Target]:
+        """The targets of all choices, in order."""
+        return [target for choice in self.choices for target in choice]
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """Prompt tokens, and most tokens to generate, of each of the row's sequences. Scoring takes one sweep, like the
+        generation of one token."""
+        if self.choices:
+            return [(len(target.prompt_ids), 1) for target in self.targets]
+        return [(len(self.prompt_ids), self.sampling.max_tokens)] * self.sampling.n
 
 
 def encode(
@@ -92,7 +120,7 @@ def _prompt_ids(
     if request.get(chat.TOOLS) and json_kind(request[chat.TOOLS]) == "an array":
         raise InvalidInput(f"tools needs messages, as a chat template writes them; {kind} has none: send messages")
     if kind == "prompt_token_ids":
-        return _checked_ids(request[kind], vocab_size)
+        return checked_ids(kind, request[kind], vocab_size)
     if not isinstance(prompt := request[kind], str):
         raise InvalidInput(f"prompt is {json_kind(prompt)}; it must be a string")
     check_text(kind, prompt)
@@ -148,14 +176,15 @@ def check_text(kind: str, text: str) -> None:
         raise InvalidInput(f"{kind} holds half a surrogate pair, which is no character; remove it") from error
 
 
-def _checked_ids(value: Any, vocab_size: int | None) -> tuple[int, ...]:
+def checked_ids(kind: str, value: Any, vocab_size: int | None) -> tuple[int, ...]:
+    """Return token ids as a tuple. Raise InvalidInput, with the field's name `kind`, if these are no token ids."""
     value = value.tolist() if hasattr(value, "tolist") else value  # an array of numpy, or a tensor of torch
     if not isinstance(value, (list, tuple)) or not value:
-        raise InvalidInput(f"prompt_token_ids is {shown(value)}; it must be an array of token ids that is not empty")
+        raise InvalidInput(f"{kind} is {shown(value)}; it must be an array of token ids that is not empty")
     top = math.inf if vocab_size is None else vocab_size
     for token in value:
         if isinstance(token, bool) or not isinstance(token, int):
-            raise InvalidInput(f"prompt_token_ids holds {shown(token)}; token ids are whole numbers")
+            raise InvalidInput(f"{kind} holds {shown(token)}; token ids are whole numbers")
         if not 0 <= token < top:
-            raise InvalidInput(f"prompt_token_ids holds {token}; token ids lie in [0, {top})")
+            raise InvalidInput(f"{kind} holds {token}; token ids lie in [0, {top})")
     return tuple(value)

@@ -18,7 +18,7 @@ from flexengine.job.rows import Row
 from flexengine.job.streams import descriptor, is_stream, stdout_is_open
 
 Encode = Callable[[Row, Result], bytes]
-_OPTIONAL = ("logprobs", "samples")  # fields that are left out if they are None
+_OPTIONAL = ("logprobs", "samples", "scores")  # fields that are left out if they are None
 _OTHER_FORMATS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".csv", ".tsv", ".parquet", ".arrow", ".feather", ".xlsx")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from flexengine.config import json_kind
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
+SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Row:
         custom_id: id of an OpenAI batch line, "" if the line has no usable one; None for other rows.
         chat: run a prompt that is text as a user's message, through the model's chat template. Messages and token ids
             are run as they are.
+        scored: score the row, unless it has a prompt.
     """
 
     index: int
@@ -33,6 +35,7 @@ class Row:
     request: dict[str, Any] = field(default_factory=dict)
     custom_id: str | None = None
     chat: bool = False
+    scored: bool = False
 
     def __post_init__(self) -> None:
         if not self.request:
@@ -44,9 +47,16 @@ class Row:
         return self.custom_id is not None
 
     @property
+    def is_scored(self) -> bool:
+        """Return whether the row is scored, not run. A row without a prompt, in a job that scores, is scored."""
+        return self.scored and all(self.request.get(kind) is None for kind in PROMPT_KINDS)
+
+    @property
     def prompt(self) -> Any:
-        """Return the row's prompt as it was given: text, messages or token ids; None if it has none."""
-        return next((self.request[kind] for kind in PROMPT_KINDS if self.request.get(kind) is not None), None)
+        """Return the row's prompt as it was given: text, messages or token ids; the context of a row that is scored.
+        Return None if it has none."""
+        kinds = ("context",) if self.is_scored else PROMPT_KINDS
+        return next((self.request[kind] for kind in kinds if self.request.get(kind) is not None), None)
 
     @property
     def place(self) -> str:

@@ -17,11 +17,11 @@ FORMAT = 3
 MODEL_FILES = "model_files"
 INPUT_DIGEST = "input_sha256"
 LOSSY = "lossy"
-CHAT = "chat"  # in the manifest only if it is true
+CHAT, SCORE = "chat", "score"  # in the manifest only if they are true
 _APART = frozenset({INPUT_DIGEST, LOSSY, MODEL_FILES})  # each compared by its own function
 INFORMATIVE = frozenset({"input", "model"})  # names, not compared: files may be renamed while their bytes stay equal
 _ABSENT = "absent"
-_DEFAULTS = {CHAT: "false"}  # values, as JSON, of names that a manifest may lack
+_DEFAULTS = {CHAT: "false", SCORE: "false"}  # values, as JSON, of names that a manifest may lack
 _LONG = 60  # most characters of a value in a message
 _MOST_FILES = 4  # most file names in a message
 

@@ -100,7 +100,7 @@ class Trial:
         kernels = available.load_for(self.machine.compute)
         cache = Cache(model, layout, self.machine, kernels, self.dtype, lossy)
         try:
-            live = {i: Sequence(i, tokens, 1, past, home=home) for i in range(sequences)}
+            live = {i: Sequence(i, tokens, 1, cached=past, home=home) for i in range(sequences)}
             size = layout.pools[home][0].page_tokens
             for number in range(pages_for(tokens, size)):  # in turns, to scatter the pages
                 for sequence in live.values():

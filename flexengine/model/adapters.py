@@ -74,7 +74,7 @@ def _bloom(attend: Any) -> Any:
         if slope is None:
             slope = made[q.device, q.dtype] = _slopes(self.num_heads).to(q.device, q.dtype)
         slope = slope / scale
-        positions = greenlet.getcurrent().positions.to(k.dtype)  # type: ignore[attr-defined]
+        positions = greenlet.getcurrent().inputs.positions.to(k.dtype)  # type: ignore[attr-defined]
         q = torch.cat([q, slope.view(1, -1, 1, 1).expand(*q.shape[:3], 1)], -1)
         k = torch.cat([k, positions.view(1, 1, -1, 1).expand(*k.shape[:3], 1)], -1)
         out, _none = attend(self, q, k, v, None, scaling=scale)

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
+from flexengine.model.logits import LogitStep
+from flexengine.model.score import Scores, parts
 
 ATTENTION = "flexengine"
 # Passed by some modules, without effect on a packed, causal forward pass without gradients.
@@ -84,7 +86,7 @@ class Head(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """The end of the pass. values: [1, kept tokens, vocabulary]."""
+    """The end of the pass. values: [1, kept tokens, vocabulary]; without the tokens that are scored."""
 
     values: Tensor
 
@@ -181,17 +183,34 @@ class PausingEmbedding(nn.Module):
 
 
 class PausingHead(nn.Module):
-    """The output projection, computed in `chunks` chunks of vocabulary rows."""
+    """The output projection, computed in `chunks` chunks of vocabulary rows.
 
-    def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor]) -> None:
+    Its last input rows are those of the tokens that the pass scores (`Inputs.scores`), if any. Their logits are added
+    to the scores part by part, and not returned.
+
+    Attributes:
+        step: computes logits from the projection's result. Only scores need it: the model applies it to the rest.
+    """
+
+    def __init__(self, vocabulary: int, chunks: int, linear: Callable[..., Tensor], step: LogitStep) -> None:
         super().__init__()
         self.vocabulary, self.chunks, self.linear, self.bias = vocabulary, chunks, linear, None
+        self.step = step
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if self.step.given is not None:
+            return self.step.given
+        current: Any = greenlet.getcurrent()
+        scores = current.inputs.scores
+        count = hidden.shape[1] - (len(scores) if scores else 0)
+        hidden, scored = hidden[:, :count], hidden[:, count:]
         logits: Tensor | None = None
         first = 0  # vocabulary row
         for chunk in range(self.chunks):
-            part = self.linear(hidden, *pause(Head(chunk)))  # weight, bias, form
+            weights = pause(Head(chunk))  # weight, bias, form
+            part = self.linear(hidden, *weights)
+            for row, some in parts(scored) if scores else ():
+                scores.add(self.step(self.linear(some, *weights))[0], row, first)
             if part.shape[-1] == self.vocabulary:
                 return part
             if logits is None:
@@ -209,18 +228,20 @@ class Inputs:
     Attributes:
         ids: int64 [1, tokens].
         positions: int64 [1, tokens].
-        keep: int64 [n], indices of the tokens to compute logits for.
+        keep: int64 [n], indices of the tokens to compute logits for; last, those of the tokens that are scored.
+        scores: receives the logits of the tokens that are scored; None if there are none.
     """
 
     ids: Tensor
     positions: Tensor
     keep: Tensor
+    scores: Scores | None = None
 
 
 class _Pass(greenlet.greenlet):  # type: ignore[misc]
-    """Greenlet of a pass. positions: of the pass's tokens, for modules that do not get them (adapters.py)."""
+    """Greenlet of a pass. inputs: of the pass, for modules that do not get them (adapters.py)."""
 
-    positions: Tensor
+    inputs: Inputs
 
 
 class Forward:
@@ -243,7 +264,7 @@ class Forward:
         with self._mode or nullcontext():
             if self._greenlet is None:
                 self._greenlet = _Pass(self._run)
-                self._greenlet.positions = self.inputs.positions
+                self._greenlet.inputs = self.inputs
                 event: Pause = self._greenlet.switch()
             else:
                 event = self._greenlet.switch(value)

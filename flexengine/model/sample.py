@@ -27,7 +27,6 @@ class Draw(NamedTuple):
         sample: number of the continuation, of n continuations of the prompt.
         prompt: token ids.
         generated: token ids so far; the next token has index len(generated).
-        forced: tokens to take instead of sampling; empty for none.
     """
 
     sampling: SamplingParams
@@ -35,7 +34,6 @@ class Draw(NamedTuple):
     sample: int
     prompt: Sequence[int]
     generated: Sequence[int]
-    forced: Sequence[int] = ()
 
 
 class Sampled(NamedTuple):
@@ -107,7 +105,7 @@ def _text(token: int, tokenizer: Any) -> str | None:
 def _plain(draw: Draw) -> bool:
     """Return whether the row needs only its largest logit."""
     s = draw.sampling
-    return not draw.forced and s.temperature == 0 and s.logprobs is None and not _penalises(s)
+    return s.temperature == 0 and s.logprobs is None and not _penalises(s)
 
 
 def _penalises(s: SamplingParams) -> bool:
@@ -117,10 +115,7 @@ def _penalises(s: SamplingParams) -> bool:
 def _row(row: Tensor, draw: Draw) -> Sampled:
     """Return the next token of one row, fp64 [vocabulary], whose largest value is finite."""
     s = draw.sampling
-    if draw.forced:
-        token = draw.forced[len(draw.generated)]
-    else:
-        token = _choose(_penalised(row, draw) if _penalises(s) else row, draw)
+    token = _choose(_penalised(row, draw) if _penalises(s) else row, draw)
     if s.logprobs is None:
         return Sampled(token, None, ())
     logprobs = row.log_softmax(0)

@@ -30,6 +30,7 @@ from flexengine.model.forward import (
 from flexengine.model.fused import use_fused
 from flexengine.model.linear import FastLinear, Product, use_fast_linear
 from flexengine.model.loading import Loading
+from flexengine.model.logits import LogitStep
 from flexengine.model.masks import marked, window_of
 from flexengine.model.products import Invariance, is_experts, use_product
 
@@ -294,7 +295,8 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     for j in range(count):
         modules[j] = PausingLayer(modules[j], j)
     model.set_input_embeddings(PausingEmbedding(embedding, f"{names[embedding]}.weight"))
-    pausing = PausingHead(head.out_features, 1, product)
+    step = LogitStep(model, path.partition(".")[0], head.in_features)
+    pausing = PausingHead(head.out_features, 1, product, step)
     model.set_output_embeddings(pausing)
     wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
     weights = {f"{names[embedding]}.weight", f"{names[head]}.weight"}

@@ -11,19 +11,23 @@ import numpy as np
 
 from flexengine.schedule.pages import Pool
 
+FOREVER = 1 << 32  # sweeps of a common prefix that sequences still wait for
+
 
 class Growing(NamedTuple):
-    """A sequence in the forecast of KV pages.
+    """A sequence, or a common prefix of sequences, in the forecast of KV pages.
 
     Attributes:
         tokens: tokens cached after the next sweep.
-        sweeps: sweeps until the sequence ends.
-        shared: prompt tokens on shared pages that another sequence counts, which leaves no earlier; else 0.
+        sweeps: sweeps until the sequence, or the last one with the prefix, ends.
+        shared: prompt tokens on shared pages that a common prefix counts, which ends no earlier; else 0.
+        grows: tokens added per sweep: 1, or 0 for a common prefix.
     """
 
     tokens: int
     sweeps: int
     shared: int = 0
+    grows: int = 1
 
 
 def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int) -> int:
@@ -50,12 +54,12 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
 def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
     """Return the most pages in use if no sequence enters. Shared pages are counted once.
 
-    Each sequence grows by one token per sweep until it ends. The number of pages falls only when a sequence ends, so
-    the maximum occurs in the last sweep of some sequence.
+    The number of pages falls only when a sequence or a common prefix ends, so the maximum occurs in the last sweep of
+    one of them.
     """
     if not sequences:
         return 0
-    tokens, sweeps, shared = np.array(sequences).T
+    tokens, sweeps, shared, grows = np.array(sequences).T
     ends = np.unique(sweeps)[:, None]
-    held = pool.held(tokens + ends - 1) - pool.num_shared(shared)
+    held = pool.held(tokens + (ends - 1) * grows) - pool.num_shared(shared)
     return int(np.where(sweeps >= ends, held, 0).sum(axis=1).max())

@@ -41,13 +41,16 @@ class Piece:
         sequence: number of the sequence.
         start: position of the first token.
         count: number of tokens.
-        final: whether the next token is sampled after the last of these tokens.
+        final: whether the sequence's prompt ends, or its last sampled token is computed, with this piece.
+        source: number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if
+            there is none.
     """
 
     sequence: int
     start: int
     count: int
     final: bool
+    source: int | None = None
 
     @property
     def decodes(self) -> bool:
@@ -96,10 +99,18 @@ def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
     return (Cell(sweep, j, k) for j in range(layers) for k in range(batches))
 
 
-def split_prompt(sequence: int, start: int, count: int, budget: int) -> list[Piece]:
-    """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order."""
+def split_prompt(
+    sequence: int, start: int, count: int, budget: int, ends: bool = True, source: int | None = None
+) -> list[Piece]:
+    """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order.
+
+    Args:
+        ends: whether the last piece is final.
+        source: as in Piece.
+    """
     end = start + count
-    return [Piece(sequence, s, min(budget, end - s), s + budget >= end) for s in range(start, end, budget)]
+    starts = range(start, end, budget)
+    return [Piece(sequence, s, min(budget, end - s), ends and s + budget >= end, source) for s in starts]
 
 
 def form_batches(

@@ -395,6 +395,6 @@ def _buffered(rests: Iterable[Sequence[Task]]) -> int:
 
 
 def _continues(earlier: Batch, later: Batch) -> bool:
-    """Return whether `later` has a piece of a sequence that also has a piece in `earlier`."""
+    """Return whether `later` reads KV that `earlier` computes: of the same sequence, or of a trunk that it shares."""
     begun = {p.sequence for p in earlier.pieces}
-    return any(p.sequence in begun for p in later.pieces)
+    return any(p.sequence in begun or p.source in begun for p in later.pieces)

@@ -3,55 +3,65 @@
 The engine calls `Sweeps.begin` before a sweep and `Sweeps.advance` after it, with the sequences that ended.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from flexengine.policy import Policy
-from flexengine.schedule.admission import Growing, entrants, peak_pages
+from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, count_by_tier
+from flexengine.schedule.prefixes import Stem, Tokens
 
-Key = tuple[int | None, str]  # prompt and tier
 
-
-@dataclass
+@dataclass(eq=False)
 class Sequence:
-    """Token counts of one sequence.
+    """Token counts of one sequence, or of a common prefix of several (`Trunk`).
 
     Attributes:
         id: number of the sequence.
         prompt_tokens: tokens of the prompt.
         max_tokens: most tokens to generate.
+        stem: the longest prefix that it shares; None if it shares none.
+        steps: last tokens of the prompt that are computed one after the other, like sampled tokens. So they read the
+            stored KV of all earlier tokens.
         cached: tokens whose KV is stored.
         generated: tokens generated so far.
         home: tier of the KV cache; "" before the sequence enters.
-        prompt: number of the prompt; None if no other sequence has the same prompt. Sequences of one prompt that enter
-            together share the prompt's pages.
-        source: the sequence that computes the shared prompt in the sweep in progress, or holds its pages; else None.
-        first: id of the first of the sequences that share the prompt's pages.
+        source: the trunk whose pages it shares; None if it shares none.
     """
 
     id: int
     prompt_tokens: int
     max_tokens: int
+    stem: Stem | None = None
+    steps: int = 0
     cached: int = 0
     generated: int = 0
     home: str = ""
-    prompt: int | None = None
-    source: "Sequence | None" = None
-    first: int = -1
+    source: "Trunk | None" = None
 
     @property
     def pending(self) -> int:
-        """Number of tokens that the next sweep computes: the prompt, or the last sampled token."""
-        return 1 if self.generated else self.prompt_tokens
+        """Number of tokens that the next sweep computes: those of the prompt, or the last sampled token."""
+        return 1 if self.generated else self.prompt_tokens - self.cached
 
-    def growing(self, follows: bool) -> Growing:
-        """Return the forecast of this sequence. follows: whether another sequence counts the shared pages."""
-        shared = self.prompt_tokens if follows else 0
-        return Growing(self.cached + self.pending, self.max_tokens - self.generated, shared)
+    @property
+    def level(self) -> int:
+        """Number of trunks that the next sweep computes before this sequence."""
+        return self.source.level + 1 if self.source and self.source.pending else 0
+
+    @property
+    def shared(self) -> int:
+        """Number of prompt tokens on pages that a trunk counts."""
+        return self.stem.end if self.stem else 0
+
+    @property
+    def growing(self) -> Growing:
+        """Return the forecast of this sequence."""
+        return Growing(self.cached + self.pending, self.max_tokens - self.generated, self.shared)
 
     @property
     def peak_tokens(self) -> int:
@@ -59,20 +69,44 @@ class Sequence:
         return self.prompt_tokens + self.max_tokens - 1
 
 
+@dataclass(eq=False)
+class Trunk(Sequence):
+    """A stem on one tier: its tokens are computed once, and its pages are kept while sequences share them.
+
+    Attributes:
+        users: live sequences that share it, by id.
+    """
+
+    users: dict[int, Sequence] = field(default_factory=dict)
+
+    @staticmethod
+    def of(number: int, stem: Stem, home: str, above: "Trunk | None") -> "Trunk":
+        """Return the trunk of a stem, of which nothing is computed yet. above: the trunk of the stem above."""
+        return Trunk(number, stem.end, 0, stem.above, cached=stem.start, home=home, source=above)
+
+    @property
+    def pending(self) -> int:
+        return self.prompt_tokens - self.cached
+
+    def lasting(self, waits: bool) -> Growing:
+        """Return the forecast of the trunk's pages. waits: whether sequences that share it have not entered yet."""
+        sweeps = FOREVER if waits else max((s.max_tokens - s.generated for s in self.users.values()), default=0)
+        return Growing(self.prompt_tokens, sweeps, self.shared, grows=0)
+
+
 class Sweeps:
     """The waiting and the live sequences, and the gpu_batches of each sweep.
 
-    Samples of one prompt that enter together compute the prompt once. The prompt's pages are kept while more of its
-    samples wait. Samples that enter later share the kept pages and only decode.
+    A stem is computed in the sweep in which its first sequence enters, in an earlier gpu_batch. Its pages are kept
+    until all sequences that share it have ended. If kept pages leave no room for the next sequence, they are freed, and
+    the stem is computed again later.
 
     Attributes:
         pools: by tier, a pool for each group of layers that see equally many tokens.
         places: by tier, most sequences whose KV cache is there.
-        waiting: sequences that have not entered, in order.
+        waiting: sequences that have not entered, in order. Those that share a stem are adjacent.
         live: sequences that have entered, by id.
-        kept: by prompt and tier, a sequence that holds the pages of a prompt but is not computed.
-        joined: live sequences that entered in this sweep with the pages of a kept prompt. Their first token is already
-            sampled.
+        trunks: by stem and tier, the stems whose pages are kept.
         sweep: number of the sweep in progress.
     """
 
@@ -81,9 +115,10 @@ class Sweeps:
         self.places = count_by_tier(policy.block_size, policy.cache)
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
-        self.kept: dict[Key, Sequence] = {}
-        self.joined: list[Sequence] = []
+        self.trunks: dict[tuple[Stem, str], Trunk] = {}
         self.sweep = -1
+        self._entered: WeakKeyDictionary[Stem, int] = WeakKeyDictionary()  # number of a stem's sequences that entered
+        self._trunks_made = 0
 
     @property
     def idle(self) -> bool:
@@ -98,153 +133,168 @@ class Sweeps:
         """Admit waiting sequences, then form the sweep's batches.
 
         Args:
-            claim: called with every live sequence and its cached tokens after the sweep; takes KV pages for them.
-            release: called with a sequence of `kept`; gives its pages back.
+            claim: called with every trunk and live sequence, and its cached tokens after the sweep; takes KV pages for
+                them. A trunk is claimed before those that share it.
+            release: called with a trunk whose pages are given back.
         """
         self.sweep += 1
-        sources = self._admit()
-        if not self.live and self.kept:  # kept pages leave no room for the next sequence
-            self._forget(list(self.kept), release)
-            sources = self._admit()
-        for sequence in self.live.values():
+        self._admit()
+        if not self.live and self.trunks:  # kept pages leave no room for the next sequence
+            self._free(list(self.trunks), release)
+            self._admit()
+        if not self.live and self.waiting:  # a stem takes pages of its own, which the next sequence does without
+            self._note_entry(self.waiting[0].stem)
+            self.waiting[0].stem = None
+            self._admit()
+        for sequence in (*(t for t in self.trunks.values() if t.pending), *self.live.values()):
             claim(sequence, sequence.cached + sequence.pending)
-        for sequence in self.joined:
-            sequence.source = None
-        self._keep(sources, claim)
-        self._forget([key for key in self.kept if not self._more_of(key[0])], release)
         return self._batches()
 
-    def _admit(self) -> dict[Key, Sequence]:
-        """Let waiting sequences enter while there is room. Return those that compute a prompt of several samples."""
-        policy, self.joined = self.policy, []
+    def _admit(self) -> None:
+        """Let waiting sequences enter while there is room."""
+        policy = self.policy
         room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
-        sources: dict[Key, Sequence] = {}
-        if not self.waiting:
-            return sources
-        live_by_tier = {tier: self._growing(tier) for tier in self.pools}
-        while room > 0 and self.waiting and (home := self._home_for(self.waiting[0], live_by_tier, sources)):
-            sequence = self.waiting.popleft()
-            key, sequence.home = (sequence.prompt, home), home
-            if key in self.kept:
-                self.joined.append(sequence)
-                sequence.cached, sequence.generated = sequence.prompt_tokens, 1
-            sequence.source = sources.get(key) or self.kept.get(key)
-            sequence.first = sequence.source.first if sequence.source else sequence.id
-            if sequence.prompt is not None and sequence.source is None:
-                sources[key] = sequence
-            self.live[sequence.id] = sequence
-            live_by_tier[home].append(sequence.growing(sequence.source is not None))
+        if not self.waiting or room <= 0:
+            return
+        counts = {tier: sum(s.home == tier for s in self.live.values()) for tier in self.pools}
+        forecast = {tier: self._forecast(tier) for tier in self.pools}
+        while room > 0 and self.waiting and (entry := self._entry(self.waiting[0], counts, forecast)):
+            sequence, (home, growing) = self.waiting.popleft(), entry
+            self._enter(sequence, home)
+            counts[home] += 1
+            forecast[home] += growing
             room -= 1
-        return sources
 
-    def _more_of(self, prompt: int | None) -> bool:
-        """Return whether the next waiting sequence is another sample of a prompt."""
-        return bool(self.waiting) and prompt is not None and self.waiting[0].prompt == prompt
+    def _enter(self, sequence: Sequence, home: str) -> None:
+        sequence.home, sequence.source = home, self._trunk(sequence.stem, home)
+        sequence.cached = sequence.shared
+        self._note_entry(sequence.stem)
+        for stem in stems_above(sequence.stem):
+            self.trunks[stem, home].users[sequence.id] = sequence
+        self.live[sequence.id] = sequence
 
-    def _keep(self, sources: Mapping[Key, Sequence], claim: Callable[[Sequence, int], None]) -> None:
-        """Keep the pages of prompts with waiting samples, if there is room."""
-        for key, source in sources.items():
-            if not self._more_of(source.prompt) or source.max_tokens < 2:
-                continue
-            first, (_, tier) = source.id, key
-            self.kept[key] = Sequence(-1 - first, source.prompt_tokens, 1, home=tier, source=source, first=first)
-            growing = self._growing(tier)
-            if all(self._fits(growing, tier, pool) for pool in self.pools[tier]):
-                claim(self.kept[key], source.prompt_tokens)
-            else:
-                del self.kept[key]
+    def _trunk(self, stem: Stem | None, tier: str) -> Trunk | None:
+        """Return the trunk of a stem on a tier. Add it, and those above it, if there is none."""
+        if stem is None or (stem, tier) in self.trunks:
+            return None if stem is None else self.trunks[stem, tier]
+        above = self._trunk(stem.above, tier)
+        self._trunks_made += 1
+        self.trunks[stem, tier] = trunk = Trunk.of(-self._trunks_made, stem, tier, above)
+        return trunk
 
-    def _forget(self, keys: list[Key], release: Callable[[Sequence], None]) -> None:
+    def _note_entry(self, stem: Stem | None) -> None:
+        """Count a sequence that enters at its stems. stem: the sequence's longest stem."""
+        for each in stems_above(stem):
+            self._entered[each] = self._entered.get(each, 0) + 1
+
+    def _waits(self, stem: Stem) -> bool:
+        """Return whether sequences with this stem have not entered yet."""
+        return self._entered.get(stem, 0) < stem.sequences
+
+    def _free(self, keys: Iterable[tuple[Stem, str]], release: Callable[[Sequence], None]) -> None:
         for key in keys:
-            release(self.kept.pop(key))
+            release(self.trunks.pop(key))
 
-    def _growing(self, tier: str) -> list[Growing]:
-        """Return the forecasts of a tier's live sequences. The last sequence to leave counts the pages that several
-        share. `_fits` counts kept pages."""
-        samples = [s for s in self.live.values() if s.prompt is not None]
-        counting = {s.first: s.id for s in sorted(samples, key=lambda s: s.max_tokens - s.generated)}
-        counting |= {s.first: s.id for s in self.kept.values()}
-        return [s.growing(counting.get(s.first, s.id) != s.id) for s in self.live.values() if s.home == tier]
+    def _forecast(self, tier: str) -> list[Growing]:
+        """Return the forecasts of a tier's live sequences and trunks."""
+        live = [s.growing for s in self.live.values() if s.home == tier]
+        return live + [trunk.lasting(self._waits(stem)) for (stem, home), trunk in self.trunks.items() if home == tier]
 
-    def _home_for(
-        self, sequence: Sequence, live_by_tier: dict[str, list[Growing]], sources: Mapping[Key, Sequence]
-    ) -> str | None:
-        """Return the first tier with a free place and enough pages at the forecast peak, or None.
+    def _entry(
+        self, sequence: Sequence, counts: Mapping[str, int], forecast: Mapping[str, list[Growing]]
+    ) -> tuple[str, list[Growing]] | None:
+        """Return the first tier with a free place and enough pages at the forecast peak, and the forecast of the
+        sequence and of the trunks that it needs there. Return None if there is no such tier.
 
         Args:
             sequence: waits to enter.
-            live_by_tier: forecasts of the live sequences.
-            sources: sequences that compute a prompt in the next sweep.
+            counts: by tier, number of live sequences.
+            forecast: by tier, as `_forecast`.
         """
         for tier, pools in self.pools.items():
-            if len(live_by_tier[tier]) >= self.places.get(tier, 0):
+            if counts[tier] >= self.places.get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue
-            growing = sequence.growing((sequence.prompt, tier) in sources)
-            if (sequence.prompt, tier) in self.kept:
-                growing = Growing(sequence.prompt_tokens + 1, sequence.max_tokens - 1, sequence.prompt_tokens)
-            if all(self._fits([*live_by_tier[tier], growing], tier, pool) for pool in pools):
-                return tier
+            new = [Growing(sequence.prompt_tokens, sequence.max_tokens, sequence.shared)]
+            for stem in stems_above(sequence.stem):
+                if (stem, tier) not in self.trunks:
+                    waits = self._entered.get(stem, 0) + 1 < stem.sequences
+                    sweeps = FOREVER if waits else sequence.max_tokens
+                    new.append(Growing(stem.end, sweeps, stem.start, grows=0))
+            if all(peak_pages([*forecast[tier], *new], pool) <= pool.pages for pool in pools):
+                return tier, new
         return None
 
-    def _fits(self, growing: list[Growing], tier: str, pool: Pool) -> bool:
-        """Return whether a pool has enough pages for growing sequences and for kept prompts."""
-        kept = sum(pool.held(s.prompt_tokens) for s in self.kept.values() if s.home == tier)
-        return peak_pages(growing, pool) + kept <= pool.pages
-
     @property
-    def joining(self) -> list[Sequence]:
-        """Sequences, also of `kept`, whose prompt another sequence computes in the sweep in progress."""
-        return [s for s in (*self.live.values(), *self.kept.values()) if s.source is not None]
+    def stems(self) -> dict[int, Tokens]:
+        """Tokens of each trunk that the sweep in progress computes, by its number."""
+        return {trunk.id: stem.tokens for (stem, _), trunk in self.trunks.items() if trunk.pending}
 
-    def first_tokens(self) -> dict[int, list[int]]:
-        """Return, by id of each sequence that computes a shared prompt, the ids of the other samples of this prompt.
-        Their first tokens are sampled from the same logits."""
-        sharing: dict[int, list[int]] = {}
-        for s in self.joining:
-            assert s.source is not None
-            others = [w.id for w in self.waiting if w.prompt == s.source.prompt] if s.id < 0 else [s.id]
-            sharing.setdefault(s.source.id, []).extend(others)
-        return sharing
+    def in_prompt(self, piece: Piece) -> bool:
+        """Return whether a piece of the sweep in progress is part of a prompt."""
+        return piece.sequence not in self.live or not self.live[piece.sequence].generated
 
     def _batches(self) -> list[Batch]:
         policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, str]]()
         for tier, pools in self.pools.items():
-            computed = (s for s in self.live.values() if s.home == tier and s.source is None)
-            ordered = sorted(computed, key=lambda s: (s.pending > 1, s.cached))
+            trunks = [t for t in self.trunks.values() if t.home == tier and t.pending]
+            live = [s for s in self.live.values() if s.home == tier]
             where = policy.attends(tier)
-            delegated = [s for s in ordered if s.generated] if where != "device" else []
+            delegated = [s for s in live if s.generated] if where != "device" else []
             # Buffers limit the pages of a gpu_batch. Pages of delegated sequences pass through no buffer.
             formed += [(batch, tier, where) for batch in self._formed(delegated, ())]
-            rest = [s for s in ordered if not s.generated] if delegated else ordered
-            formed += [(batch, tier, "device") for batch in self._formed(rest, pools)]
+            rest = [s for s in live if not s.generated] if delegated else live
+            formed += [(batch, tier, "device") for batch in self._formed([*trunks, *rest], pools)]
         hidden = assign_tiers([sum(p.count for p in batch) for batch, _, _ in formed], policy.activations)
         batches = (Batch(pieces, tier, home, where) for (pieces, tier, where), home in zip(formed, hidden, strict=True))
         return interleaved(batches)
 
-    def _formed(self, sequences: list[Sequence], pools: tuple[Pool, ...]) -> list[tuple[Piece, ...]]:
-        policy, pieces = self.policy, list[Piece]()
-        for s in sequences:
-            pieces += split_prompt(s.id, s.cached, s.pending, policy.prefill_tokens)
-        return form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pools)
+    def _formed(self, sequences: Iterable[Sequence], pools: tuple[Pool, ...]) -> list[tuple[Piece, ...]]:
+        """Return gpu_batches of the sequences' next tokens. Pieces that read KV of other pieces come later."""
+        policy, levels = self.policy, defaultdict[int, list[Piece]](list)
+        for s in sorted(sequences, key=lambda s: (s.pending > 1, s.cached)):
+            level, source = s.level, s.source.id if s.source and not s.generated else None
+            ends, steps = not isinstance(s, Trunk), 0 if s.generated else s.steps
+            count = s.pending - steps
+            levels[level] += split_prompt(s.id, s.cached, count, policy.prefill_tokens, ends and not steps, source)
+            for i in range(steps):
+                levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps))
+        formed = list[tuple[Piece, ...]]()
+        for _, pieces in sorted(levels.items()):
+            formed += form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pools)
+        return formed
 
-    def advance(self, batches: list[Batch], ended: set[int]) -> list[Sequence]:
-        """Record a computed sweep. Return the sequences that leave: those in `ended`, and those at their limit."""
-        for piece in (p for b in batches for p in b.pieces):
+    def advance(
+        self, batches: list[Batch], ended: set[int], release: Callable[[Sequence], None] = lambda sequence: None
+    ) -> list[Sequence]:
+        """Record a computed sweep. Return the sequences that leave: those in `ended`, and those at their limit.
+
+        Args:
+            release: called with a trunk that no sequence shares any more, and then with each sequence that leaves.
+        """
+        for trunk in self.trunks.values():
+            trunk.cached = trunk.prompt_tokens
+        for piece in (p for b in batches for p in b.pieces if p.sequence >= 0):
             sequence = self.live[piece.sequence]
             sequence.cached += piece.count
             sequence.generated += piece.final
-        for sequence in self.joining:
-            assert sequence.source is not None
-            sequence.cached, sequence.generated = sequence.source.cached, sequence.source.generated
-            sequence.source = None
         gone = [s for s in self.live.values() if s.id in ended or s.generated >= s.max_tokens]
         for sequence in gone:
             del self.live[sequence.id]
+            release(sequence)
+            for stem in stems_above(sequence.stem):
+                del self.trunks[stem, sequence.home].users[sequence.id]
+        unused = [key for key, trunk in self.trunks.items() if not trunk.users and not self._waits(key[0])]
+        self._free(unused, release)
         return gone
 
     @property
     def another(self) -> bool:
         """Whether another sweep follows, unless end-of-sequence tokens end all sequences."""
         return bool(self.waiting) or any(s.max_tokens - s.generated > 1 for s in self.live.values())
+
+
+def stems_above(stem: Stem | None) -> list[Stem]:
+    """Return a stem and all stems above it; none for None."""
+    return [] if stem is None else [stem, *stems_above(stem.above)]

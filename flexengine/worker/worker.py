@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from flexengine.config import SamplingParams
 from flexengine.model.forward import EMBEDDING, Attend, Forward, Head, Inputs, Layer, Logits, Pause, Rows
 from flexengine.model.sample import Draw, Sampled, sample
+from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
 from flexengine.plan.layout import ENTERING, READING
@@ -36,9 +38,10 @@ class Text:
         prompt: token ids.
         sampling: sampling parameters.
         stops: checks whether the sequence ends.
-        forced: tokens to append in place of sampled ones (teacher forcing).
+        targets: tokens to score. Target i follows prompt token len(prompt) - len(targets) + i. No token is sampled.
         generated: tokens generated so far.
         logprobs: one entry per generated token, if requested.
+        scores: the scored targets.
         ended: reason of an end before the token limit; None if there is none.
         error: reason why the sequence has no result; None if there is none.
     """
@@ -48,9 +51,10 @@ class Text:
     prompt: tuple[int, ...]
     sampling: SamplingParams
     stops: Stops
-    forced: tuple[int, ...] = ()
+    targets: tuple[int, ...] = ()
     generated: list[int] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
+    scores: list[Sampled] = field(default_factory=list)
     ended: str | None = None
     error: str | None = None
 
@@ -58,6 +62,11 @@ class Text:
         """Return `count` tokens from `start` on. They must be all in the prompt, or all generated."""
         length = len(self.prompt)
         return self.prompt[start : start + count] if start < length else self.generated[start - length :][:count]
+
+    def scored(self, start: int, count: int) -> list[tuple[int, int]]:
+        """Return (index, target) of the tokens that predict a target, among `count` tokens from `start` on."""
+        first = len(self.prompt) - len(self.targets)
+        return [(p - start, self.targets[p - first]) for p in range(max(start, first), start + count)]
 
 
 @dataclass
@@ -69,6 +78,7 @@ class BatchState:
         forward: its forward pass.
         view: its page tables.
         rows: its embedding rows.
+        scored: (sequence, number of targets) in the order of the pass's scores.
         event: last pause of the forward pass that is not handled yet.
         lacking: experts to load before the forward pass is resumed.
     """
@@ -77,6 +87,7 @@ class BatchState:
     forward: Forward
     view: View
     rows: Lookup
+    scored: list[tuple[int, int]]
     event: Pause | None = None
     lacking: list[int] = field(default_factory=list)
 
@@ -95,6 +106,7 @@ class Worker:
 
     Attributes:
         sampled: by sequence id, the token sampled in the sweep.
+        scored: by sequence id, the targets scored in the sweep.
     """
 
     def __init__(
@@ -104,9 +116,10 @@ class Worker:
         self.attenders = attenders
         self.layers = len(skeleton.layers)
         self.sampled: dict[int, Sampled] = {}
+        self.scored: dict[int, list[Sampled]] = {}
         self._states: list[BatchState] = []
         self._texts: Mapping[int, Text] = {}
-        self._joining: Mapping[int, list[int]] = {}
+        self._stems: Mapping[int, Sequence[int]] = {}
         # Reserve ledger bytes for temporary tensors of torch and buffers of file readers.
         self._regions = Regions(weights.machine)
         for tier, account in cache.layout.account.items():
@@ -115,17 +128,15 @@ class Worker:
         self.embedding = Embedding(weights, cache.layout, self._regions)
         self.experts = Experts(weights)
 
-    def begin(
-        self, batches: list[Batch], texts: Mapping[int, Text], first_tokens: Mapping[int, list[int]]
-    ) -> None:
+    def begin(self, batches: list[Batch], texts: Mapping[int, Text], stems: Mapping[int, Sequence[int]]) -> None:
         """Prepare the forward passes of one sweep.
 
         Args:
             batches: gpu_batches of the sweep.
             texts: by sequence id.
-            first_tokens: result of `Sweeps.first_tokens`.
+            stems: `Sweeps.stems`.
         """
-        self._texts, self.sampled, self._joining = texts, {}, first_tokens
+        self._texts, self._stems, self.sampled, self.scored = texts, stems, {}, {}
         self.hidden.begin(batches)
         self.embedding.begin()
         for place, attender in self.attenders.items():
@@ -133,25 +144,37 @@ class Worker:
         self._states = [self._state(batch) for batch in batches]
 
     def _state(self, batch: Batch) -> BatchState:
-        inputs, rows = self._inputs(batch)
+        inputs, rows, scored = self._inputs(batch)
         mode = self.skeleton.mode(self.weights.machine.compute)
-        return BatchState(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows)
+        return BatchState(batch, Forward(self.skeleton.model, inputs, mode), self.cache.view(batch), rows, scored)
 
-    def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup]:
+    def _inputs(self, batch: Batch) -> tuple[Inputs, Lookup, list[tuple[int, int]]]:
+        """Return a gpu_batch's tokens, its embedding rows, and (sequence, number of targets) of scored sequences."""
         ids: list[int] = []
         positions: list[int] = []
         keep: list[int] = []
+        targets: list[tuple[int, int]] = []  # index in `ids`, target
+        scored: list[tuple[int, int]] = []
         for piece in packed(batch):
             end = piece.start + piece.count
-            ids += self._texts[piece.sequence].tokens(piece.start, piece.count)
+            if (stem := self._stems.get(piece.sequence)) is not None:
+                ids += stem[piece.start : end]
+            else:
+                text, first = self._texts[piece.sequence], len(ids)
+                ids += text.tokens(piece.start, piece.count)
+                if text.targets:
+                    own = text.scored(piece.start, piece.count)
+                    targets += [(first + i, target) for i, target in own]
+                    scored.append((piece.sequence, len(own)))
+                elif piece.final:
+                    keep.append(len(ids) - 1)
             positions += range(piece.start, end)
-            if piece.final:
-                keep.append(len(ids) - 1)
         device = self.weights.machine.compute
         in_ram = torch.tensor([ids])
-        kept = torch.tensor(keep, dtype=torch.int64).to(device)
-        inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept)
-        return inputs, self.embedding.look_up(in_ram)
+        kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
+        scores = Scores(torch.tensor([target for _, target in targets]).to(device)) if targets else None
+        inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
+        return inputs, self.embedding.look_up(in_ram), scored
 
     def perform(self, task: Task) -> None:
         """Execute one task. On CUDA, only queue its work on the current stream."""
@@ -289,20 +312,16 @@ class Worker:
         return attend._replace(layer=j, window=self.skeleton.windows[j])
 
     def _sample(self, state: BatchState, logits: Tensor) -> None:
-        final = [p.sequence for p in packed(state.batch) if p.final]
-        if not final:
-            return
-        values = logits[0].float()
-        self._draw(values, final)
-        for i, others in enumerate(self._joining.get(s, []) for s in final):
-            if others:
-                self._draw(values[i : i + 1].expand(len(others), -1), others)
-
-    def _draw(self, logits: Tensor, sequences: list[int]) -> None:
-        """Sample the next token of sequences. logits: [sequences, vocabulary]."""
-        texts = [self._texts[s] for s in sequences]
-        draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated, t.forced) for t in texts]
-        self.sampled.update(zip(sequences, sample(logits, draws), strict=True))
+        """Sample the next token of sequences, and note the scores. logits: [1, sequences that sample, vocabulary]."""
+        final = [p.sequence for p in packed(state.batch) if p.final and not self._texts[p.sequence].targets]
+        if final:
+            texts = [self._texts[s] for s in final]
+            draws = [Draw(t.sampling, t.row, t.sample, t.prompt, t.generated) for t in texts]
+            self.sampled.update(zip(final, sample(logits[0].float(), draws), strict=True))
+        if (scores := state.forward.inputs.scores) is not None:
+            results = iter(scores.results())
+            for sequence, count in state.scored:
+                self.scored.setdefault(sequence, []).extend(islice(results, count))
 
     def drop(self) -> None:
         """End unfinished forward passes. Call this in the device lane's thread: other threads cannot unwind a greenlet,

@@ -1,8 +1,10 @@
-"""Several samples of one prompt: the prompt is computed once, its full pages are shared, the tokens are as ever."""
+"""Several samples of one prompt, and prompts with a common prefix: the prefix is computed once, its full pages are
+shared, the tokens are as ever."""
 
 import random
 from collections import Counter
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import Any
 
 import pytest
@@ -19,8 +21,9 @@ from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import Growing, peak_pages
 from flexengine.schedule.order import Batch
 from flexengine.schedule.pages import Pool
+from flexengine.schedule.prefixes import MIN_SHARED_TOKENS, Stem, order_of, stems_of
 from flexengine.schedule.program import Task
-from flexengine.schedule.sweeps import Sequence, Sweeps
+from flexengine.schedule.sweeps import Sequence, Sweeps, stems_above
 from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 
@@ -80,61 +83,85 @@ def test_the_forecast_counts_shared_pages_once() -> None:
 
 @pytest.mark.parametrize("schedule", ["row", "zigzag", "diagonal", "continuous"])
 @pytest.mark.parametrize("roomy", [True, False])
-def test_samples_compute_a_prompt_once(schedule: str, roomy: bool) -> None:
-    """In small blocks, with samples that end early: no page too many, every token once. In small pools there may be no
-    room to keep a prompt for the samples that wait; then these compute it again."""
+def test_common_prefixes_are_computed_once(schedule: str, roomy: bool) -> None:
+    """In small blocks, with sequences that end early: no page too many, every token once. In small pools there may be
+    no room to keep a prefix for the sequences that wait; then these compute it again."""
     for seed in range(60):
         rng = random.Random(f"{schedule} {seed}")
         policy = Policy(rng.randint(1, 5), rng.randint(1, 3), cache=rng.choice([D, H, (0.5, 0.5, 0)]),
                         schedule=schedule, prefill_tokens=rng.choice([4, 64]))  # fmt: skip
-        rows = [(rng.randint(1, 30), rng.randint(1, 12), rng.randint(1, 6)) for _ in range(rng.randint(1, 6))]
-        longest, page = max(p + n - 1 for p, n, _ in rows), rng.choice([2, 4])
+        prompts = some_prompts(rng)
+        stems = stems_of(prompts)
+        rows = [(len(prompt) + 1, rng.randint(1, 12)) for prompt in prompts]
+        longest, page = max(p + n - 1 for p, n in rows), rng.choice([2, 4])
         least = -(-longest // page)
         pages, near = (10**4, 10**4) if roomy else (least + rng.randint(0, 3 * least), 5 * policy.block_size)
         pools = {tier: (Pool(pages, page), Pool(near, page, window=7))
                  for tier, share in zip(("device", "host"), policy.cache, strict=False) if share}  # fmt: skip
-        sweeps, number = Sweeps(policy, pools), 0
-        for i, (prompt, new, samples) in enumerate(rows):
-            for _ in range(samples):
-                sweeps.add(Sequence(number, prompt, new, prompt=i))
-                number += 1
-        done, entered, prefilled = Counter[int](), Counter[int](), Counter[tuple[int | None, str]]()
+        sweeps, computed, tiers = Sweeps(policy, pools), Counter[int](), Counter[tuple[Stem, str]]()
+        for i, ((prompt, new), stem) in enumerate(zip(rows, stems, strict=True)):
+            sweeps.add(Sequence(i, prompt, new, stem))
         while not sweeps.idle:
             before = set(sweeps.live)
             batches = sweeps.begin(lambda sequence, tokens: None)
             assert before or sweeps.live
             check_pages(sweeps)
-            joined = {s.id for s in sweeps.joined}
-            fresh = [s for s in sweeps.live.values() if s.id not in before | joined]
-            entered.update(set(sweeps.live) - before)
-            computed = Counter(p.sequence for b in batches for p in b.pieces if p.final)
-            prefilled.update((s.prompt, s.home) for s in fresh if computed[s.id])
-            for s in fresh:  # one of those of a prompt and tier computes it
-                together = [o.id for o in fresh if (o.prompt, o.home) == (s.prompt, s.home)]
-                assert sum(computed[i] for i in together) == 1
-            assert all(computed[i] == 1 for i in before | joined)
-            done.update(joined)  # drawn when the prompt was computed
-            live = list(sweeps.live.values())
-            ended = {s for s in sweeps.live if rng.random() < 0.1}
+            check_order(sweeps, batches)
+            tiers.update(key for key, trunk in sweeps.trunks.items() if trunk.pending)
+            for piece in (p for b in batches for p in b.pieces):
+                assert piece.sequence < 0 or piece.start == (
+                    sweeps.live[piece.sequence].shared + computed[piece.sequence]
+                    if piece.sequence not in before else sweeps.live[piece.sequence].cached
+                )  # fmt: skip
+                computed[piece.sequence] += piece.count
+            live, ended = list(sweeps.live.values()), {s for s in sweeps.live if rng.random() < 0.1}
+            assert all(sum(p.final for b in batches for p in b.pieces if p.sequence == s.id) == 1 for s in live)
             sweeps.advance(batches, ended)
             for s in live:
-                done[s.id] += 1
-                assert s.source is None
-                assert (s.cached, s.generated) == (s.prompt_tokens + done[s.id] - 1, done[s.id])
-        assert entered == dict.fromkeys(range(number), 1)
-        assert not sweeps.kept
+                assert s.cached == s.shared + computed[s.id] == s.prompt_tokens + s.generated - 1
+        assert {i for i in computed if i >= 0} == set(range(len(rows)))
+        assert not sweeps.trunks
         if roomy:
-            assert all(times == 1 for (i, _), times in prefilled.items() if i is not None and rows[i][1] > 1)
+            assert all(times == 1 for times in tiers.values())
+            assert {stem for stem, _ in tiers} == {s for stem in stems for s in stems_above(stem)}
+
+
+def some_prompts(rng: random.Random) -> list[tuple[int, ...]]:
+    """Prompts without their last token, of which some begin alike, in the order of `order_of`."""
+    trunk = [rng.randrange(9) for _ in range(30)]
+    prompts = list[tuple[int, ...]]()
+    for _ in range(rng.randint(1, 5)):
+        prompt = (*trunk[: rng.randint(0, 30)], *(rng.randrange(9) for _ in range(rng.randint(0, 9))))
+        prompts += [prompt] * rng.randint(1, 4)
+    return [prompts[i] for i in order_of(prompts)]
+
+
+def check_order(sweeps: Sweeps, batches: list[Batch]) -> None:
+    """All tokens that a piece reads, and that are not cached, are computed in earlier gpu_batches."""
+    ends = {i: s.cached for i, s in sweeps.live.items()} | {t.id: t.cached for t in sweeps.trunks.values()}
+    found = {**sweeps.live, **{t.id: t for t in sweeps.trunks.values()}}
+    for batch in batches:
+        for piece in batch.pieces:
+            assert piece.start == ends[piece.sequence]
+            source = found[piece.sequence].source
+            if source is not None and not found[piece.sequence].generated:
+                assert ends[source.id] == source.prompt_tokens == found[piece.sequence].shared
+                assert piece.source == source.id
+        ends.update((p.sequence, p.start + p.count) for p in batch.pieces)
 
 
 def check_pages(sweeps: Sweeps) -> None:
-    """Pages that are really needed: full ones of a prompt once for all that entered together, and all of a kept one."""
+    """Pages that are really needed: full ones of a stem once for all that share it."""
     for tier, (pool, near) in sweeps.pools.items():
-        held, windowed = set[tuple[int, ...]](), 0
-        for s in (s for s in (*sweeps.live.values(), *sweeps.kept.values()) if s.home == tier):
-            tokens = s.prompt_tokens if s.id < 0 else s.cached + s.pending
-            full = s.prompt_tokens // pool.page_tokens
-            held |= {(s.first, n) if n < full else (s.first, s.id, n) for n in range(-(-tokens // pool.page_tokens))}
+        held, windowed = set[tuple[object, int]](), 0
+        for s in (s for s in (*sweeps.live.values(), *sweeps.trunks.values()) if s.home == tier):
+            tokens = s.cached + s.pending
+            for number in range(-(-tokens // pool.page_tokens)):
+                end = (number + 1) * pool.page_tokens
+                owner = next((x for x in reversed(stems_above(s.stem)) if end <= x.end), s.id)
+                if s.id < 0 and owner == s.id and end <= tokens:
+                    owner = next(stem for (stem, _), trunk in sweeps.trunks.items() if trunk is s)
+                held.add((owner, number))
             windowed += near.held(tokens)
         assert len(held) <= pool.pages
         assert windowed <= near.pages
@@ -150,7 +177,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def beginning(self: Sweeps, *hooks: Any) -> list[Batch]:
         batches = begin(self, *hooks)
-        found["prompt"] += sum(p.count for b in batches for p in b.pieces if not self.live[p.sequence].generated)
+        found["prompt"] += sum(p.count for b in batches for p in b.pieces if self.in_prompt(p))
         return batches
 
     def taking(self: Pages, n: int) -> list[int]:
@@ -194,6 +221,11 @@ def expected(families: Any, prompts: list[list[int]]) -> Any:
     return get
 
 
+def computed_once(lengths: Seq[int], samples: int) -> int:
+    """Prompt tokens to compute: each sample computes the last token, and short prompts, itself."""
+    return sum(n - 1 + samples if n - 1 >= MIN_SHARED_TOKENS else samples * n for n in lengths)
+
+
 DRAWN = SamplingParams(max_tokens=NEW, n=SAMPLES, temperature=1.3, seed=5, ignore_eos=True)
 GREEDY = SamplingParams(max_tokens=NEW, n=SAMPLES, ignore_eos=True)
 POLICIES = {
@@ -229,9 +261,7 @@ def test_samples_are_drawn_from_the_logits_of_transformers(
 ) -> None:
     assert generated(families(family).directory, prompts, POLICIES[name], DRAWN) == expected(family)
     if POLICIES[name].block_size >= SAMPLES * len(LENGTHS) and name != "everywhere":
-        assert counted["prompt"] == sum(LENGTHS)
-    elif name == "host in pieces":  # two places are missing, and there is no page to keep the last prompt in
-        assert counted["prompt"] == sum(LENGTHS) + LENGTHS[-1]
+        assert counted["prompt"] == computed_once(LENGTHS, SAMPLES)
 
 
 @pytest.mark.slow
@@ -284,9 +314,9 @@ def test_a_prompt_is_computed_once_and_its_full_pages_are_shared(
     answer = reference(known.model, prompt, 20)
     policy = Policy(8, 1, cache=split)
     assert generated(known.directory, prompt, policy, params, offload_dir=tmp_path) == [answer * 8]
-    assert counted["prompt"] == 205
-    page = 16 if home == "device" else 224  # the longest sequence, 224 tokens, is one page off the device
-    assert counted[home] == 205 // page + 8 * (-(-224 // page) - 205 // page)
+    assert counted["prompt"] == computed_once([205], 8)
+    if home == "device":  # the stem's 12 full pages, a part of one, and two pages of each sample's own
+        assert counted[home] == 12 + 1 + 8 * 2
     with Engine(known.directory, policy=policy, device="sim") as engine:
         booked = engine.plan(Workload({(205, 20): 8})).pools[home][0]
         assert counted[home] <= booked.pages
@@ -294,15 +324,16 @@ def test_a_prompt_is_computed_once_and_its_full_pages_are_shared(
 
 @pytest.mark.slow
 def test_sharing_lets_more_samples_in(families: Any, counted: Counter[str]) -> None:
-    """A pool for two sequences of their own: all eight samples are alive at once, as one page of 14 is their own."""
+    """A pool for two sequences of their own: all eight samples are alive at once, as one page of 13 is their own."""
     known, prompt = families("llama"), prompts_of(601, (205,))
     params, policy = SamplingParams(max_tokens=4, n=8, ignore_eos=True), Policy(8, 1)
     with Engine(known.directory, policy=policy, device="sim") as engine:
         layout = engine.plan(Workload({(205, 4): 8}))
-    enough = layout.total("device") - layout.account["device"]["KV cache"] * 3 // 4 + 4096
+    pages = layout.account["device"]["KV cache"]
+    enough = layout.total("device") - pages * 3 // 4 + pages // (8 * 14) + 4096
     with Engine(known.directory, policy=policy, device="sim", device_mem=enough) as tight:
         (result,) = tight.generate([{"prompt_token_ids": prompt[0]}], params)
         assert [s.token_ids for s in result.samples or ()] == reference(known.model, prompt, 4) * 8
         assert tight.summary.sweeps == 4
-    assert counted["prompt"] == 205
-    assert counted["device"] == 12 + 8
+    assert counted["prompt"] == computed_once([205], 8)
+    assert counted["device"] == 12 + 1 + 8

@@ -179,7 +179,9 @@ def test_scores_are_those_of_transformers(families: Any) -> None:
         bad = [([], [1]), ([1], []), ([1], [601]), ([1] * 250, [1] * 20)]
         for result, (context, continuation) in zip(engine.score(*zip(*bad, strict=True)), bad, strict=True):
             assert result.token_ids == []
-            says = "the context is empty" if not context else f"has {len(context)} + {len(continuation)} tokens"
+            long = "context and continuation have 250 + 20 tokens; the model's context is 256"
+            says = {0: "the context is empty", 250: long}.get(len(context), "continuation is []")
+            says = "continuation holds 601" if continuation == [601] else says
             assert str(result.error).startswith(f"prompt {result.index}: {says}")
 
 

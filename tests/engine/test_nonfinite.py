@@ -54,13 +54,13 @@ def test_one_row(families: Any, tmp_path: Path, fields: dict[str, Any], value: f
 
 
 def test_score(families: Any, tmp_path: Path) -> None:
-    """A row that is scored fails at the poisoned token; the tokens before it are counted."""
+    """A row that is scored fails if its logits are not finite at one of its tokens. Other rows are scored."""
     family = families("llama")
     model = poisoned(family, tmp_path / "model", EMBEDDING, POISON, float("nan"))
     rows = [([7, 8], [9, 10, 11, 12]), ([7, 8], [9, POISON, 11, 12]), ([7, 8], [9, 10, 11, 12])]
     with Engine(model, policy=ONE_BATCH, device="cpu", device_mem="1G") as engine:
         first, bad, last = engine.score(*zip(*rows, strict=True))
-    assert bad.error == "row 1: its logits are not finite after 2 tokens"
+    assert bad.error == "row 1: its logits are not finite"
     assert first.error is last.error is None
     assert first.logprobs == last.logprobs
     assert first.token_ids == [9, 10, 11, 12]

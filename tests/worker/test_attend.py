@@ -19,6 +19,7 @@ from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import Batch
+from flexengine.schedule.prefixes import Stem
 from flexengine.schedule.routes import STAGED
 from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.tier.machine import make_machine
@@ -44,7 +45,7 @@ class Case(NamedTuple):
         softcap: None for none.
         sinks: whether scores have sinks.
         narrow: whether layers have one KV head, and heads of 12 elements whose values have 8.
-        shared: whether the first two sequences are samples of one prompt.
+        shared: whether the first two sequences share all tokens of their prompts but the last.
     """
 
     windows: tuple[int | None, ...] = ()
@@ -80,9 +81,10 @@ class Job:
         self.before = self.entries()
         self.attender = attender(model, layout, self.machine, self.cache, torch.float32)
         self.sweeps, self.place = Sweeps(policy, layout.pools), policy.attends("host")
+        stem = Stem((0,) * (PROMPTS[0] - 1), PROMPTS[0] - 1, None, 2)
         for i, n in enumerate(PROMPTS):
             shared = case.shared and i < 2
-            self.sweeps.add(Sequence(i, PROMPTS[0] if shared else n, OUTPUTS, prompt=0 if shared else None))
+            self.sweeps.add(Sequence(i, PROMPTS[0] if shared else n, OUTPUTS, stem if shared else None))
         self.past: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.sinks = torch.randn(3, 4, generator=self.rng)
         self.compared = 0
@@ -93,20 +95,15 @@ class Job:
     def run(self, order: random.Random) -> None:
         """Compute all sweeps. order: of the calls for different gpu_batches."""
         while not self.sweeps.idle:
-            batches = self.sweeps.begin(self.cache.claim)
+            batches = self.sweeps.begin(self.cache.claim, self.cache.release)
             self.attender.begin({k: b for k, b in enumerate(batches) if b.attention == self.place})
             views = [self.cache.view(batch) for batch in batches]
             steps = [self._steps(k, *both) for k, both in enumerate(zip(batches, views, strict=True))]
             while steps:
-                step = order.choice(steps)
+                step = steps[0] if self.sweeps.stems else order.choice(steps)  # a stem is computed before its sequences
                 if next(step, None) is None:
                     steps.remove(step)
-            for s in self.sweeps.joining:
-                assert s.source is not None
-                for layer in range(len(self.model.layers)):
-                    self.past[layer, s.id] = self.past[layer, s.source.id]
-            for sequence in self.sweeps.advance(batches, set()):
-                self.cache.release(sequence)
+            self.sweeps.advance(batches, set(), self.cache.release)
 
     def _steps(self, k: int, batch: Batch, view: View) -> Iterator[int]:
         """Call what computes each layer's attention of a gpu_batch. Yield after each call."""
@@ -114,6 +111,7 @@ class Job:
             event = self._event(layer, batch)
             expected = self._expected(event, batch)
             if batch.attention == "device":
+                self.cache.load(layer, "host", view, 0, 0)
                 found = self.cache.attend(event, view, "host", 0)
                 self.cache.store(layer, "host", view, 0, 0)
             else:
@@ -148,7 +146,9 @@ class Job:
         out, at, options = [], 0, (event.scale, event.window, event.softcap, event.sinks)
         for piece in packed(batch):
             new, key = slice(at, at + piece.count), (event.layer, piece.sequence)
-            old = self.past.get(key, (k[:0], v[:0]))
+            source = self.sweeps.live[piece.sequence].source if piece.sequence >= 0 else None
+            begun = (k[:0], v[:0]) if source is None else self.past[event.layer, source.id]
+            old = self.past.get(key, begun)
             self.past[key] = keys, values = torch.cat([old[0], k[new]]), torch.cat([old[1], v[new]])
             assert len(keys) == piece.start + piece.count
             widened = torch.nn.functional.pad(values, (0, q.shape[-1] - values.shape[-1]))

@@ -77,11 +77,11 @@ class Cache:
     def view(self, batch: Batch) -> View:
         """Return the page tables of a gpu_batch for the next sweep."""
         tier, pieces, compute = batch.cache_home, packed(batch), self.machine.compute
-        held, copied_of = self.pools.held, self.pools.copied
-        copies = {i: copied for i, p in enumerate(pieces) if (copied := copied_of.get(p.sequence))}
+        held = self.pools.held
+        shared = {i: pages for i, p in enumerate(pieces) if (pages := self.pools.shared.get(p.sequence))}
         groups = (
             tables_of(batch, pieces, pool, [held[p.sequence][g] for p in pieces],
-                      {i: copied[g] for i, copied in copies.items() if g in copied}, self.pools.page_shape(g, tier),
+                      {i: (tokens, ids[g]) for i, (tokens, ids) in shared.items()}, self.pools.page_shape(g, tier),
                       compute, self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip

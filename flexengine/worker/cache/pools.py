@@ -1,6 +1,7 @@
 """Page pools per tier: memory, page ids of every sequence, and layout of pages."""
 
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,11 +10,24 @@ from flexengine.codec.cache import CacheFormat
 from flexengine.kv.free_pages import Pages
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.layout import Layout
+from flexengine.schedule.pages import pages_for
 from flexengine.schedule.sweeps import Sequence
 from flexengine.tier.base import Region
 from flexengine.tier.machine import Machine
 from flexengine.worker.regions import Regions
 from flexengine.worker.values import PageShape
+
+
+class Shared(NamedTuple):
+    """Page ids of a sequence before shared pages that the next sweep writes to were replaced (copy on write).
+
+    Attributes:
+        tokens: tokens that these pages hold.
+        ids: page ids in each pool of the sequence's tier.
+    """
+
+    tokens: int
+    ids: list[list[int]]
 
 
 class Pools:
@@ -23,8 +37,7 @@ class Pools:
 
     Attributes:
         held: by sequence id, the page ids in each pool of the sequence's tier.
-        copied: by sequence id and number of the pool, the shared page to copy to the sequence's own page before tokens
-            are appended (copy on write). Only for copies of the next sweep.
+        shared: by sequence id; only for sequences with pages that the next sweep copies on write.
         dtype: dtype of page elements; uint8 for encoded pages.
         group: by layer, the number of its group.
     """
@@ -38,7 +51,7 @@ class Pools:
         self.group = [g for g, _ in self._places]
         self.ids = {tier: [Pages(tier, pool.pages) for pool in pools] for tier, pools in layout.pools.items()}
         self.held: dict[int, list[list[int]]] = {}
-        self.copied: dict[int, dict[int, int]] = {}
+        self.shared: dict[int, Shared] = {}
         self._starts: dict[str, list[int]] = {}  # bytes before each group
         self._by_tier: dict[str, Region] = {}  # by tier
         for tier, pools in layout.pools.items():
@@ -52,29 +65,29 @@ class Pools:
     def claim(self, sequence: Sequence, tokens: int) -> None:
         """Take pages for the sequence until it can hold `tokens` tokens.
 
-        The sequence shares the prompt pages of its source. A shared page that the next sweep writes to is replaced by a
-        new page (copy on write).
+        The sequence shares the pages of its source. Shared pages that the next sweep writes to are replaced by new
+        pages (copy on write).
         """
         pools, ids = self.layout.pools[sequence.home], self.ids[sequence.home]
         if sequence.id not in self.held:
             shared = self.held[sequence.source.id] if sequence.source else [[] for _ in pools]
             self.held[sequence.id] = [free.share(pages) for free, pages in zip(ids, shared, strict=True)]
-        self.copied.pop(sequence.id, None)
-        for g, (pool, free, held) in enumerate(zip(pools, ids, self.held[sequence.id], strict=True)):
+        self.shared.pop(sequence.id, None)
+        owned = self.held[sequence.id]
+        for pool, free, held in zip(pools, ids, owned, strict=True):
             if len(held) * pool.page_tokens < tokens and (more := pool.held(tokens) - len(held)) > 0:
                 held += free.take(more)
-            if sequence.prompt is None or not sequence.cached:
+            if sequence.source is None:
                 continue
-            entry = pool.entry((tokens - 1) // pool.page_tokens)
-            if free.is_shared(held[entry]):
-                if sequence.cached % pool.page_tokens:
-                    self.copied.setdefault(sequence.id, {})[g] = held[entry]
-                free.give([held[entry]])
-                held[entry : entry + 1] = free.take(1)
+            for entry in pool.entries(range(sequence.cached // pool.page_tokens, pages_for(tokens, pool.page_tokens))):
+                if free.is_shared(held[entry]):
+                    self.shared.setdefault(sequence.id, Shared(sequence.cached, [list(ids) for ids in owned]))
+                    free.give([held[entry]])
+                    (held[entry],) = free.take(1)
 
     def release(self, sequence: Sequence) -> None:
         """Return the sequence's pages to the pools."""
-        self.copied.pop(sequence.id, None)
+        self.shared.pop(sequence.id, None)
         if sequence.id in self.held:
             for free, held in zip(self.ids[sequence.home], self.held.pop(sequence.id), strict=True):
                 free.give(held)

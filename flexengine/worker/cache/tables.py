@@ -13,6 +13,7 @@ from flexengine.worker.values import Closed, PageShape
 
 Runs = list[tuple[int, int, int]]  # (first page in the pool, first page in the buffer, pages)
 Pairs = list[tuple[int, int]]  # (page in the pool, page in the buffer)
+Shared = tuple[int, list[int]]  # tokens cached before the sweep, and the page ids that hold them (copy on write)
 
 
 class Prompts(NamedTuple):
@@ -120,13 +121,13 @@ class _Moved:
         self.tokens: list[tuple[int, int, int]] = []
         self._used = 0  # pages of the buffer
 
-    def add(self, piece: Piece, ids: list[int], copied: int | None) -> list[int]:
+    def add(self, piece: Piece, ids: list[int], shared: Shared | None) -> list[int]:
         """Add the loads and stores of a piece. Return the buffer's page for each of the sequence's page ids.
 
         Args:
             piece: piece of the batch.
             ids: page ids of its sequence.
-            copied: `Pools.copied` of the sequence and the pool; None if there is no copy.
+            shared: as in `tables_of`.
         """
         pool, size = self.pool, self.pool.page_tokens
         buffer_pages = list(range(self._used, self._used + pool.held(piece.start + piece.count)))
@@ -137,14 +138,17 @@ class _Moved:
 
         read, filling = pool.read(piece.start), piece.start // size
         sources = ids
-        if copied is not None:
+        if shared is not None:
+            tokens, before = shared
             sources = ids.copy()
-            sources[pool.entry(filling)] = copied
+            # The sequence's first piece also loads the page that it continues. It stores the page under its new id.
+            for number in range(read.start, read.stop if piece.start == tokens else tokens // size):
+                sources[pool.entry(number)] = before[pool.entry(number)]
         if self.keys_only and piece.count == 1:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
         self.load += _runs(pairs(read, sources))
-        if piece.decodes and self.rows and copied is None:
+        if piece.decodes and self.rows and shared is None:
             (pair,) = pairs(range(filling, filling + 1))
             self.tokens.append((*pair, piece.start % size))
         else:
@@ -153,8 +157,8 @@ class _Moved:
 
 
 def tables_of(
-    batch: Batch, pieces: list[Piece], pool: Pool, owned: list[list[int]], copied: dict[int, int], shape: PageShape,
-    device: torch.device, values: bool,
+    batch: Batch, pieces: list[Piece], pool: Pool, owned: list[list[int]], shared: dict[int, Shared],
+    shape: PageShape, device: torch.device, values: bool,
 ) -> Tables:  # fmt: skip
     """Return the tables of a gpu_batch for one group of layers.
 
@@ -163,7 +167,7 @@ def tables_of(
         pieces: pieces of the batch, in packed order.
         pool: pool of the batch's tier and the group.
         owned: by piece, page ids of its sequence.
-        copied: by index of a piece, `Pools.copied` of its sequence and this pool.
+        shared: by index of a piece, `Pools.shared` of its sequence and this pool.
         shape: layout of a page.
         device: compute device.
         values: whether only chosen values are loaded.
@@ -172,11 +176,15 @@ def tables_of(
     page_ids, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
     if batch.cache_home != "device" and not batch.delegated:
-        page_ids = [moved.add(piece, owned[i], copied.get(i)) for i, piece in enumerate(pieces)]
+        page_ids = [moved.add(piece, owned[i], shared.get(i)) for i, piece in enumerate(pieces)]
     else:
-        copies = [(page, owned[i][pool.entry(pieces[i].start // pool.page_tokens)]) for i, page in copied.items()]
+        copies = _copies(pool, pieces, owned, shared)
     ends = [p.start + p.count for p in pieces]
     tables = [pool.table(ids, end) for ids, end in zip(page_ids, ends, strict=True)]
+    if page_ids is owned:
+        for i, (tokens, ids) in shared.items():
+            full = tokens // pool.page_tokens
+            tables[i][:full] = pool.table(ids, full * pool.page_tokens)
     if moved.keys:
         in_pool = [pool.table(ids, end) for ids, end in zip(owned[:decode], ends, strict=False)]
         starts = torch.tensor([p.start // pool.page_tokens * pool.page_tokens for p in pieces[:decode]])
@@ -193,6 +201,18 @@ def tables_of(
         _prompts(pieces[decode:], tables[decode:], decode, where), moved.load, moved.keys, moved.store, closed,
         tuple(rows_of(shape, moved.tokens, device)), tuple(copies),
     )  # fmt: skip
+
+
+def _copies(
+    pool: Pool, pieces: list[Piece], owned: list[list[int]], shared: dict[int, Shared]
+) -> list[tuple[int, int]]:
+    """Return the (shared, own) pages of sequences whose first new token goes to a page that is partly filled."""
+    copies = list[tuple[int, int]]()
+    for i, (tokens, ids) in shared.items():
+        entry = pool.entry(tokens // pool.page_tokens)
+        if pieces[i].start == tokens and tokens % pool.page_tokens:
+            copies.append((ids[entry], owned[i][entry]))
+    return copies
 
 
 def _kept(pool: Pool, piece: Piece) -> range:

@@ -1,0 +1,76 @@
+"""Log probabilities of given tokens, without the logits of all positions in memory at once.
+
+The output projection is computed for at most ROWS positions at a time, and, if it is streamed, for one chunk of the
+vocabulary at a time. Of each part remain, per position, the largest logit and its token, the sum of exponentials
+relative to it, and the logit of the given token:
+
+    log p(token) = logit(token) - max - log(sum over the vocabulary of exp(logit - max))
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flexengine.model.sample import NONFINITE, Sampled
+
+ROWS = 64  # positions whose logits are in memory at once; kernels reach nearly their full speed with so many rows
+
+
+class Scores:
+    """Running results of the positions of one forward pass.
+
+    Args:
+        targets: int64 [positions], the given tokens.
+    """
+
+    def __init__(self, targets: Tensor) -> None:
+        n, device = len(targets), targets.device
+        self.targets = targets
+        self.largest = torch.full((n,), -torch.inf, device=device)  # logit
+        self.likeliest = torch.zeros(n, dtype=torch.int64, device=device)  # token
+        self.total = torch.zeros(n, device=device)  # sum of exp(logit - largest)
+        self.given = torch.full((n,), -torch.inf, device=device)  # logit of the target
+        self.finite = torch.ones(n, dtype=torch.bool, device=device)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def add(self, logits: Tensor, row: int, token: int) -> None:
+        """Add the logits of some positions and tokens. Of equal logits the lowest token counts as the likeliest.
+
+        Args:
+            logits: [n, tokens], of positions row .. row + n - 1 and tokens token .. token + tokens - 1. Parts of one
+                position come in rising order of tokens.
+        """
+        rows = slice(row, row + logits.shape[0])
+        logits = logits.float()
+        top, index = logits.max(-1)
+        before, likeliest = self.largest[rows], self.likeliest[rows]
+        self.finite[rows] &= ~(top.isnan() | (top == torch.inf))
+        largest = torch.maximum(before, top)
+        base = largest.masked_fill(largest == -torch.inf, 0.0)  # else -inf - -inf is NaN
+        added = torch.exp(logits - base[:, None]).sum(-1)
+        self.total[rows] = self.total[rows] * torch.exp(before - base) + added
+        self.likeliest[rows] = torch.where(top > before, index + token, likeliest)
+        self.largest[rows] = largest
+        local = self.targets[rows] - token
+        inside = (local >= 0) & (local < logits.shape[1])
+        given = logits.gather(-1, local.clamp(0, logits.shape[1] - 1)[:, None])[:, 0]
+        self.given[rows] = torch.where(inside, given, self.given[rows])
+
+    def results(self) -> list[Sampled]:
+        """Return each position's token, its log probability, and the likeliest token; NONFINITE if the logits hold NaN
+        or +inf, or only -inf."""
+        log_total = self.largest.double() + self.total.double().log()
+        good = self.finite & (self.largest > -torch.inf)
+        columns = (self.targets, self.given - log_total, self.likeliest, self.largest - log_total, good)
+        return [
+            Sampled(token, logprob, ((likeliest, best),)) if fine else Sampled(NONFINITE, None, ())
+            for token, logprob, likeliest, best, fine in zip(*(column.tolist() for column in columns), strict=True)
+        ]
+
+
+def parts(hidden: Tensor, rows: int = ROWS) -> Sequence[tuple[int, Tensor]]:
+    """Return (first position, hidden states) of at most `rows` positions each. hidden: [1, positions, width]."""
+    return [(row, hidden[:, row : row + rows]) for row in range(0, hidden.shape[1], rows)]
