@@ -36,6 +36,11 @@ class Lossy:
     sparse_attention: float | None = None
     calibrate: str | None = None
 
+    @property
+    def alters_cache(self) -> bool:
+        """Return whether attention reads other keys and values than those that were computed, or not all of them."""
+        return self.cache is not None or self.sparse_attention is not None
+
     def __post_init__(self) -> None:
         for name, known in (("weights", WEIGHTS), ("compute", COMPUTE), ("cache", CACHE)):
             if (value := getattr(self, name)) is not None and value not in known:

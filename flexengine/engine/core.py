@@ -94,12 +94,7 @@ class Core:
     def shares(self) -> bool:
         """Return whether sequences share common prefixes. With a lossy cache they do not: results would depend on what
         is shared, as a shared prefix is read from the cache."""
-        return self.options.prefix_sharing and not self.lossy_cache
-
-    @property
-    def lossy_cache(self) -> bool:
-        """Return whether attention reads other keys and values than those that were computed, or not all of them."""
-        return self.lossy.cache is not None or self.lossy.sparse_attention is not None
+        return self.options.prefix_sharing and not self.lossy.alters_cache
 
     @property
     def cache_form(self) -> str:

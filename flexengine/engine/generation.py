@@ -148,8 +148,7 @@ class Generation:
         for number, ((ids, targets), (length, most), stem) in enumerate(each):
             stops = Stops(self.tokenizer, sampling, self.eos)
             self._texts[self._next] = Text(request.index, number, ids, sampling, stops, targets)
-            steps = max(0, len(targets) - 1) if self.step_by_step else 0
-            self.resources.sweeps.add(Sequence(self._next, length, most, stem, steps))
+            self.resources.sweeps.add(Sequence(self._next, length, most, stem, len(targets), self.step_by_step))
             self._next += 1
 
     def _guarded_sweep(self) -> Swept:

@@ -73,6 +73,7 @@ class Job:
             prompts = list(prompts)
         if self.rows.total is None and isinstance(prompts, Sized):
             self.rows = replace(self.rows, total=len(prompts))
+        self.reader.shares = self.core.shares
         workload = self.reader.survey(prompts, params)
         self.planner.choose_lossy(workload)
         plan = self.planner.plan(workload, self.core.resident)
@@ -139,7 +140,7 @@ class Job:
         core = self.core
         reports = self._reports(resources, state, watch)
         arrangement = Arrangement(state.feed, core.shares)
-        generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy_cache)
+        generation = Generation(resources, arrangement, core.tokenizer, core.eos, reports, core.lossy.alters_cache)
         lack: Shortage | None = None
         failed = True
         try:

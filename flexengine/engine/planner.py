@@ -348,5 +348,6 @@ def workload(
     """
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
     reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
+    reader.shares = not opened.lossy.alters_cache
     reader.check_rows(rows)
     return reader.survey(rows, params, refused)

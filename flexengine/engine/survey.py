@@ -6,6 +6,7 @@ from typing import Any
 
 from flexengine.activity import activity, message
 from flexengine.config import SamplingParams
+from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.scoring import encode_scored
 from flexengine.errors import InvalidInput
 from flexengine.job.chat import fault
@@ -14,7 +15,8 @@ from flexengine.job.prompts import Request, encode
 from flexengine.job.rows import Row, row_of
 from flexengine.model.stop import check_stops
 from flexengine.plan.words import count
-from flexengine.plan.workload import Workload
+from flexengine.plan.workload import Size, Workload
+from flexengine.schedule.prefixes import Stem, stems_above
 
 _ENDLESS = 1 << 40  # context in tokens of a model whose config has no limit
 
@@ -52,8 +54,43 @@ class Refused:
             message(str(self))
 
 
+class Tally:
+    """Counts the sequences of requests, and the tokens that they share."""
+
+    def __init__(self) -> None:
+        self.sizes: Counter[Size] = Counter()
+        self.spared: dict[Size, float] = {}  # tokens, summed over the sequences of a size
+        self.stems = self.longest = 0
+        self.scored: int | None = None
+
+    def add(self, requests: Iterable[Arranged]) -> None:
+        """Add the requests of one window."""
+        stems = set[Stem]()
+        for request, longest in requests:
+            self.sizes.update(request.sizes)
+            if request.choices:
+                self.scored = (self.scored or 0) + sum(len(target.continuation) - 1 for target in request.targets)
+            for size, stem in zip(request.sizes, longest, strict=True):
+                above = stems_above(stem)
+                stems.update(above)
+                if above:
+                    spared = sum((s.end - s.start) * (1 - 1 / s.sequences) for s in above)
+                    self.spared[size] = self.spared.get(size, 0.0) + spared
+        self.stems += len(stems)
+        self.longest = max([self.longest, *(stem.end for stem in stems)])
+
+    def workload(self) -> Workload:
+        """Return the counts."""
+        spared = {size: tokens / self.sizes[size] for size, tokens in self.spared.items()}
+        return Workload(self.sizes, spared, self.stems, self.longest, self.scored)
+
+
 class Reader:
-    """Converts prompts to requests for one model."""
+    """Converts prompts to requests for one model.
+
+    Attributes:
+        shares: whether sequences share common prefixes.
+    """
 
     def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
         """Convert prompts with this tokenizer.
@@ -64,6 +101,7 @@ class Reader:
             vocabulary: number of tokens that the model has.
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
+        self.shares = False
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
@@ -117,14 +155,23 @@ class Reader:
         """
         for each in [params] if isinstance(params, SamplingParams) else params:
             self.check(each)
-        sizes: Counter[tuple[int, int]] = Counter()
+        tally = Tally()
         total = len(prompts) if isinstance(prompts, Sized) else None
         text = "tokenizing all prompts, as the plan depends on their lengths"
         with activity("tokenizing", text, total, "rows") as work:
-            for item in self.requests(prompts, params):
-                work.advance()
-                if isinstance(item, Request):
-                    sizes.update(item.sizes)
-                elif refused is not None:
-                    refused.note(item)
-        return Workload(sizes)
+
+            def counted() -> Iterator[Request | Row]:
+                for item in self.requests(prompts, params):
+                    work.advance()
+                    yield item
+
+            arrangement = Arrangement(counted(), self.shares)
+            while not arrangement.ended:
+                arrangement.read()
+                tally.add(arrangement.ready)
+                if refused is not None:
+                    for row in arrangement.bad:
+                        refused.note(row)
+                arrangement.ready.clear()
+                arrangement.bad.clear()
+        return tally.workload()

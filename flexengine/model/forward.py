@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 
 from flexengine.errors import UnsupportedModel
 from flexengine.model.logits import LogitStep
-from flexengine.model.score import Scores, parts
+from flexengine.model.score import Scores
 
 ATTENTION = "flexengine"
 # Passed by some modules, without effect on a packed, causal forward pass without gradients.
@@ -209,7 +209,7 @@ class PausingHead(nn.Module):
         for chunk in range(self.chunks):
             weights = pause(Head(chunk))  # weight, bias, form
             part = self.linear(hidden, *weights)
-            for row, some in parts(scored) if scores else ():
+            for row, some in scores.parts(scored) if scores else ():
                 scores.add(self.step(self.linear(some, *weights))[0], row, first)
             if part.shape[-1] == self.vocabulary:
                 return part

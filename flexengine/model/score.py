@@ -1,20 +1,16 @@
 """Log probabilities of given tokens, without the logits of all positions in memory at once.
 
-The output projection is computed for at most ROWS positions at a time, and, if it is streamed, for one chunk of the
-vocabulary at a time. Of each part remain, per position, the largest logit and its token, the sum of exponentials
+The output projection is computed for some positions at a time, and, if it is streamed, for one chunk of the vocabulary
+at a time. Of each part remain, per position, the largest logit and its token, the sum of exponentials
 relative to it, and the logit of the given token:
 
     log p(token) = logit(token) - max - log(sum over the vocabulary of exp(logit - max))
 """
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from flexengine.model.sample import NONFINITE, Sampled
-
-ROWS = 64  # positions whose logits are in memory at once; kernels reach nearly their full speed with so many rows
 
 
 class Scores:
@@ -22,10 +18,12 @@ class Scores:
 
     Args:
         targets: int64 [positions], the given tokens.
+        rows: most positions whose logits are in memory at once.
     """
 
-    def __init__(self, targets: Tensor) -> None:
+    def __init__(self, targets: Tensor, rows: int) -> None:
         n, device = len(targets), targets.device
+        self.rows = rows
         self.targets = targets
         self.largest = torch.full((n,), -torch.inf, device=device)  # logit
         self.likeliest = torch.zeros(n, dtype=torch.int64, device=device)  # token
@@ -35,6 +33,10 @@ class Scores:
 
     def __len__(self) -> int:
         return len(self.targets)
+
+    def parts(self, hidden: Tensor) -> list[tuple[int, Tensor]]:
+        """Return (first position, hidden states) of at most `rows` positions each. hidden: [1, positions, width]."""
+        return [(row, hidden[:, row : row + self.rows]) for row in range(0, hidden.shape[1], self.rows)]
 
     def add(self, logits: Tensor, row: int, token: int) -> None:
         """Add the logits of some positions and tokens. Of equal logits the lowest token counts as the likeliest.
@@ -69,8 +71,3 @@ class Scores:
             Sampled(token, logprob, ((likeliest, best),)) if fine else Sampled(NONFINITE, None, ())
             for token, logprob, likeliest, best, fine in zip(*(column.tolist() for column in columns), strict=True)
         ]
-
-
-def parts(hidden: Tensor, rows: int = ROWS) -> Sequence[tuple[int, Tensor]]:
-    """Return (first position, hidden states) of at most `rows` positions each. hidden: [1, positions, width]."""
-    return [(row, hidden[:, row : row + rows]) for row in range(0, hidden.shape[1], rows)]

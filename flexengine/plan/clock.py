@@ -115,6 +115,7 @@ class Clock:
         """Return a function from the tasks of a sweep to seconds. batches: gpu_batches of the sweep."""
         attention = [self._attention(batch) for batch in batches]
         final = [sum(p.final for p in batch.pieces) for batch in batches]
+        logits = [sum(p.logits for p in batch.pieces) for batch in batches]
         hardware, live = self.cost.hardware, sum(final)
         bookkeeping = hardware.sweep_seconds + hardware.sequence_seconds * live
         tokens = [batch.tokens for batch in batches]
@@ -126,7 +127,7 @@ class Clock:
             if layer < len(self.curves):
                 work = (1 - later) * float(self.curves[layer](tokens[k])) + attention[k][layer]
             else:
-                work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(final[k]))
+                work = self.shares[layer - len(self.curves)] * float(self.cost.rates.head(logits[k]))
             return work + hardware.task_seconds
 
         def delegated(task: Task, later: float) -> float:

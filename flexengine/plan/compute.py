@@ -8,6 +8,7 @@ import numpy as np
 from flexengine.places import DEVICE, TIERS, place_names
 from flexengine.plan.profile import Array, Profile
 from flexengine.plan.rates import Rates
+from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.plan.workload import Workload
 from flexengine.policy import Policy
 from flexengine.schedule.order import form_batches, split_prompt
@@ -25,26 +26,33 @@ class Prompts:
         batch: tokens of a gpu_batch.
         token_seconds: seconds of all layers per token.
         token_batches: gpu_batches per token.
+        past: tokens cached before a piece that is not a prompt's first.
     """
 
     prompt: float
     batch: float
     token_seconds: float
     token_batches: float
+    past: float
 
     @staticmethod
     def of(workload: Workload, rates: Rates, policy: Policy, prompt: float) -> "Prompts":
-        """Return the means over a sample of the workload's prompts. prompt: mean tokens of a prompt."""
+        """Return the means over a sample of the workload's prompts. prompt: mean computed tokens of a prompt."""
         rng, max_tokens = np.random.default_rng(0), policy.prefill_tokens
         sizes = sorted(workload.sizes.items())
         counts = np.array([count for _, count in sizes], dtype=float)
         sample = rng.choice(len(sizes), min(SAMPLE_PROMPTS, workload.count), p=counts / counts.sum())
-        pieces = [p for i, k in enumerate(sample) for p in split_prompt(i, 0, sizes[k][0][0], max_tokens)]
+        spared = [int(workload.spared.get(sizes[k][0], 0.0)) for k in sample]
+        pieces = [
+            p for i, (k, shared) in enumerate(zip(sample, spared, strict=True))
+            for p in split_prompt(i, shared, sizes[k][0][0] - shared, max_tokens)
+        ]  # fmt: skip
         batches = form_batches(pieces, policy.gpu_batch_size, max_tokens)
         tokens = np.array([sum(p.count for p in batch) for batch in batches], dtype=float)
         total = tokens.sum()
         seconds = float(rates.stack(tokens).sum() / total)
-        return Prompts(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total)
+        past = float(np.mean(spared)) or PAST_SHARE * prompt
+        return Prompts(max(1e-9, prompt), float(tokens.mean()), seconds, len(batches) / total, past)
 
 
 def parts(
@@ -76,11 +84,12 @@ def parts(
         head = head + full * full_head + rates.head(rest + joined / prompts.prompt)
         head = head + apart * prompts.token_batches * prompt_head
         cells = cells + full + (rest > 0) + apart * prompts.token_batches
+    head = head + sweeps.logits * float(rates.head(SCORED_ROWS)) / SCORED_ROWS
     fresh = np.zeros(sweeps.times.shape)
     for window, count in rates.windows.items():
         late, attention = sweeps.late[window], rates.attention[window]
         seconds = attention.prompt(sweeps.pairs[window] - late, min(prompts.prompt, policy.prefill_tokens))
-        fresh = fresh + count * (seconds + attention.continued(late, PAST_SHARE * prompts.prompt))
+        fresh = fresh + count * (seconds + attention.continued(late, prompts.past))
     return {
         "bookkeeping": hardware.sweep_seconds + hardware.sequence_seconds * sweeps.live,
         "layers": layers, "head": head, "calls": cells * rates.calls, "tasks": cells * units * hardware.task_seconds,

@@ -66,7 +66,11 @@ class Cost:
         self.windows = frozenset(w for w in self.rates.windows if w is not None)
         self.pages = layer_pages(model, workload.longest)
         self.tokens = sum(n * times for (_, n), times in workload.sizes.items())
-        ends = sum(self._held(p + n - 1) * times for (p, n), times in workload.sizes.items())
+        spared = workload.spared
+        ends = sum(
+            max(1.0, self._held(p + n - 1) - spared.get((p, n), 0.0)) * times
+            for (p, n), times in workload.sizes.items()
+        )
         self.mean_peak = max(1.0, ends / max(1, workload.count))  # cached tokens of an average sequence at its end
         streamed = [*(sum(t.stored_bytes for t in layer) for layer in model.layers)]
         head = model.output.stored_bytes if model.output else 0

@@ -72,6 +72,7 @@ class _Sweep:
     """Counts of one finished sweep, in the units of `Profile`.
 
     Attributes:
+        logits: tokens whose logits are computed, beyond one for each sequence.
         homes: sequences by place of their KV cache.
         hidden: tokens by place of their hidden states.
     """
@@ -89,6 +90,7 @@ class _Sweep:
     windows: Mapping[int, int] = field(default_factory=dict)
     pairs: Mapping[int | None, int] = field(default_factory=dict)
     late: Mapping[int | None, int] = field(default_factory=dict)
+    logits: int = 0
 
 
 class Watch:
@@ -170,6 +172,7 @@ class Watch:
         return _Sweep(
             entering, decoding, prompt, cached, decode_loaded + loaded, decode_stored + stored, loaded, stored,
             tuple(homes.values()), tuple(hidden.values()), seen, pairs, late,
+            sum(p.logits - p.final for batch in batches for p in batch.pieces),
         )  # fmt: skip
 
     def _price(self) -> None:
@@ -181,7 +184,8 @@ class Watch:
         def column(values: Sequence[float]) -> Array:
             return np.array(values, dtype=float)
 
-        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored", "prompt_loaded", "prompt_stored")
+        names = ("entering", "decoding", "prompt", "cached", "loaded", "stored", "prompt_loaded", "prompt_stored",
+                 "logits")
         sums = {name: column([getattr(s, name) for s in made]) for name in names}
         windows = {w: column([s.windows[w] for s in made]) for w in self.cost.windows}
         seeing = (None, *self.cost.windows)

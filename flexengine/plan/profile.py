@@ -42,7 +42,8 @@ class Unit:
         loaded, stored: tokens of pages loaded before, and stored after computing, averaged over layers, if its cache is
             off the device.
         windows: `cached` by window, at most the window.
-        prompt: tokens of its prompt.
+        prompt: tokens of its prompt that are computed: without those that it shares, see `Workload.spared`.
+        logits: tokens whose logits are computed in its prompt, beyond one.
         pairs: (query, key) pairs of the prompt by window (None: all).
         late: part of `pairs` in the prompt's later pieces.
         prompt_loaded, prompt_stored: part of `loaded` and `stored` that its prompt causes.
@@ -62,6 +63,7 @@ class Unit:
     late: Mapping[int | None, float]
     prompt_loaded: float = 0.0
     prompt_stored: float = 0.0
+    logits: float = 0.0
     alike: bool = False
     together: bool = False
 
@@ -117,6 +119,7 @@ class Profile:
         prompt: prompt tokens computed.
         rows: sequences of the job.
         peak: most page tokens ever held.
+        logits: tokens whose logits are computed, beyond one for each sequence.
         counted: share of the sequences that `loaded` and `stored` include.
     """
 
@@ -135,6 +138,7 @@ class Profile:
     rows: int
     peak: float
     counted: Array | float = 1.0
+    logits: Array | float = 0.0
 
     @property
     def live(self) -> Array:
@@ -142,24 +146,26 @@ class Profile:
         return self.entering + self.decoding
 
 
-def classes(workload: Workload) -> tuple[Array, Array, Array]:
-    """Return (prompt tokens, tokens to generate, share of the rows) of at most MAX_SIZES sizes of sequences."""
+def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
+    """Return (prompt tokens, tokens to generate, spared tokens, share of the rows) of at most MAX_SIZES sizes of
+    sequences."""
     items = sorted(workload.sizes.items(), key=lambda item: (item[0][1], item[0][0]))
-    prompts, outputs, counts = (
-        np.array(column, dtype=float) for column in zip(*((p, n, c) for (p, n), c in items), strict=True)
-    )
+    rows = ((p, n, workload.spared.get((p, n), 0.0), count) for (p, n), count in items)
+    prompts, outputs, spared, counts = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
     if len(items) > MAX_SIZES:
         group = np.minimum((np.cumsum(counts) - counts / 2) / counts.sum() * MAX_SIZES, MAX_SIZES - 1).astype(int)
         totals = np.bincount(group, counts, MAX_SIZES)
         used = totals > 0
-        prompts, outputs = (np.bincount(group, x * counts, MAX_SIZES)[used] / totals[used] for x in (prompts, outputs))
-        prompts, outputs, counts = np.round(prompts), np.round(outputs), totals[used]
-    return prompts, outputs, counts / counts.sum()
+        prompts, outputs, spared = (
+            np.round(np.bincount(group, x * counts, MAX_SIZES)[used] / totals[used]) for x in (prompts, outputs, spared)
+        )
+        counts = totals[used]
+    return prompts, outputs, spared, counts / counts.sum()
 
 
 def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozenset[int] = frozenset()) -> Unit:
     """Return the mean sequence of a workload. windows: of the layers, without None."""
-    p, n, share = classes(workload)
+    p, n, spared, share = classes(workload)
     stride = max(1, -(-int(n.max()) // MAX_AGES))
     age = np.arange(0, int(n.max()), stride, dtype=float)[:, None]
     alive = (n > age) * share
@@ -172,24 +178,26 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
         return np.asarray(sum(layers * pool.page_tokens * pages(pool) for layers, pool in pools))
 
     def held_by(tokens: Array) -> Array:
-        on_device, off_device = (mean(lambda pool: pool.held(tokens), device) for device in (True, False))
+        on_device, off_device = (
+            mean(lambda pool: pool.held(tokens) - pool.num_shared(spared), device) for device in (True, False)
+        )
         return (1 - paging.share) * on_device + paging.share * off_device
 
     held_tokens, at_end = held_by(np.minimum(p + age + stride - 1, p + n - 1)), held_by(p + n - 1)
-    prompt_loaded = mean(lambda pool: moved_pages(pool, p, prefill_tokens)[0])
-    prompt_stored = mean(lambda pool: moved_pages(pool, p, prefill_tokens)[1])
+    prompt_loaded = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(spared))
+    prompt_stored = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[1])
     loaded = np.where(age > 0, mean(lambda pool: pool.num_read(p + age - 1)), prompt_loaded / stride)
     stored = np.where(age > 0, mean(lambda pool: np.ones_like(p)), prompt_stored / stride)
     seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
     any_window = (None, *windows)
-    pairs = {w: float((_pairs(p, w) * share).sum()) for w in any_window}
-    first = np.minimum(p, prefill_tokens)
+    pairs = {w: float(((_pairs(p, w) - _pairs(spared, w)) * share).sum()) for w in any_window}
+    first = np.where(spared > 0, 0.0, np.minimum(p, prefill_tokens))  # what follows a shared prefix is a later piece
     late = {w: max(0.0, pairs[w] - float((_pairs(first, w) * share).sum())) for w in any_window}
     return Unit(
         stride, step.sum(1), (attended * step).sum(1), (held_tokens * alive).sum(1), (loaded * step).sum(1),
-        (stored * step).sum(1), seen, float((p * share).sum()), pairs, late,
+        (stored * step).sum(1), seen, float(((p - spared) * share).sum()), pairs, late,
         float((prompt_loaded * share).sum()), float((prompt_stored * share).sum()),
-        len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
+        (workload.scored or 0) / max(1, workload.count), len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
     )  # fmt: skip
 
 
@@ -357,7 +365,7 @@ def summed(each: Unit, walk: Walk, rows: int) -> Profile:
         mean(prompts(each.prompt_stored)), {w: mean(sums(x, 0.0)) for w, x in each.windows.items()},
         {w: mean(prompts(pairs)) for w, pairs in each.pairs.items()},
         {w: mean(prompts(pairs)) for w, pairs in each.late.items()}, rows,
-        walk.peak(each),
+        walk.peak(each), logits=mean(prompts(each.logits)),
     )  # fmt: skip
 
 

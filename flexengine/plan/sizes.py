@@ -32,6 +32,9 @@ def slot_offsets(tensors: Sequence[tuple[str, int]]) -> dict[str, int]:
     return offsets
 
 
+SCORED_ROWS = 64  # most scored tokens whose logits are in memory at once; enough for the full speed of kernels
+
+
 def slot_bytes(sizes: Iterable[int]) -> int:
     """Return the bytes of a slot for tensors of these sizes."""
     return sum(aligned(n, TENSOR_ALIGN) for n in sizes)
@@ -66,7 +69,8 @@ def hidden_tokens(policy: Policy, workload: Workload, tier: str) -> int:
 
 
 def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
-    """Return the peak bytes of computing one gpu_batch: activations, two sets of logits, and scratch of kernels.
+    """Return the peak bytes of computing one gpu_batch: activations, two sets of logits (three if tokens are scored),
+    and scratch of kernels.
 
     Activations per token: a gated FFN has gate, up and their product of `width` elements each, the residual, its norm
     and casts. Attention has q, k, v with and without rotation.
@@ -75,6 +79,8 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     projections = 3 * (model.heads + 2 * model.kv_heads) * model.head_dim
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
     logits = 2 * model.logits * min(policy.gpu_batch_size, workload.count or 1)
+    if workload.scored is not None:
+        logits = max(logits, 3 * model.logits * SCORED_ROWS)
     return aligned(tokens * moment * model.itemsize + logits + model.scratch)
 
 

@@ -1,14 +1,17 @@
 """A job in numbers: the number of sequences of each size."""
 
+import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
 from flexengine.schedule.pages import Pool
+
+Size = tuple[int, int]  # prompt tokens, most tokens to generate
 
 
 @dataclass(frozen=True)
@@ -17,9 +20,18 @@ class Workload:
 
     Attributes:
         sizes: (prompt tokens, most tokens to generate) -> number of sequences.
+        spared: by size, prompt tokens that a sequence spares on average because it shares them: of a prefix that m
+            sequences share, each spares (m - 1) / m.
+        stems: number of shared prefixes.
+        longest_stem: tokens of the longest one.
+        scored: tokens that predict a given token, beyond one for each sequence; None if nothing is scored.
     """
 
-    sizes: Mapping[tuple[int, int], int]
+    sizes: Mapping[Size, int]
+    spared: Mapping[Size, float] = field(default_factory=dict)
+    stems: int = 0
+    longest_stem: int = 0
+    scored: int | None = None
 
     @staticmethod
     def of(lengths: Iterable[tuple[int, int]]) -> "Workload":
@@ -28,7 +40,7 @@ class Workload:
 
     def up_to(self, tokens: int) -> "Workload":
         """Return the sequences with at most `tokens` tokens, prompt and generated."""
-        return Workload({(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
+        return replace(self, sizes={(p, n): times for (p, n), times in self.sizes.items() if p + n <= tokens})
 
     @cached_property
     def count(self) -> int:
@@ -36,9 +48,11 @@ class Workload:
         return sum(self.sizes.values())
 
     @cached_property
-    def _ends(self) -> list[tuple[int, int]]:
-        """Return (peak cached tokens, number of sequences), falling."""
-        return sorted(((p + n - 1, times) for (p, n), times in self.sizes.items()), reverse=True)
+    def _ends(self) -> list[tuple[int, int, float]]:
+        """Return (peak cached tokens, number of sequences, spared tokens), falling."""
+        return sorted(
+            ((p + n - 1, times, self.spared.get((p, n), 0.0)) for (p, n), times in self.sizes.items()), reverse=True
+        )
 
     @cached_property
     def _prompts(self) -> "_Sums":
@@ -53,17 +67,24 @@ class Workload:
     @cached_property
     def longest(self) -> int:
         """Return the peak cached tokens of the longest sequence. The last generated token is never cached."""
-        return max((n for n, _ in self._ends), default=1)
+        return max((n for n, _, _ in self._ends), default=1)
 
     def pages(self, count: int, pool: Pool) -> int:
-        """Return the pages of a pool that the `count` longest sequences take at their peak."""
-        return self._pages(pool).first(count)
+        """Return the pages of a pool that the `count` longest sequences take at their peak, with the prefixes that they
+        share. A prefix takes one page more if it does not end with a page."""
+        own = self._pages(pool).first(count)
+        if not self.stems:
+            return int(own)
+        prefixes = math.ceil(min(count, self.count) * self.stems / max(1, self.count))
+        return math.ceil(own) + prefixes + int(pool.held(self.longest_stem))
 
     def _pages(self, pool: Pool) -> "_Sums":
         """Return the running totals of pages at the sequences' peaks. Cached: the policy search repeats requests."""
         key = (pool.page_tokens, pool.window)
         if key not in self._sums:
-            self._sums[key] = _Sums.of((pool.held(n), times) for n, times in self._ends)
+            self._sums[key] = _Sums.of(
+                (pool.held(n) - pool.num_shared(int(spared)), times) for n, times, spared in self._ends
+            )
         return self._sums[key]
 
     def prompt_tokens(self, count: int) -> int:

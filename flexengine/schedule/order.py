@@ -44,6 +44,7 @@ class Piece:
         final: whether the sequence's prompt ends, or its last sampled token is computed, with this piece.
         source: number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if
             there is none.
+        scored: number of its tokens that predict a given token.
     """
 
     sequence: int
@@ -51,6 +52,12 @@ class Piece:
     count: int
     final: bool
     source: int | None = None
+    scored: int = 0
+
+    @property
+    def logits(self) -> int:
+        """Number of tokens whose logits are computed."""
+        return self.scored or int(self.final)
 
     @property
     def decodes(self) -> bool:
@@ -100,17 +107,23 @@ def cells(sweep: int, layers: int, batches: int) -> Iterator[Cell]:
 
 
 def split_prompt(
-    sequence: int, start: int, count: int, budget: int, ends: bool = True, source: int | None = None
+    sequence: int, start: int, count: int, budget: int, ends: bool = True, source: int | None = None, scored: int = 0
 ) -> list[Piece]:
     """Return tokens start .. start + count - 1 of a sequence as pieces of at most `budget` tokens, in order.
 
     Args:
         ends: whether the last piece is final.
         source: as in Piece.
+        scored: number of the last tokens that predict a given token.
     """
     end = start + count
-    starts = range(start, end, budget)
-    return [Piece(sequence, s, min(budget, end - s), ends and s + budget >= end, source) for s in starts]
+
+    def piece(first: int) -> Piece:
+        after = min(first + budget, end)
+        return Piece(sequence, first, after - first, ends and after == end, source,
+                     max(0, after - max(first, end - scored)))  # fmt: skip
+
+    return [piece(first) for first in range(start, end, budget)]
 
 
 def form_batches(

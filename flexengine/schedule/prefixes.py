@@ -82,6 +82,11 @@ def stems_of(prefixes: Sequence[Tokens]) -> list[Stem | None]:
     return stems
 
 
+def stems_above(stem: Stem | None) -> list[Stem]:
+    """Return a stem and all stems above it; none for None."""
+    return [] if stem is None else [stem, *stems_above(stem.above)]
+
+
 def common(a: Tokens, b: Tokens) -> int:
     """Return the number of tokens at the beginning that two sequences have in common."""
     n = min(len(a), len(b))

@@ -13,7 +13,7 @@ from flexengine.schedule.admission import FOREVER, Growing, entrants, peak_pages
 from flexengine.schedule.order import Batch, Piece, form_batches, interleaved, split_prompt
 from flexengine.schedule.pages import Pool
 from flexengine.schedule.place import assign_tiers, count_by_tier
-from flexengine.schedule.prefixes import Stem, Tokens
+from flexengine.schedule.prefixes import Stem, Tokens, stems_above
 
 
 @dataclass(eq=False)
@@ -25,8 +25,9 @@ class Sequence:
         prompt_tokens: tokens of the prompt.
         max_tokens: most tokens to generate.
         stem: the longest prefix that it shares; None if it shares none.
-        steps: last tokens of the prompt that are computed one after the other, like sampled tokens. So they read the
-            stored KV of all earlier tokens.
+        scored: last tokens of the prompt, which predict given tokens; 0 if nothing is scored.
+        by_step: whether scored tokens, except the first, are computed one after the other, like sampled tokens. So they
+            read the stored KV of all earlier tokens.
         cached: tokens whose KV is stored.
         generated: tokens generated so far.
         home: tier of the KV cache; "" before the sequence enters.
@@ -37,7 +38,8 @@ class Sequence:
     prompt_tokens: int
     max_tokens: int
     stem: Stem | None = None
-    steps: int = 0
+    scored: int = 0
+    by_step: bool = False
     cached: int = 0
     generated: int = 0
     home: str = ""
@@ -255,11 +257,14 @@ class Sweeps:
         policy, levels = self.policy, defaultdict[int, list[Piece]](list)
         for s in sorted(sequences, key=lambda s: (s.pending > 1, s.cached)):
             level, source = s.level, s.source.id if s.source and not s.generated else None
-            ends, steps = not isinstance(s, Trunk), 0 if s.generated else s.steps
-            count = s.pending - steps
-            levels[level] += split_prompt(s.id, s.cached, count, policy.prefill_tokens, ends and not steps, source)
+            scored = 0 if s.generated else s.scored
+            steps = max(0, scored - 1) if s.by_step else 0
+            ends, count = not (isinstance(s, Trunk) or steps), s.pending - steps
+            levels[level] += split_prompt(
+                s.id, s.cached, count, policy.prefill_tokens, ends, source, scored - steps
+            )
             for i in range(steps):
-                levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps))
+                levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps, scored=1))
         formed = list[tuple[Piece, ...]]()
         for _, pieces in sorted(levels.items()):
             formed += form_batches(pieces, policy.gpu_batch_size, policy.prefill_tokens, pools)
@@ -293,8 +298,3 @@ class Sweeps:
     def another(self) -> bool:
         """Whether another sweep follows, unless end-of-sequence tokens end all sequences."""
         return bool(self.waiting) or any(s.max_tokens - s.generated > 1 for s in self.live.values())
-
-
-def stems_above(stem: Stem | None) -> list[Stem]:
-    """Return a stem and all stems above it; none for None."""
-    return [] if stem is None else [stem, *stems_above(stem.above)]

@@ -15,6 +15,7 @@ from flexengine.model.score import Scores
 from flexengine.model.skeleton import Skeleton
 from flexengine.model.stop import Stops
 from flexengine.plan.layout import ENTERING, READING
+from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import Op, Task
 from flexengine.worker.attend import Attender
@@ -172,7 +173,7 @@ class Worker:
         device = self.weights.machine.compute
         in_ram = torch.tensor([ids])
         kept = torch.tensor(keep + [i for i, _ in targets], dtype=torch.int64).to(device)
-        scores = Scores(torch.tensor([target for _, target in targets]).to(device)) if targets else None
+        scores = Scores(torch.tensor([target for _, target in targets]).to(device), SCORED_ROWS) if targets else None
         inputs = Inputs(in_ram.to(device), torch.tensor([positions]).to(device), kept, scores)
         return inputs, self.embedding.look_up(in_ram), scored
 

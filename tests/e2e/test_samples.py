@@ -21,9 +21,9 @@ from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import Growing, peak_pages
 from flexengine.schedule.order import Batch
 from flexengine.schedule.pages import Pool
-from flexengine.schedule.prefixes import MIN_SHARED_TOKENS, Stem, order_of, stems_of
+from flexengine.schedule.prefixes import MIN_SHARED_TOKENS, Stem, order_of, stems_above, stems_of
 from flexengine.schedule.program import Task
-from flexengine.schedule.sweeps import Sequence, Sweeps, stems_above
+from flexengine.schedule.sweeps import Sequence, Sweeps
 from flexengine.worker.worker import Worker
 from tests.helpers.families import prompts_of, reference
 

@@ -289,11 +289,11 @@ def test_classes_keep_means() -> None:
     """More sizes than are told apart are joined by neighbours."""
     rng = random.Random(9)
     few = Workload.of([(3, 2), (3, 2), (7, 9)])
-    prompts, outputs, shares = classes(few)
+    prompts, outputs, _, shares = classes(few)
     assert [*prompts, *outputs] == [3, 7, 2, 9]
     assert shares == pytest.approx([2 / 3, 1 / 3])
     rows = [(rng.randint(1, 2000), rng.randint(1, 400)) for _ in range(5000)]
-    prompts, outputs, shares = classes(Workload.of(rows))
+    prompts, outputs, _, shares = classes(Workload.of(rows))
     assert len(prompts) <= MAX_SIZES
     assert shares.sum() == pytest.approx(1)
     assert (prompts * shares).sum() == pytest.approx(np.mean([p for p, _ in rows]), rel=0.01)
