@@ -120,6 +120,9 @@ def summary_line(s: dict[str, Any]) -> str:
     rows = f"{s['rows']} rows done, {s['failed']} failed"
     if not s["sweeps"]:
         return rows
+    if s["scored_tokens"] and not s["generated_tokens"]:
+        return (f"{rows}; {s['scored_tokens']} tokens scored, {s['computed_prompt_tokens']} computed in"
+                f" {clock(s['total_seconds'])}: {digits(s['rows'] / s['total_seconds'])} rows/s")  # fmt: skip
     return (f"{rows}; {s['prompt_tokens']} prompt and {s['generated_tokens']} generated tokens in"
             f" {clock(s['total_seconds'])}: {digits(s['generated_tok_s'])} tok/s")  # fmt: skip
 

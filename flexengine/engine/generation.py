@@ -174,7 +174,10 @@ class Generation:
         """Return the requests of the rows in flight, in order. Subtract their tokens from `progress`."""
         for row in self._open.values():
             for number, sample in row.samples.items():
-                done = 1 if row.request.choices else len(sample.token_ids)
+                done = len(sample.token_ids)
+                if row.request.choices:
+                    self.progress.scored_tokens -= done
+                    self.progress.scored, done = self.progress.scored - 1, 1
                 self.progress.tokens -= done
                 self.progress.most += row.request.sizes[number][1] - done
         self.progress.tokens -= sum(len(text.generated) for text in self._texts.values())
@@ -199,6 +202,8 @@ class Generation:
         for sequence, scored in worker.scored.items():
             self._score(sequence, scored)
         self.progress.tokens += len(worker.sampled) + len(worker.scored)
+        self.progress.scored += len(worker.scored)
+        self.progress.scored_tokens += sum(map(len, worker.scored.values()))
         self.progress.computed_prompt_tokens += prompt_tokens
         ended = sweeps.advance(batches, stopped, resources.release)
         return Swept(batches, ended, prompt_tokens > 0, seconds)

@@ -20,8 +20,9 @@ class Progress:
         prompt_tokens: prompt tokens of the finished rows.
         computed_prompt_tokens: prompt tokens computed so far, also of rows that are not finished, and computed again
             after a replan.
-        tokens: tokens generated so far.
+        tokens: tokens generated so far. A sequence that is scored counts as one token.
         most: tokens of all rows if no further sequence stops before its limit.
+        scored_tokens: tokens scored so far, and `scored` the sequences that they are in.
         prefill_seconds: seconds of the sweeps that computed a prompt.
         decode_seconds: seconds of the other sweeps. See `Summary` for both.
     """
@@ -33,6 +34,8 @@ class Progress:
     computed_prompt_tokens: int = 0
     tokens: int = 0
     most: int = 0
+    scored_tokens: int = 0
+    scored: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -82,8 +85,9 @@ class JobState:
         p = self.progress
         seconds = p.prefill_seconds + p.decode_seconds
         return replace(
-            empty, rows=p.rows, failed=p.failed, prompt_tokens=p.prompt_tokens, generated_tokens=p.tokens,
-            sweeps=p.sweeps, load_seconds=self.load_seconds, prefill_seconds=p.prefill_seconds,
+            empty, rows=p.rows, failed=p.failed, prompt_tokens=p.prompt_tokens,
+            computed_prompt_tokens=p.computed_prompt_tokens, generated_tokens=p.tokens - p.scored,
+            scored_tokens=p.scored_tokens, sweeps=p.sweeps, load_seconds=self.load_seconds, prefill_seconds=p.prefill_seconds,
             decode_seconds=p.decode_seconds,
             bytes={link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
             busy={lane: s / seconds for lane, s in self.busy.items()} if seconds else {},

@@ -55,7 +55,10 @@ class Summary:
         rows: rows finished without an error.
         failed: rows that have an error.
         prompt_tokens: tokens of the prompts of finished rows.
+        computed_prompt_tokens: prompt tokens that were computed: fewer if prompts have common prefixes, more if memory
+            ran out and rows started again. Given continuations count as prompts.
         generated_tokens: generated tokens of all samples.
+        scored_tokens: tokens of continuations and texts whose log probability was computed.
         sweeps: number of sweeps.
         load_seconds: seconds before the first sweep. Weights are calibrated, encoded and verified in this period, if
             necessary, and memory is allocated.
@@ -87,7 +90,9 @@ class Summary:
     rows: int = 0
     failed: int = 0
     prompt_tokens: int = 0
+    computed_prompt_tokens: int = 0
     generated_tokens: int = 0
+    scored_tokens: int = 0
     sweeps: int = 0
     load_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -114,8 +119,9 @@ class Summary:
 
     def to_json(self) -> dict[str, Any]:
         """Return the summary as JSON values, as `flexengine run --json` prints it. `job` is left out if it is None."""
-        counts = ("model", "device", "dtype", "rows", "failed", "prompt_tokens", "generated_tokens", "sweeps",
-                  "load_seconds", "prefill_seconds", "decode_seconds", "total_seconds", "generated_tok_s")  # fmt: skip
+        counts = ("model", "device", "dtype", "rows", "failed", "prompt_tokens", "computed_prompt_tokens",
+                  "generated_tokens", "scored_tokens", "sweeps", "load_seconds", "prefill_seconds",
+                  "decode_seconds", "total_seconds", "generated_tok_s")  # fmt: skip
         return {
             **{name: getattr(self, name) for name in counts},
             "bytes": dict(self.bytes),

@@ -17,6 +17,8 @@ import numpy as np
 
 MIN_SHARED_TOKENS = 8  # a shorter common part is computed by each sequence: a stem takes a step and a page of its own
 
+MAX_STEMS = 16  # of one sequence; the first sweep computes one after the other
+
 Tokens = tuple[int, ...]
 
 
@@ -43,18 +45,18 @@ class Stem:
 
 
 def order_of(prefixes: Sequence[Tokens]) -> list[int]:
-    """Return the indices of prefixes in an order in which those with a common part are adjacent.
+    """Return the indices of prefixes in an order in which those that share a stem are adjacent.
 
-    Prefixes with a common part move to the first of them. Others keep their place, so that the order changes little.
+    All of a stem move to the place of the first of them. Otherwise the order does not change.
     """
-    by_tokens = sorted(range(len(prefixes)), key=lambda i: prefixes[i])
-    groups: list[list[int]] = [by_tokens[:1]] if by_tokens else []
-    for last, i in pairwise(by_tokens):
-        if common(prefixes[last], prefixes[i]) >= MIN_SHARED_TOKENS:
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [i for group in sorted(groups, key=min) for i in group]
+    by_tokens = sorted(range(len(prefixes)), key=prefixes.__getitem__)
+    chains = [stems_above(stem) for stem in stems_of([prefixes[i] for i in by_tokens])]
+    first: dict[Stem, int] = {}
+    for i, chain in zip(by_tokens, chains, strict=True):
+        for stem in chain:
+            first[stem] = min(i, first.get(stem, i))
+    keys = {i: (*(first[stem] for stem in reversed(chain)), i) for i, chain in zip(by_tokens, chains, strict=True)}
+    return sorted(keys, key=keys.__getitem__)
 
 
 def stems_of(prefixes: Sequence[Tokens]) -> list[Stem | None]:
@@ -62,6 +64,7 @@ def stems_of(prefixes: Sequence[Tokens]) -> list[Stem | None]:
 
     Args:
         prefixes: by sequence, in the order of `order_of`, the tokens that it may share. Equal ones are shared whole.
+            Only adjacent sequences share a stem.
     """
     lcp = [common(a, b) for a, b in pairwise(prefixes)]
     lcp.append(0)
@@ -77,14 +80,18 @@ def stems_of(prefixes: Sequence[Tokens]) -> list[Stem | None]:
             open_stems.append((length, first))
     for first, end, length in sorted(found, key=lambda item: (item[0] - item[1], item[0])):  # widest first
         above = stems[first]
-        if length - (above.end if above else 0) >= MIN_SHARED_TOKENS:
+        if length - (above.end if above else 0) >= MIN_SHARED_TOKENS and len(stems_above(above)) < MAX_STEMS:
             stems[first:end] = [Stem(prefixes[first], length, above, end - first)] * (end - first)
     return stems
 
 
 def stems_above(stem: Stem | None) -> list[Stem]:
-    """Return a stem and all stems above it; none for None."""
-    return [] if stem is None else [stem, *stems_above(stem.above)]
+    """Return a stem and all stems above it, the longest first; [] for None."""
+    stems = list[Stem]()
+    while stem is not None:
+        stems.append(stem)
+        stem = stem.above
+    return stems
 
 
 def common(a: Tokens, b: Tokens) -> int:

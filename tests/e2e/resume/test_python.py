@@ -57,8 +57,9 @@ def test_the_json_of_a_summary(job: Job) -> None:
     assert job("--json", "--restart") == 0
     printed = json.loads(job.out.splitlines()[-1])
     assert list(made) == list(printed) == [
-        "model", "device", "dtype", "rows", "failed", "prompt_tokens", "generated_tokens", "sweeps", "load_seconds",
-        "prefill_seconds", "decode_seconds", "total_seconds", "generated_tok_s", "bytes", "busy", "replanned",
+        "model", "device", "dtype", "rows", "failed", "prompt_tokens", "computed_prompt_tokens", "generated_tokens",
+        "scored_tokens", "sweeps", "load_seconds", "prefill_seconds", "decode_seconds", "total_seconds",
+        "generated_tok_s", "bytes", "busy", "replanned",
         "peak_bytes", "lossy", "verified", "policy", "plan", "job",
     ]  # fmt: skip
     for name in ("model", "device", "rows", "failed", "generated_tokens", "sweeps", "lossy", "policy", "job"):
