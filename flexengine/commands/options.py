@@ -58,6 +58,8 @@ def add_rows(group: Group) -> None:
     group.add_argument("--score", action="store_true",
                        help="score rows with context and continuation, context and choices, or text: log probabilities"
                             " of what is given (docs/scoring.md)")  # fmt: skip
+    group.add_argument("--no-prefix-sharing", dest="prefix_sharing", action="store_false",
+                       help="compute a prefix that several prompts have in common once for each of them")  # fmt: skip
     group.add_argument("--limit", type=int, metavar="N", help="only the first N rows")
 
 

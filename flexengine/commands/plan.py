@@ -219,6 +219,8 @@ def _check(args: argparse.Namespace) -> None:
     for option in ("limit", "prompt_column", "input_format", "chat", "score"):
         if getattr(args, option) and not args.input:
             raise InvalidInput(f"--{option.replace('_', '-')} needs the rows of a file; give --input, too")
+    if not args.prefix_sharing and not args.input:
+        raise InvalidInput("--no-prefix-sharing needs the rows of a file; give --input, too")
     for option, other in (("frontier", "compare"), ("offload_dir", "hardware")):
         if getattr(args, option) and getattr(args, other):
             option = option.replace("_", "-")
@@ -319,6 +321,6 @@ def _workload(args: argparse.Namespace, opened: "Opened") -> Workload:
 
     refused = Refused()
     with open_rows(args) as rows:
-        workload = planners.workload(opened, rows, params, args.trust_remote_code, refused)
+        workload = planners.workload(opened, rows, params, args.trust_remote_code, refused, args.prefix_sharing)
     refused.report(workload, args.input)
     return workload

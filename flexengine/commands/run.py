@@ -75,8 +75,6 @@ def _add_machine(group: Group) -> None:
                        help="first compare all files of the model with their checksums (in SHA256SUMS beside them, or"
                             " in the hub cache's file names), and prepared weights with their own")  # fmt: skip
     group.add_argument("--policy", **POLICY)
-    group.add_argument("--no-prefix-sharing", dest="prefix_sharing", action="store_false",
-                       help="compute a prefix that several prompts have in common once for each of them")  # fmt: skip
     group.add_argument("--dry-run", action="store_true",
                        help="print the plan and its predictions, without loading weights; flexengine plan also plans"
                             " for other machines")  # fmt: skip

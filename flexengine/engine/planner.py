@@ -339,15 +339,16 @@ def this_machine(
 
 
 def workload(
-    opened: Opened, rows: Rows, params: SamplingParams, trust_remote_code: bool, refused: Refused
+    opened: Opened, rows: Rows, params: SamplingParams, trust_remote_code: bool, refused: Refused, shares: bool = True
 ) -> Workload:
     """Return the sizes of the rows, encoded with the model's tokenizer.
 
     Args:
         refused: counts the rows that cannot be run.
+        shares: whether prompts may share common prefixes.
     """
     tokenizer = load_tokenizer(opened.source.directory, trust_remote_code)
     reader = Reader(tokenizer, opened.skeleton.context_length, opened.skeleton.head[1][0])
-    reader.shares = not opened.lossy.alters_cache
+    reader.shares = shares and not opened.lossy.alters_cache
     reader.check_rows(rows)
     return reader.survey(rows, params, refused)

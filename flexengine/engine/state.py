@@ -87,7 +87,8 @@ class JobState:
         return replace(
             empty, rows=p.rows, failed=p.failed, prompt_tokens=p.prompt_tokens,
             computed_prompt_tokens=p.computed_prompt_tokens, generated_tokens=p.tokens - p.scored,
-            scored_tokens=p.scored_tokens, sweeps=p.sweeps, load_seconds=self.load_seconds, prefill_seconds=p.prefill_seconds,
+            scored_tokens=p.scored_tokens, sweeps=p.sweeps, load_seconds=self.load_seconds,
+            prefill_seconds=p.prefill_seconds,
             decode_seconds=p.decode_seconds,
             bytes={link: n - self.bytes_before.get(link, 0) for link, n in moved.items()},
             busy={lane: s / seconds for lane, s in self.busy.items()} if seconds else {},

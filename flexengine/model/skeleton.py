@@ -291,13 +291,11 @@ def _cut(model: Any, config: Any, name: str) -> Skeleton:
     use_fast_linear(model, product)
     use_product(model, product)
     use_fused(model)
-    modules = getattr(parent, attribute)
-    for j in range(count):
-        modules[j] = PausingLayer(modules[j], j)
+    for j, layer in enumerate(modules := getattr(parent, attribute)):
+        modules[j] = PausingLayer(layer, j)
     model.set_input_embeddings(PausingEmbedding(embedding, f"{names[embedding]}.weight"))
     step = LogitStep(model, path.partition(".")[0], head.in_features)
-    pausing = PausingHead(head.out_features, 1, product, step)
-    model.set_output_embeddings(pausing)
+    model.set_output_embeddings(pausing := PausingHead(head.out_features, 1, product, step))
     wide = max((max(s.shape[-2:]) for layer in layers for s in layer.values() if len(s.shape) > 1), default=1)
     weights = {f"{names[embedding]}.weight", f"{names[head]}.weight"}
     return Skeleton(

@@ -218,7 +218,7 @@ class Clock:
     def _loaded(self, piece: Piece, pool: Pool) -> float:
         """Return the pages that are loaded before a piece is computed. A page of keys without values counts half."""
         pages = pool.num_read(piece.start)
-        if self.cost.model.topk is None or piece.count > 1:
+        if self.cost.model.topk is None or not piece.single:
             return pages
         return (pages + (piece.start % pool.page_tokens > 0)) / 2
 

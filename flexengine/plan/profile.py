@@ -147,8 +147,7 @@ class Profile:
 
 
 def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
-    """Return (prompt tokens, tokens to generate, spared tokens, share of the rows) of at most MAX_SIZES sizes of
-    sequences."""
+    """Return (prompt tokens, tokens to generate, spared tokens, share of the rows) of at most MAX_SIZES sizes."""
     items = sorted(workload.sizes.items(), key=lambda item: (item[0][1], item[0][0]))
     rows = ((p, n, workload.spared.get((p, n), 0.0), count) for (p, n), count in items)
     prompts, outputs, spared, counts = (np.array(column, dtype=float) for column in zip(*rows, strict=True))
@@ -156,10 +155,8 @@ def classes(workload: Workload) -> tuple[Array, Array, Array, Array]:
         group = np.minimum((np.cumsum(counts) - counts / 2) / counts.sum() * MAX_SIZES, MAX_SIZES - 1).astype(int)
         totals = np.bincount(group, counts, MAX_SIZES)
         used = totals > 0
-        prompts, outputs, spared = (
-            np.round(np.bincount(group, x * counts, MAX_SIZES)[used] / totals[used]) for x in (prompts, outputs, spared)
-        )
-        counts = totals[used]
+        means = [np.bincount(group, x * counts, MAX_SIZES)[used] / totals[used] for x in (prompts, outputs, spared)]
+        (prompts, outputs, spared), counts = map(np.round, means), totals[used]
     return prompts, outputs, spared, counts / counts.sum()
 
 

@@ -45,6 +45,8 @@ class Piece:
         source: number of the trunk whose KV it reads, which an earlier gpu_batch of the sweep may compute; None if
             there is none.
         scored: number of its tokens that predict a given token.
+        prompt: whether it is computed as a part of a prompt, even if it has one token, so that its last bits do not
+            depend on where the prompt is cut.
     """
 
     sequence: int
@@ -53,6 +55,7 @@ class Piece:
     final: bool
     source: int | None = None
     scored: int = 0
+    prompt: bool = False
 
     @property
     def logits(self) -> int:
@@ -60,9 +63,14 @@ class Piece:
         return self.scored or int(self.final)
 
     @property
+    def single(self) -> bool:
+        """Whether it is computed as a single token."""
+        return self.count == 1 and not self.prompt
+
+    @property
     def decodes(self) -> bool:
         """Whether the piece is a decode step (one token after others), not a prefill chunk."""
-        return self.start > 0 and self.count == 1
+        return self.start > 0 and self.single
 
     def pairs(self, window: int | None) -> int:
         """Return the number of (query, key) pairs in attention; each query sees at most `window` keys (None: all)."""
@@ -121,7 +129,7 @@ def split_prompt(
     def piece(first: int) -> Piece:
         after = min(first + budget, end)
         return Piece(sequence, first, after - first, ends and after == end, source,
-                     max(0, after - max(first, end - scored)))  # fmt: skip
+                     max(0, after - max(first, end - scored)), prompt=True)  # fmt: skip
 
     return [piece(first) for first in range(start, end, budget)]
 

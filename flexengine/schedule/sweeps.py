@@ -256,12 +256,14 @@ class Sweeps:
         """Return gpu_batches of the sequences' next tokens. Pieces that read KV of other pieces come later."""
         policy, levels = self.policy, defaultdict[int, list[Piece]](list)
         for s in sorted(sequences, key=lambda s: (s.pending > 1, s.cached)):
-            level, source = s.level, s.source.id if s.source and not s.generated else None
-            scored = 0 if s.generated else s.scored
-            steps = max(0, scored - 1) if s.by_step else 0
+            if s.generated:
+                levels[0].append(Piece(s.id, s.cached, 1, True))
+                continue
+            level, source = s.level, s.source.id if s.source else None
+            steps = max(0, s.scored - 1) if s.by_step else 0
             ends, count = not (isinstance(s, Trunk) or steps), s.pending - steps
             levels[level] += split_prompt(
-                s.id, s.cached, count, policy.prefill_tokens, ends, source, scored - steps
+                s.id, s.cached, count, policy.prefill_tokens, ends, source, s.scored - steps
             )
             for i in range(steps):
                 levels[level + i + 1].append(Piece(s.id, s.cached + count + i, 1, i + 1 == steps, scored=1))

@@ -318,7 +318,7 @@ def test_a_prompt_is_computed_once_and_its_full_pages_are_shared(
     if home == "device":  # the stem's 12 full pages, a part of one, and two pages of each sample's own
         assert counted[home] == 12 + 1 + 8 * 2
     with Engine(known.directory, policy=policy, device="sim") as engine:
-        booked = engine.plan(Workload({(205, 20): 8})).pools[home][0]
+        booked = engine.plan(Workload({(205, 20): 8}, {(205, 20): 204 * 7 / 8}, 1, 204)).pools[home][0]
         assert counted[home] <= booked.pages
 
 

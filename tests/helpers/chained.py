@@ -8,6 +8,7 @@ from typing import Any
 
 from flexengine import Policy, SamplingParams
 from flexengine.config import Result
+from flexengine.engine.arrange import Arrangement
 from flexengine.engine.core import Core
 from flexengine.engine.generating import Generating, JobRows
 from flexengine.engine.generation import Generation
@@ -39,6 +40,7 @@ class Chain:
         rows = list(rows)
         last = self.cores[-1]
         reader = Reader(last.tokenizer, last.skeleton.context_length, last.skeleton.head[1][0])
+        reader.shares = True
         workload = reader.survey(rows, params)
         between = [RamPort() for _ in self.cores[1:]]
         stages = []
@@ -48,7 +50,8 @@ class Chain:
             stages.append(core.stage(planner.watch(workload, planner.layout(workload)), ports=ports))
         resources = JobResources(stages)
         reports = Generating(None, Progress(), JobRows())
-        generation = Generation(resources, reader.requests(rows, params), last.tokenizer, last.eos, reports)
+        arrangement = Arrangement(reader.requests(rows, params), True)
+        generation = Generation(resources, arrangement, last.tokenizer, last.eos, reports)
         try:
             with resources:
                 return sorted(generation.run(None), key=lambda result: result.index)

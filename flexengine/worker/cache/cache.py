@@ -85,7 +85,7 @@ class Cache:
                       compute, self._values is not None)
             for g, pool in enumerate(self.layout.pools[tier])
         )  # fmt: skip
-        return View(sum(p.count == 1 for p in pieces), tuple(groups), self._means_of(pieces, compute))
+        return View(sum(p.single for p in pieces), tuple(groups), self._means_of(pieces, compute))
 
     def tables(self, view: View, layer: int) -> Tables:
         """Return the part of a view that belongs to a layer."""

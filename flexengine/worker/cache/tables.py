@@ -101,7 +101,7 @@ class View:
 
 def packed(batch: Batch) -> list[Piece]:
     """Return the batch's pieces in packed order: pieces with one token first, then by length."""
-    return sorted(batch.pieces, key=lambda p: (p.count > 1, p.count, p.start > 0))
+    return sorted(batch.pieces, key=lambda p: (not p.single, p.count, p.start > 0))
 
 
 class _Moved:
@@ -144,7 +144,7 @@ class _Moved:
             # The sequence's first piece also loads the page that it continues. It stores the page under its new id.
             for number in range(read.start, read.stop if piece.start == tokens else tokens // size):
                 sources[pool.entry(number)] = before[pool.entry(number)]
-        if self.keys_only and piece.count == 1:
+        if self.keys_only and piece.single:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
         self.load += _runs(pairs(read, sources))
@@ -172,7 +172,7 @@ def tables_of(
         device: compute device.
         values: whether only chosen values are loaded.
     """
-    decode = sum(p.count == 1 for p in pieces)
+    decode = sum(p.single for p in pieces)
     page_ids, closed, moved = owned, None, _Moved(pool, values, batch.cache_home == "host")
     copies: list[tuple[int, int]] = []
     if batch.cache_home != "device" and not batch.delegated:
