@@ -13,7 +13,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 if TYPE_CHECKING:
     from flexengine.activity import Activity
-    from flexengine.config import Completion, Result, SamplingParams
+    from flexengine.config import Completion, Result, SamplingParams, Score
     from flexengine.engine.engine import Engine
     from flexengine.engine.options import EngineOptions
     from flexengine.engine.state import Progress

@@ -51,7 +51,7 @@ class BaseEngine(ABC):
             core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
         )
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
-        self.reader.shares = core.shares
+        self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
         self.on_sweep = options.on_sweep

@@ -248,7 +248,7 @@ class Generation:
         row.remaining -= 1
         row.error = row.error or text.error
         logprobs = text.logprobs if text.sampling.logprobs is not None else None
-        words = text.stops.text(text.generated)
+        words = text.stops.text(text.generated) if not text.targets else None
         row.samples[text.sample] = Completion(words, text.generated, text.ended or "length", logprobs)
         row.scores[text.sample] = text.scores
         return self._finish(row) if not row.remaining else None
@@ -271,21 +271,20 @@ class Generation:
         )  # fmt: skip
 
     def _scored(self, row: _Open) -> Result:
-        """Return the result of a row that is scored. The tokens of a single choice are part of the result."""
+        """Return the result of a row that is scored. If log probabilities are requested, it has each of them for a
+        single choice."""
         request, scores, first = row.request, list[Score](), 0
         for choice in request.choices:
             tokens = [each for number in range(first, first + len(choice)) for each in row.scores[number]]
             greedy = all(each.token == each.top[0][0] for each in tokens)
             scores.append(Score(math.fsum(each.logprob or 0.0 for each in tokens), len(tokens), greedy))
             first += len(choice)
-        result = Result(request.index, prompt_tokens=len(request.prompt_ids), prompt=request.prompt, scores=scores)
-        result.completion_tokens = sum(score.tokens for score in scores)
-        if len(request.choices) == 1:
+        result = Result(
+            request.index, prompt_tokens=len(request.prompt_ids), completion_tokens=sum(each.tokens for each in scores),
+            scores=scores, prompt=request.prompt,
+        )  # fmt: skip
+        if len(request.choices) == 1 and request.sampling.logprobs is not None:
             samples = [row.samples[number] for number in sorted(row.samples)]
             result.token_ids = [token for sample in samples for token in sample.token_ids]
-            result.finish_reason = "length"
-            result.generated_text = samples[0].generated_text if len(samples) == 1 else None
-            result.logprobs = None
-            if request.sampling.logprobs is not None:
-                result.logprobs = [entry for sample in samples for entry in sample.logprobs or []]
+            result.logprobs = [entry for sample in samples for entry in sample.logprobs or []]
         return result

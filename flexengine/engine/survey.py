@@ -90,6 +90,7 @@ class Reader:
 
     Attributes:
         shares: whether sequences share common prefixes.
+        unscored: why this model cannot score; None if it can.
     """
 
     def __init__(self, tokenizer: Any, context: int | None, vocabulary: int) -> None:
@@ -102,6 +103,7 @@ class Reader:
         """
         self.tokenizer, self.context, self.vocabulary = tokenizer, context or _ENDLESS, vocabulary
         self.shares = False
+        self.unscored: str | None = None
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidInput if sampling parameters of a whole job cannot be used with this model, as every row would
@@ -133,7 +135,11 @@ class Reader:
                 continue
             row = prompt if isinstance(prompt, Row) else row_of(prompt, i)
             defaults = params if isinstance(params, SamplingParams) else params[i]
-            encoder = encode_scored if row.is_scored and row.error is None else encode
+            scored = row.is_scored and row.error is None
+            if scored and self.unscored:
+                yield row.refused(f"cannot be scored with this model: {self.unscored}")
+                continue
+            encoder = encode_scored if scored else encode
             item = encoder(row, self.tokenizer, self.context, defaults, self.vocabulary)
             try:
                 if isinstance(item, Request):

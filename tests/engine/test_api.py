@@ -1,6 +1,7 @@
 """The Python API: public names, options, the forms of generate, chat and score, and an engine that is closed."""
 
 import inspect
+import json
 import subprocess
 import sys
 import weakref
@@ -304,6 +305,29 @@ def test_pairs_that_cannot_be_scored(speaker: Any) -> None:
     ):  # fmt: skip
         with pytest.raises(InvalidInput, match=message):
             speaker.score(context, continuation)
+
+
+def test_a_text_is_scored_in_windows(speaker: Any, tmp_path: Path) -> None:
+    """240 bytes in windows of the model's 96 tokens: each byte follows what the model's context can hold before it."""
+    text = "".join(chr(97 + 7 * i % 26) for i in range(240))
+    ids = speaker.tokenizer(text, add_special_tokens=False)["input_ids"]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": text[:5], "name": "short"}) + "\n")
+    speaker.run_job(source, output, score=True)
+    long, short = map(json.loads, output.read_text().splitlines())
+    parts = [([0], ids[:96]), (ids[95:96], ids[96:192]), (ids[240 - 96 - 1 : 192], ids[192:])]
+    total = sum(sum(logprobs_of(speaker, *part)[0]) for part in parts)
+    assert long["scores"] == [{"logprob": pytest.approx(total, abs=1e-3), "tokens": 240, "is_greedy": False}]
+    assert long["text"] == text
+    (score,) = short["scores"]
+    assert score["logprob"] == pytest.approx(sum(logprobs_of(speaker, [0], ids[:5])[0]), abs=1e-4)
+    assert short["name"] == "short"
+
+
+def test_results_are_reported_as_they_come(speaker: Any) -> None:
+    seen = []
+    results = speaker.score(["the answer is"] * 2, [" yes", " no"], on_result=seen.append)
+    assert sorted(seen, key=lambda result: result.index) == results
 
 
 # A summary before, and an engine after the end.
