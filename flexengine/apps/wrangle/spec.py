@@ -1,4 +1,4 @@
-"""What `flexengine wrangle` is to do: the options of all tasks, with defaults and checks."""
+"""Options of `flexengine wrangle`: those of all tasks, with defaults and checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -13,8 +13,8 @@ YES_NO = (MATCH, DETECT, SCHEMA)  # tasks whose answer is Yes or No
 MAX_TOKENS = {MATCH: 3, DETECT: 3, SCHEMA: 3, IMPUTE: 10, TRANSFORM: 32}  # tokens of a generated answer
 DEFAULT_SHOTS = 10
 _TAKEN_BY = {
-    "column": (IMPUTE, DETECT, TRANSFORM), "show": (MATCH, IMPUTE, DETECT, SCHEMA), "top": (MATCH, SCHEMA),
-    "similarity": (MATCH, SCHEMA, IMPUTE, DETECT, TRANSFORM), "values": (SCHEMA,), "noun": (MATCH,),
+    "column": (IMPUTE, DETECT, TRANSFORM), "show": (MATCH, IMPUTE, DETECT), "top": (MATCH, SCHEMA),
+    "values": (SCHEMA,), "noun": (MATCH,),
     "error": (DETECT,), "alone": (DETECT,), "missing": (MATCH, IMPUTE, DETECT, SCHEMA), "choice": (IMPUTE,),
     "closed": (IMPUTE,), "evaluate": (IMPUTE,), "group": (TRANSFORM,), "generate": YES_NO,
 }  # fmt: skip
@@ -113,7 +113,7 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
     """
     if task not in TASKS:
         raise InvalidInput(f"no task is given; write flexengine wrangle {'|'.join(TASKS)} TABLE -o OUTPUT")
-    used = {name: _frozen(value) for name, value in given.items() if value is not None and value not in (False, [])}
+    used = {name: _frozen(value) for name, value in given.items() if value not in (None, []) and value is not False}
     if unknown := set(used) - {f.name for f in fields(Spec)}:
         raise TypeError(f"unknown options {sorted(unknown)}")
     for name, value in used.items():
@@ -123,7 +123,7 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
         if name in _LEAST and value < _LEAST[name]:
             raise InvalidInput(f"{_option(name)} is {value}; it must be at least {_LEAST[name]}")
     spec = Spec(task, tables, **used)
-    _check_tables(spec, "top" in used)
+    _check_tables(spec, used)
     _check_columns(spec)
     _check_answers(spec, used)
     _check_shots(spec, used)
@@ -138,13 +138,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def _check_tables(spec: Spec, top: bool) -> None:
+def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
     most = _MOST_TABLES.get(spec.task, 1)
     if not 1 <= len(spec.tables) <= most:
         allowed = "a table of pairs, or two tables" if most == 2 else "one table"
         raise InvalidInput(f"{spec.task} has {len(spec.tables)} tables; it takes {allowed}")
-    if top and len(spec.tables) == 1:
-        raise InvalidInput("--top chooses candidates from two tables, but one table of pairs is given; leave it out")
+    for name in ("top", "values"):
+        if name in used and len(spec.tables) == 1:
+            raise InvalidInput(f"--{name} makes pairs from two tables, but one table of pairs is given; leave it out")
 
 
 def _check_columns(spec: Spec) -> None:
