@@ -52,11 +52,11 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
         InvalidInput: the tables have no common column, or there is no candidate.
     """
     columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
-    mine, other = ([serialise_or_empty(r, columns) for r in t.records] for t in (left, right))
+    mine, other = ([cell_texts(r, columns) for r in t.records] for t in (left, right))
     count = spec.top_candidates
     assert count is not None  # match has a default
     pairs = [
-        (i, near.index, near.similarity)
+        (i, near.number, near.similarity)
         for i, found in enumerate(nearest(mine, other, count, spec.similarity))
         for near in _similar(found)
     ]
@@ -66,7 +66,7 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
     return _joined(left, right, pairs)
 
 
-def serialise_or_empty(record: Record, columns: Sequence[str]) -> str:
+def cell_texts(record: Record, columns: Sequence[str]) -> str:
     """Return the texts of a row's cells, which are compared for similarity; "" for a row that cannot be read."""
     return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
 
@@ -111,10 +111,10 @@ def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
     columns = tuple(side + c for side in (LEFT, RIGHT) for c in mine[0]) + tuple(extra)
     found: Any = [[Near(j, 0.0) for j in range(len(other))]] * len(mine)
     if spec.top is not None:
-        texts = ([" ".join(filter(None, one.values())) for one in side] for side in (mine, other))
-        found = nearest(*texts, spec.top, spec.similarity)
+        queries, texts = ([" ".join(one.values()) for one in side] for side in (mine, other))
+        found = nearest(queries, texts, spec.top, spec.similarity)
     rows = [
-        [*mine[i].values(), *other[near.index].values(), near.similarity][: len(columns)]
+        [*mine[i].values(), *other[near.number].values(), near.similarity][: len(columns)]
         for i, nears in enumerate(found)
         for near in nears
     ]

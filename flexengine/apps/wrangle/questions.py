@@ -1,8 +1,7 @@
 """Questions of a table, by task: one per row, or one per checked cell."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from flexengine.apps.wrangle import prompts
 from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text, sides
@@ -44,16 +43,16 @@ class Asked:
     """The questions of a table.
 
     Attributes:
+        table: the table.
         targets: names of the answers.
         questions: questions in the order of rows and targets.
         faults: reason by row for rows that cannot be read.
-        choices: answers that are scored; empty if answers are generated.
     """
 
+    table: Table
     targets: list[str]
     questions: list[Question] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
-    choices: tuple[str, ...] = ()
 
 
 def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
@@ -66,20 +65,19 @@ def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
         InvalidInput: a column is missing, a label is not allowed, or an example has no answer or cannot be read.
     """
     targets, build = _BUILDERS[spec.task](table, spec, examples)
-    asked = Asked(targets)
+    asked = Asked(table, targets)
     for row, record in enumerate(table.records):
         if record.fault:
             asked.faults[row] = f"line {record.line}: {record.fault}"
             continue
         asked.questions += build(row, record)
-    if spec.scored:
-        asked.choices = (YES, NO) if spec.yes_no else _choices(asked, spec, table)
     if examples:
-        _check_examples(asked, table)
+        _check_examples(asked)
     return asked
 
 
-def _check_examples(asked: Asked, table: Table) -> None:
+def _check_examples(asked: Asked) -> None:
+    table = asked.table
     if asked.faults:
         raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
     for question in asked.questions:
@@ -88,17 +86,29 @@ def _check_examples(asked: Asked, table: Table) -> None:
                                " give it, or leave the row out")  # fmt: skip
 
 
-def _choices(asked: Asked, spec: Spec, table: Table) -> tuple[str, ...]:
-    """Return the allowed answers of an imputed column. Raise InvalidInput if an answer is not allowed."""
-    choices = spec.choice or tuple(sorted({q.answer for q in asked.questions if q.given and q.answer is not None}))
+def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
+    """Return the answers that are scored, () if answers are generated.
+
+    Args:
+        all_asked: questions of the table, and of the examples if there are any.
+
+    Raises:
+        InvalidInput: the answer of a row is not allowed, or --closed finds too few or too many values.
+    """
+    if not spec.scored:
+        return ()
+    if spec.yes_no:
+        return YES, NO
+    known = {q.answer for asked in all_asked for q in asked.questions if q.given and q.answer is not None}
+    choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
-        raise InvalidInput(f"--closed: column {spec.column[0]!r} of {table.name} has {len(choices)} different values;"
-                           f" it must have 2 to {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
-    for question in asked.questions:
-        if question.answer is not None and question.answer not in choices:
-            raise InvalidInput(f"{table.place(question.row)}: {spec.column[0]} is {question.answer!r}; allowed are"
-                               f" {', '.join(choices)}; correct it, or give --choice {question.answer!r}"
-                               " too")  # fmt: skip
+        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {len(choices)} different values; it must have 2 to"
+                           f" {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+    for asked in all_asked:
+        for question in asked.questions:
+            if question.answer is not None and question.answer not in choices:
+                raise InvalidInput(f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
+                                   f" {', '.join(choices)}; correct it, or give it as a --choice, too")  # fmt: skip
     return choices
 
 
@@ -119,7 +129,7 @@ def _match(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]
 
 
 def _schema(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
-    columns = [[c for c in side if c != "similarity"] for side in sides(table)]
+    columns = sides(table)
     plain = {"left", "right"} <= set(table.columns)
     if not plain and not all(columns):
         raise InvalidInput(f"{table.name} has no descriptions of attributes: it must have the columns left and right,"
@@ -183,9 +193,10 @@ def _detect(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
 def _transform(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
     (target,) = spec.column
     column, answer = ("input", "output") if examples else (target, spec.label)
-    what = "--examples" if examples else "--column"
-    table.check_has([column, *([answer] if examples and answer else [])], what)
-    table.check_has([c for c in (None if examples else answer, spec.group) if c], "--label" if spec.label else "--group")
+    options = {"--column": column, "--label": answer, "--group": spec.group}
+    for option, name in options.items():
+        if name is not None:
+            table.check_has([name], "--examples: column" if examples else option)
 
     def build(row: int, record: Record) -> list[Question]:
         cell = text_of(record.fields[column])
@@ -244,13 +255,5 @@ def _yes_no(table: Table, row: int, record: Record, name: str) -> str | None:
 
 def without(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
     """Return the questions that are not among `used`."""
-    left_out = {(q.row, q.target) for q in used}
-    return [q for q in questions if (q.row, q.target) not in left_out]
-
-
-def hidden_answer(question: Question) -> Question:
-    """Return the question without its answer."""
-    return replace(question, answer=None)
-
-
-Cells = dict[str, Any]
+    left_out = set(used)
+    return [question for question in questions if question not in left_out]

@@ -13,11 +13,11 @@ class Near(NamedTuple):
     """A text that is near to a query.
 
     Attributes:
-        index: index of the text.
+        number: index of the text.
         similarity: cosine of the TF-IDF vectors, 0 to 1.
     """
 
-    index: int
+    number: int
     similarity: float
 
 
@@ -43,7 +43,8 @@ def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str)
     for first in range(0, len(queries), step):
         similarities = (mine[first : first + step] @ other).toarray().round(9)
         for row in similarities:
-            enough = np.flatnonzero(row >= np.partition(row, -count)[-count]) if count < len(row) else np.arange(len(row))
+            least = np.partition(row, -count)[-count] if count < len(row) else 0.0
+            enough = np.flatnonzero(row >= least)
             best = enough[np.argsort(-row[enough], kind="stable")][:count]
             yield [Near(int(i), float(row[i])) for i in best]
 

@@ -1,6 +1,7 @@
 """Tables in memory, read from CSV, TSV, Parquet and Arrow files, and written with further columns."""
 
 import csv
+import filecmp
 import io
 import os
 from collections.abc import Iterator, Sequence
@@ -165,12 +166,16 @@ def check_output(name: str, form: str) -> None:
                            " is .jsonl")  # fmt: skip
 
 
-def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
+def write_table(name: str, table: Table, added: Sequence[Added], replace: bool = True) -> None:
     """Write a table with further columns. The file appears complete or not at all.
 
     Args:
         name: output file. `.jsonl` is JSON lines; else the format is that of the table.
         added: the further columns.
+        replace: replace a file of other contents.
+
+    Raises:
+        InvalidInput: the file has other contents.
     """
     part, target = part_path(name), Path(name).resolve()
     part.unlink(missing_ok=True)
@@ -184,6 +189,9 @@ def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
                 _write_arrow(file, table, added)
             file.flush()
             os.fsync(file.fileno())
+        if not replace and target.exists() and not filecmp.cmp(part, target, shallow=False):
+            raise InvalidInput(f"--output {name} was changed after the run wrote it; rename it, and the same command"
+                               " writes the output again")  # fmt: skip
         os.replace(part, target)
     except BaseException:
         with suppress(OSError):
