@@ -65,7 +65,7 @@ def test_impute(tmp_path: Path) -> None:
         "name: patina. phone: 213-467. What is the city? los angeles",
     ]
     assert not plan.labelled
-    assert list(plan.requests())[0] == {
+    assert next(iter(plan.requests())) == {
         "row": 3, "target": "city", "prompt": plan.prompts[0], "max_tokens": 10, "stop": ["\n"], "temperature": 0,
         "logprobs": 0,
     }  # fmt: skip
@@ -155,8 +155,8 @@ def test_schema_of_two_tables(tmp_path: Path) -> None:
 
 def test_transform(tmp_path: Path) -> None:
     """An empty cell is not asked for."""
-    plan = plan_of(tmp_path, "transform", "date,iso\n3 May 2021,2021-05-03\n,\n", "input,output\n1 Jan 2020,2020-01-01\n",
-                   column=["date"], examples="", label="iso")  # fmt: skip
+    table, examples = "date,iso\n3 May 2021,2021-05-03\n,\n", "input,output\n1 Jan 2020,2020-01-01\n"
+    plan = plan_of(tmp_path, "transform", table, examples, column=["date"], examples="", label="iso")
     assert plan.prompts == ("input:1 Jan 2020\noutput:2020-01-01\n\ninput:3 May 2021\noutput:",)
     assert [q.answer for q in plan.questions] == ["2021-05-03"]
 
@@ -200,7 +200,7 @@ REFUSED: list[tuple[str, str, str | None, dict[str, Any], str]] = [
     ("impute", "a,city\nx,y\n", None, {"column": ["city"]}, "column 'city' has no empty cell; --evaluate predicts"),
     ("impute", CITIES, None, {"column": ["city"], "choice": ["los angeles", "rome"]},
      "line 2: the answer is 'studio city'; allowed are los angeles, rome"),
-    ("impute", "a,city\nx,y\nz,\n", None, {"column": ["city"], "closed": True}, "'city' has 1 different values; it must"),
+    ("impute", "a,city\nx,y\nz,\n", None, {"column": ["city"], "closed": True}, "'city' has 1 different values; it"),
     ("detect", CITIES, None, {"column": ["x"]}, "--column 'x' is no column of"),
     ("detect", CITIES, None, {"column": ["city"], "label": "bad"}, "--label 'city_bad' is no column of"),
     ("schema", "a,b\nx,y\n", None, {}, "has no descriptions of attributes: it must have the columns left and right"),

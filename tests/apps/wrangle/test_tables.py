@@ -105,7 +105,9 @@ def test_refused(tmp_path: Path, name: str, text: str | None, message: str) -> N
         read_table(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("name", "form"), [("o.parquet", "csv"), ("o.csv", "arrow"), ("o", "csv"), ("o.csv.gz", "csv")])
+@pytest.mark.parametrize(("name", "form"), [
+    ("o.parquet", "csv"), ("o.csv", "arrow"), ("o", "csv"), ("o.csv.gz", "csv"),
+])  # fmt: skip
 def test_output_of_another_format(name: str, form: str) -> None:
     with pytest.raises(InvalidInput, match="the output has the format of the table"):
         check_output(name, form)
