@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
 
+_LINE = re.compile(r"^line \d+: ")  # of the job's rows, not of the table
 _YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 
 
@@ -43,7 +44,7 @@ def read_answers(path: Path, choices: Sequence[str]) -> Iterator[Answer]:
 def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> Answer:
     """Return the answer in an output row of a job."""
     if (error := result.get("error")) is not None:
-        return Answer(None, failure=str(error))
+        return Answer(None, failure=_LINE.sub("", str(error)))
     if not choices:
         confidence = math.fsum(token["logprob"] for token in result["logprobs"])
         return Answer(result["generated_text"].strip(), confidence, cut=result["finish_reason"] == "length")

@@ -125,7 +125,7 @@ def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any
     spec = Spec(task, tables, **used)
     _check_tables(spec, used)
     _check_columns(spec)
-    _check_answers(spec, used)
+    _check_answers(spec)
     _check_shots(spec, used)
     return spec
 
@@ -159,7 +159,7 @@ def _check_columns(spec: Spec) -> None:
         raise InvalidInput("--alone hides the row, and --show names its columns; leave out one of them")
 
 
-def _check_answers(spec: Spec, used: Mapping[str, Any]) -> None:
+def _check_answers(spec: Spec) -> None:
     if spec.choice and spec.closed:
         raise InvalidInput("--choice lists the answers, and --closed takes them from the column; leave out one of them")
     if len(set(spec.choice)) != len(spec.choice) or any(not choice.strip() for choice in spec.choice):

@@ -96,4 +96,4 @@ def test_answers() -> None:
     assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == Answer("Yes", -3.0)
     made = {"generated_text": " a b ", "finish_reason": "length", "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]}
     assert answer_of(made | {"error": None}, ()) == Answer("a b", -0.75, cut=True)
-    assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == Answer(None, failure="line 3: too long")
+    assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == Answer(None, failure="too long")

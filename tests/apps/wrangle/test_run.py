@@ -43,7 +43,7 @@ def test_scored(tmp_path: Path) -> None:
     plan, report = run(tmp_path / "o.csv", lambda row: logprobs[row["row"]], "match", table, label="same", shots=0)
     rows = rows_of(tmp_path / "o.csv")
     found = [(r["match_prediction"], r["match_confidence"], r["match_failure"]) for r in rows]
-    assert found == [("Yes", "-1.0", ""), ("No", "-1.5", ""), ("No", "-1.0", ""), ("", "", "line 4: is too long"),
+    assert found == [("Yes", "-1.0", ""), ("No", "-1.5", ""), ("No", "-1.0", ""), ("", "", "is too long"),
                      ("Yes", "-0.5", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
     assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
     assert (report.predicted, report.failed, report.answers) == (4, 2, {"No": 2, "Yes": 2})
