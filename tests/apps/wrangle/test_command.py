@@ -89,19 +89,13 @@ def test_impute(model: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.Capt
              "1", "--pick", "nearest", "--max-tokens", str(MOST), "--metrics", str(tmp_path / "m.json")]  # fmt: skip
     assert main(words) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
-    asked = {row["name"]: f"name: {row['name']}. phone: {row['phone']}. What is the city?" for row in rows}
-    nearest = {"arts deli": "campanile", "campanile": "patina", "patina": "campanile", "citrus": "patina"}
-    found = {}
-    for row in rows:
-        if (example := nearest.get(row["name"])) is None:
-            continue
-        city = next(r["city"] for r in rows if r["name"] == example)
-        prompt = f"{asked[example]} {city}\n\n{asked[row['name']]}"
-        found[row["name"]] = (row["city_prediction"], row["city_confidence"])
+    prompts = [json.loads(line)["prompt"] for line in Path(f"{output}.rows.jsonl").read_text().splitlines()]
+    one, other = (f"name: {name}. What is the city?" for name in ("campanile. phone: 213-938", "patina. phone: 213-467"))
+    assert prompts[1:3] == [f"{other} los angeles\n\n{one}", f"{one} los angeles\n\n{other}"]
+    for row, prompt in zip(rows, prompts, strict=True):
         text, logprob = reference_text(made, tokenizer, prompt)
         assert row["city_prediction"] == text
         assert row["city_confidence"] == pytest.approx(logprob, abs=1e-4)
-    assert len(found) == 4
     metrics = json.loads((tmp_path / "m.json").read_text())["metrics"]
     assert (metrics["rows"], metrics["accuracy"]) == (3, 0.0)
     assert "accuracy 0.0000 (3 labelled answers)" in capsys.readouterr().out
