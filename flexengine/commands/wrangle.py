@@ -17,7 +17,7 @@ from flexengine.apps.wrangle.spec import (
     make_spec,
 )
 from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
-from flexengine.commands.messages import detail, say, say_error
+from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.options import (
     MODEL,
@@ -36,6 +36,7 @@ from flexengine.commands.parser import Parser
 from flexengine.commands.progress import summary_line
 from flexengine.commands.written import check_written, write
 from flexengine.errors import InvalidInput
+from flexengine.plan.words import count
 
 if TYPE_CHECKING:
     from flexengine.apps.wrangle.plan import Plan
@@ -170,7 +171,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the task and return the exit code. Raise FlexError if an option, a table or the model is refused, before
     weights are read."""
     from flexengine.apps.wrangle.plan import make_plan
-    from flexengine.apps.wrangle.run import as_json, finish, prepare
+    from flexengine.apps.wrangle.run import as_json, finish, prepare, rows_path
 
     spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
     _check_files(args, spec)
@@ -181,8 +182,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
         raise InvalidInput(f"--metrics {args.metrics} needs labels, and no predicted row has one; give --label COLUMN"
                            " or, to impute, --evaluate")  # fmt: skip
     prepare(plan, args.output, args.restart)
-    say(f"{len(plan.questions)} questions on {len(plan.asked.table.records)} rows of {plan.asked.table.name}")
-    detail(f"the first prompt is:\n{plan.prompts[0]}")
+    table = plan.asked.table
+    say(f"{count(len(plan.questions), 'question', 'questions')} on {count(len(table.records), 'row', 'rows')} of"
+        f" {table.name}; all prompts are in {rows_path(args.output).name}")  # fmt: skip
     _run_job(args, interrupts)
     report = finish(plan, args.output, replace=args.restart or args.retry_errors)
     summary = as_json(plan, report, args.output)
@@ -211,11 +213,13 @@ def _lines(plan: "Plan", summary: dict[str, Any]) -> list[str]:
     """Return the summary as lines of text."""
     from flexengine.apps.wrangle.metrics import described
 
-    answers = ", ".join(f"{count} {answer}" for answer, count in summary["answers"].items())
+    answers = ", ".join(f"{n} {answer}" for answer, n in summary["answers"].items())
     failed = f", {summary['failed']} failed" if summary["failed"] else ""
-    lines = [f"{summary['predicted']} answers{f' ({answers})' if answers else ''}{failed}: {summary['output']}"]
+    number = count(summary["predicted"], "answer", "answers")
+    lines = [f"{number}{f' ({answers})' if answers else ''}{failed}: {summary['output']}"]
     if summary["cut"] and not plan.spec.yes_no:
-        lines.append(f"{summary['cut']} answers reached the most tokens; raise --max-tokens")
+        cut = count(summary["cut"], "answer", "answers")
+        lines.append(f"{cut} reached the most tokens; --max-tokens sets it")
     return lines + (described(summary["metrics"]) if summary["metrics"] else [])
 
 

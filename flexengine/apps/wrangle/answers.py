@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
 
+DIGITS = 6  # of a confidence after the point; float32 sums have no more
 _LINE = re.compile(r"^line \d+: ")  # of the job's rows, not of the table
 _YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 
@@ -47,10 +48,11 @@ def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> Answer:
         return Answer(None, failure=_LINE.sub("", str(error)))
     if not choices:
         confidence = math.fsum(token["logprob"] for token in result["logprobs"])
-        return Answer(result["generated_text"].strip(), confidence, cut=result["finish_reason"] == "length")
+        cut = result["finish_reason"] == "length"
+        return Answer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
     logprobs = [score["logprob"] for score in result["scores"]]
     best = max(range(len(choices)), key=logprobs.__getitem__)
-    return Answer(choices[best], logprobs[best])
+    return Answer(choices[best], round(logprobs[best], DIGITS))
 
 
 def yes_or_no(text: str) -> str | None:

@@ -58,7 +58,7 @@ def work_files(output: str) -> dict[str, Path]:
 
 
 def prepare(plan: Plan, output: str, restart: bool) -> None:
-    """Write the rows of the job, or check that an earlier run wrote the same.
+    """Write the rows of the job, or check that the run that began the job wrote the same.
 
     Args:
         output: name of the output.
@@ -75,7 +75,7 @@ def prepare(plan: Plan, output: str, restart: bool) -> None:
         raise InvalidInput(f"--output {output} exists and would be replaced; name another output, or give --restart to"
                            " replace it")  # fmt: skip
     data = b"".join(map(encode_fields, plan.requests()))
-    if rows.exists() and not restart:
+    if rows.exists() and journal.exists() and not restart:
         if rows.read_bytes() != data:
             raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
                                " name another output, or give --restart to start over")  # fmt: skip

@@ -90,7 +90,8 @@ def test_impute(model: tuple[str, Any, Any], tmp_path: Path, capsys: pytest.Capt
     assert main(words) == 0
     rows = [json.loads(line) for line in output.read_text().splitlines()]
     prompts = [json.loads(line)["prompt"] for line in Path(f"{output}.rows.jsonl").read_text().splitlines()]
-    one, other = (f"name: {name}. What is the city?" for name in ("campanile. phone: 213-938", "patina. phone: 213-467"))
+    names = ("campanile. phone: 213-938", "patina. phone: 213-467")
+    one, other = (f"name: {name}. What is the city?" for name in names)
     assert prompts[1:3] == [f"{other} los angeles\n\n{one}", f"{one} los angeles\n\n{other}"]
     for row, prompt in zip(rows, prompts, strict=True):
         text, logprob = reference_text(made, tokenizer, prompt)

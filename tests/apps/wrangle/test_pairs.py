@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from flexengine.apps.wrangle.pairs import common_columns, matching_pairs, schema_pairs
-from flexengine.apps.wrangle.similar import nearest
+from flexengine.apps.wrangle.similar import check_library, nearest
 from flexengine.apps.wrangle.spec import CHARACTER, TOKEN, Spec
 from flexengine.apps.wrangle.tables import Table, read_table
 from flexengine.errors import InvalidInput
@@ -54,6 +55,12 @@ def test_nearest(kind: str, cut: Callable[[str], Counter[str]]) -> None:
             best = sorted(range(len(texts)), key=lambda j: (-round(row[j], 9), j))[:count]
             assert [near.number for near in found] == best
             assert [near.similarity for near in found] == pytest.approx([row[j] for j in best], abs=1e-8)
+
+
+def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    with pytest.raises(InvalidInput, match=r'similarity needs scikit-learn; pip install "flexengine\[wrangle\]"'):
+        check_library()
 
 
 def test_no_text_at_all() -> None:

@@ -127,6 +127,14 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
     assert "Place A" in rows_path(str(output)).read_text()
 
 
+def test_rows_of_a_job_that_never_began_are_replaced(tmp_path: Path) -> None:
+    """As after a model that could not be opened."""
+    table, output = written(tmp_path, "t.csv", PAIRS), str(tmp_path / "o.csv")
+    for noun in ("Product", "Place"):
+        prepare(make_plan(make_spec("match", (table,), {"noun": noun})), output, restart=False)
+    assert "Place A" in rows_path(output).read_text()
+
+
 def test_a_foreign_output_stays(tmp_path: Path) -> None:
     written(tmp_path, "o.csv", "mine")
     with pytest.raises(InvalidInput, match="exists and would be replaced; name another output, or give --restart"):
