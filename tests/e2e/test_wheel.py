@@ -76,7 +76,7 @@ def test_every_import_is_declared(metadata: Message) -> None:
     assert base - imported() == UNIMPORTED
     used = required(metadata, "all") - base
     named = metadata.get_all("Provides-Extra", [])
-    assert used == {name for extra in ("parquet", "zst", "plot", "report", "cuda", "ray") if extra in named
+    assert used == {name for extra in ("parquet", "zst", "plot", "report", "cuda", "ray", "wrangle") if extra in named
                     for name in required(metadata, extra) - base}  # fmt: skip
     assert required(metadata, "dev") >= required(metadata, "test") | required(metadata, "lint")
 

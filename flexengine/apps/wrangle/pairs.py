@@ -1,0 +1,154 @@
+"""Tables of pairs: common columns, and pairs made from two tables (blocking)."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from flexengine.apps.wrangle.serialise import serialise, text_of
+from flexengine.apps.wrangle.similar import Near, nearest
+from flexengine.apps.wrangle.spec import Spec
+from flexengine.apps.wrangle.tables import Table
+from flexengine.errors import InvalidInput
+from flexengine.job.tables import Record
+
+LEFT, RIGHT, SIMILARITY = "left_", "right_", "similarity"
+_Pair = tuple[int, int, float]  # row of the first table, row of the second, similarity
+
+
+def common_columns(left: Sequence[str], right: Sequence[str], names: str, show: Sequence[str] = ()) -> list[str]:
+    """Return the columns that both sides have, in the order of the left side.
+
+    Args:
+        names: names of the two sides, for messages.
+        show: only these columns; empty is all.
+
+    Raises:
+        InvalidInput: there is none, or one of `show` is not common.
+    """
+    common = [column for column in left if column in right]
+    if not common:
+        raise InvalidInput(f"{names} have no common column: the first has {', '.join(left) or 'none'}, the second has"
+                           f" {', '.join(right) or 'none'}; rename columns so that what is compared has one"
+                           " name")  # fmt: skip
+    for column in show:
+        if column not in common:
+            raise InvalidInput(f"--show {column!r} is no common column of {names}; common are {', '.join(common)}")
+    return list(show) or common
+
+
+def sides(table: Table) -> tuple[list[str], list[str]]:
+    """Return the columns of a table of pairs that begin with left_, and those that begin with right_, without these
+    beginnings."""
+    left, right = ([c.removeprefix(p) for c in table.columns if c.startswith(p) and c != p] for p in (LEFT, RIGHT))
+    return left, right
+
+
+def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
+    """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second.
+
+    Only rows with a similarity above 0 are candidates. Columns are those of the first table with left_, those of the
+    second with right_, and similarity.
+
+    Raises:
+        InvalidInput: the tables have no common column, or there is no candidate.
+    """
+    columns = common_columns(left.columns, right.columns, f"{left.name} and {right.name}", spec.show)
+    mine, other = ([cell_texts(r, columns) for r in t.records] for t in (left, right))
+    count = spec.top_candidates
+    assert count is not None  # match has a default
+    pairs = [
+        (i, near.number, near.similarity)
+        for i, found in enumerate(nearest(mine, other, count, spec.similarity))
+        for near in _similar(found)
+    ]
+    if not pairs:
+        raise InvalidInput(f"no row of {left.name} is similar to a row of {right.name} in the columns"
+                           f" {', '.join(columns)}; compare other columns by --show")  # fmt: skip
+    return _joined(left, right, pairs)
+
+
+def cell_texts(record: Record, columns: Sequence[str]) -> str:
+    """Return the texts of a row's cells, which are compared for similarity; "" for a row that cannot be read."""
+    return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
+
+
+def _similar(found: list[Near]) -> Iterator[Near]:
+    return (near for near in found if near.similarity > 0)
+
+
+def _joined(left: Table, right: Table, pairs: Sequence[_Pair]) -> Table:
+    columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
+    records = tuple(_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1))
+    return Table(f"{left.name} x {right.name}", left.form, columns, records, _joined_arrow(left, right, pairs))
+
+
+def _record(number: int, left: Table, right: Table, pair: _Pair) -> Record:
+    mine, other = left.records[pair[0]].fields, right.records[pair[1]].fields
+    cells = {LEFT + name: value for name, value in mine.items()}
+    cells |= {RIGHT + name: value for name, value in other.items()}
+    return Record(number, {**cells, SIMILARITY: pair[2]})
+
+
+def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair]) -> Any:
+    if left.arrow is None:
+        return None
+    import pyarrow as pa
+
+    sides = [(LEFT, left.as_arrow().take([p[0] for p in pairs])), (RIGHT, right.as_arrow().take([p[1] for p in pairs]))]
+    cells = {prefix + name: table.column(name) for prefix, table in sides for name in table.column_names}
+    return pa.table({**cells, SIMILARITY: pa.array([p[2] for p in pairs], pa.float64())})
+
+
+# Schemas.
+
+
+def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
+    """Return the pairs of a column of the first table and one of the second.
+
+    The output's columns are left_column, left_values, right_column, right_values and, with --top, similarity.
+    """
+    mine, other = (_descriptions(table, spec.values) for table in (left, right))
+    extra = [SIMILARITY] if spec.top is not None else []
+    columns = tuple(side + c for side in (LEFT, RIGHT) for c in mine[0]) + tuple(extra)
+    found: Any = [[Near(j, 0.0) for j in range(len(other))]] * len(mine)
+    if spec.top is not None:
+        queries, texts = ([" ".join(one.values()) for one in side] for side in (mine, other))
+        found = nearest(queries, texts, spec.top, spec.similarity)
+    rows = [
+        [*mine[i].values(), *other[near.number].values(), near.similarity][: len(columns)]
+        for i, nears in enumerate(found)
+        for near in nears
+    ]
+    records = tuple(Record(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
+    table = Table(f"{left.name} x {right.name}", left.form, columns, records)
+    return table if left.arrow is None else Table(*_fields(table), _typed(table))
+
+
+def _fields(table: Table) -> tuple[str, str, tuple[str, ...], tuple[Record, ...]]:
+    return table.name, table.form, table.columns, table.records
+
+
+def _typed(table: Table) -> Any:
+    import pyarrow as pa
+
+    cells = {c: [record.fields[c] for record in table.records] for c in table.columns}
+    return pa.table({c: pa.array(v, pa.float64() if c == SIMILARITY else pa.string()) for c, v in cells.items()})
+
+
+def _descriptions(table: Table, count: int) -> list[dict[str, str]]:
+    """Return name and first different values of each column."""
+    made = []
+    for column in table.columns:
+        texts = (text_of(record.fields.get(column)) for record in table.records)
+        values = list(dict.fromkeys(text for text in texts if text is not None))[:count]
+        made.append({"column": column, "values": ", ".join(values)} if count else {"column": column})
+    return made
+
+
+def side_text(record: Record, prefix: str, columns: Sequence[str], missing: str) -> str:
+    """Return the text of one side of a pair, serialised without left_ or right_.
+
+    Args:
+        prefix: LEFT or RIGHT.
+        columns: columns without the prefix.
+    """
+    return serialise({c: record.fields[prefix + c] for c in columns}, columns, missing)

@@ -1,0 +1,259 @@
+"""Questions of a table, by task: one per row, or one per checked cell."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from flexengine.apps.wrangle import prompts
+from flexengine.apps.wrangle.pairs import LEFT, RIGHT, common_columns, side_text, sides
+from flexengine.apps.wrangle.prompts import NO, YES
+from flexengine.apps.wrangle.serialise import serialise, text_of
+from flexengine.apps.wrangle.spec import DETECT, IMPUTE, MATCH, SCHEMA, TRANSFORM, Spec
+from flexengine.apps.wrangle.tables import Table
+from flexengine.errors import InvalidInput
+from flexengine.job.tables import Record
+
+_LABELS = {"yes": YES, "true": YES, "1": YES, "1.0": YES, "no": NO, "false": NO, "0": NO, "0.0": NO}
+_LABEL_WORDS = "Yes, No, true, false, 1 or 0"
+MAX_CHOICES = 1000  # values of a column that --closed accepts
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question to the model.
+
+    Attributes:
+        row: number of the table's row.
+        target: name of the answer; the output's columns begin with it.
+        text: the question, without shots.
+        answer: the true answer; None if it is unknown.
+        given: the answer stands in the imputed cell.
+        group: name of the transformation.
+    """
+
+    row: int
+    target: str
+    text: str
+    answer: str | None = None
+    given: bool = False
+    group: str = ""
+
+
+@dataclass
+class Asked:
+    """The questions of a table.
+
+    Attributes:
+        table: the table.
+        targets: names of the answers.
+        questions: questions in the order of rows and targets.
+        faults: reason by row for rows that cannot be read.
+    """
+
+    table: Table
+    targets: list[str]
+    questions: list[Question] = field(default_factory=list)
+    faults: dict[int, str] = field(default_factory=dict)
+
+
+def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
+    """Return the questions of a table.
+
+    Args:
+        examples: the table holds examples, so every row must have an answer.
+
+    Raises:
+        InvalidInput: a column is missing, a label is not allowed, or an example has no answer or cannot be read.
+    """
+    targets, build = _BUILDERS[spec.task](table, spec, examples)
+    asked = Asked(table, targets)
+    for row, record in enumerate(table.records):
+        if record.fault:
+            asked.faults[row] = f"line {record.line}: {record.fault}"
+            continue
+        asked.questions += build(row, record)
+    if examples:
+        _check_examples(asked)
+    return asked
+
+
+def _check_examples(asked: Asked) -> None:
+    table = asked.table
+    if asked.faults:
+        raise InvalidInput(f"--examples {table.name}, {next(iter(asked.faults.values()))}; correct it")
+    for question in asked.questions:
+        if question.answer is None:
+            raise InvalidInput(f"--examples {table.place(question.row)}: there is no answer for {question.target};"
+                               " give it, or leave the row out")  # fmt: skip
+
+
+def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
+    """Return the answers that are scored, () if answers are generated.
+
+    Args:
+        all_asked: questions of the table, and of the examples if there are any.
+
+    Raises:
+        InvalidInput: the answer of a row is not allowed, or --closed finds too few or too many values.
+    """
+    if not spec.scored:
+        return ()
+    if spec.yes_no:
+        return YES, NO
+    known = {q.answer for asked in all_asked for q in asked.questions if q.given and q.answer is not None}
+    choices = spec.choice or tuple(sorted(known))
+    if not 2 <= len(choices) <= MAX_CHOICES:
+        raise InvalidInput(f"--closed: column {spec.column[0]!r} has {len(choices)} different values; it must have 2 to"
+                           f" {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+    for asked in all_asked:
+        for question in asked.questions:
+            if question.answer is not None and question.answer not in choices:
+                raise InvalidInput(f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
+                                   f" {', '.join(choices)}; correct it, or give it as a --choice, too")  # fmt: skip
+    return choices
+
+
+# One function per task. Each returns the targets and a function that returns the questions of a row.
+
+_Build = Callable[[int, Record], list[Question]]
+
+
+def _match(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+    columns = common_columns(*sides(table), f"the left_ and right_ columns of {table.name}", spec.show)
+    label = _label(table, spec, spec.label, examples)
+
+    def build(row: int, record: Record) -> list[Question]:
+        left, right = (side_text(record, side, columns, spec.missing) for side in (LEFT, RIGHT))
+        return [Question(row, MATCH, prompts.match_question(left, right, spec.noun), label(row))]
+
+    return [MATCH], build
+
+
+def _schema(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+    columns = sides(table)
+    plain = {"left", "right"} <= set(table.columns)
+    if not plain and not all(columns):
+        raise InvalidInput(f"{table.name} has no descriptions of attributes: it must have the columns left and right,"
+                           f" or columns that begin with left_ and right_; its columns are"
+                           f" {', '.join(table.columns)}")  # fmt: skip
+    label = _label(table, spec, spec.label, examples)
+
+    def build(row: int, record: Record) -> list[Question]:
+        if plain:
+            texts = [text_of(record.fields[side]) or spec.missing for side in ("left", "right")]
+        else:
+            texts = [side_text(record, side, c, spec.missing) for side, c in zip((LEFT, RIGHT), columns, strict=True)]
+        return [Question(row, SCHEMA, prompts.schema_question(*texts), label(row))]
+
+    return [SCHEMA], build
+
+
+def _impute(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+    (column,) = spec.column
+    table.check_has([column], "--column")
+    shown = _shown(table, spec, {column, spec.label})
+    truth = None if examples else spec.label
+    if truth is not None:
+        table.check_has([truth], "--label")
+
+    def build(row: int, record: Record) -> list[Question]:
+        text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
+        cell = text_of(record.fields[column])
+        label = cell if cell is not None or truth is None else text_of(record.fields[truth])
+        return [Question(row, column, text, label and label.strip(), cell is not None)]
+
+    return [column], build
+
+
+def _detect(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+    table.check_has(spec.column, "--column")
+    if not spec.column:
+        shown = _shown(table, spec, {spec.label})
+        label = _label(table, spec, spec.label, examples)
+
+        def whole(row: int, record: Record) -> list[Question]:
+            text = prompts.row_question(serialise(record.fields, shown, spec.missing), spec.error)
+            return [Question(row, "error", text, label(row))]
+
+        return ["error"], whole
+    names = {c: f"{c}_{spec.label}" if spec.label else None for c in spec.column}
+    labels = {c: _label(table, spec, name, examples) for c, name in names.items()}
+    shown = [] if spec.alone else _shown(table, spec, set(names.values()))
+
+    def cells(row: int, record: Record) -> list[Question]:
+        text = None if spec.alone else serialise(record.fields, shown, spec.missing)
+        value = {c: text_of(record.fields[c]) or spec.missing for c in spec.column}
+        return [
+            Question(row, f"{c}_error", prompts.cell_question(text, c, value[c], spec.error), labels[c](row))
+            for c in spec.column
+        ]
+
+    return [f"{c}_error" for c in spec.column], cells
+
+
+def _transform(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build]:
+    (target,) = spec.column
+    column, answer = ("input", "output") if examples else (target, spec.label)
+    options = {"--column": column, "--label": answer, "--group": spec.group}
+    for option, name in options.items():
+        if name is not None:
+            table.check_has([name], "--examples: column" if examples else option)
+
+    def build(row: int, record: Record) -> list[Question]:
+        cell = text_of(record.fields[column])
+        if cell is None and not examples:
+            return []  # an empty cell stays empty
+        group = "" if spec.group is None else text_of(record.fields[spec.group]) or ""
+        true = text_of(record.fields[answer]) if answer else None
+        return [Question(row, target, prompts.transform_question(cell or ""), true and true.strip(), group=group)]
+
+    return [target], build
+
+
+_BUILDERS: dict[str, Callable[[Table, Spec, bool], tuple[list[str], _Build]]] = {
+    MATCH: _match, IMPUTE: _impute, DETECT: _detect, SCHEMA: _schema, TRANSFORM: _transform,
+}  # fmt: skip
+
+
+def _shown(table: Table, spec: Spec, hidden: set[str | None]) -> list[str]:
+    """Return the columns that a prompt shows. Raise InvalidInput if there is none, or --show names a hidden one."""
+    table.check_has(spec.show, "--show")
+    for column in spec.show:
+        if column in hidden:
+            raise InvalidInput(f"--show {column!r} is the answer; leave it out")
+    if shown := list(spec.show) or [c for c in table.columns if c not in hidden]:
+        return shown
+    raise InvalidInput(f"{table.name} has no column beside {', '.join(c for c in hidden if c)}; a prompt must show at"
+                       " least one")  # fmt: skip
+
+
+def _label(table: Table, spec: Spec, name: str | None, examples: bool) -> Callable[[int], str | None]:
+    """Return a function that returns the label of a row, Yes, No or None.
+
+    Args:
+        name: column of the labels; None if there is none. With a file of examples, only that file needs the column.
+
+    Raises:
+        InvalidInput: the column is missing, or a label is not allowed.
+    """
+    if examples and name is None:
+        raise InvalidInput("--examples needs --label, the column with the answers of the examples")
+    if name is None or (not examples and spec.examples and name not in table.columns):
+        return lambda row: None
+    table.check_has([name], "--label")
+    labels = [_yes_no(table, row, record, name) for row, record in enumerate(table.records)]
+    return labels.__getitem__
+
+
+def _yes_no(table: Table, row: int, record: Record, name: str) -> str | None:
+    if record.fault or (text := text_of(record.fields[name])) is None:
+        return None
+    if (label := _LABELS.get(text.strip().lower())) is None:
+        raise InvalidInput(f"{table.place(row)}: {name} is {text!r}; a label must be {_LABEL_WORDS}, or empty if it is"
+                           " unknown")  # fmt: skip
+    return label
+
+
+def without(questions: Sequence[Question], used: Sequence[Question]) -> list[Question]:
+    """Return the questions that are not among `used`."""
+    left_out = set(used)
+    return [question for question in questions if question not in left_out]

@@ -1,0 +1,146 @@
+"""A run: the plan's prompts as one resumable job, and the table with predictions."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flexengine.apps.wrangle.answers import Answer, plain, read_answers
+from flexengine.apps.wrangle.metrics import Judged, Metrics, transform_metrics, value_metrics, yes_no_metrics
+from flexengine.apps.wrangle.plan import Plan
+from flexengine.apps.wrangle.spec import TRANSFORM
+from flexengine.apps.wrangle.tables import Added, check_output, write_table
+from flexengine.errors import InvalidInput
+from flexengine.job.results import encode_fields, files_beside, journal_path, part_path, sync_directory
+
+
+@dataclass(frozen=True)
+class Report:
+    """The outcome of a run.
+
+    Attributes:
+        predicted: questions with an answer.
+        failed: rows that cannot be read, and questions without an answer.
+        cut: generated answers that reached the most tokens.
+        answers: number of each Yes or No answer; empty for other tasks.
+        metrics: metrics by name; None without labels.
+    """
+
+    predicted: int
+    failed: int
+    cut: int
+    answers: dict[str, int]
+    metrics: Metrics | None
+
+
+def rows_path(output: str) -> Path:
+    """Return the path of the file with the job's rows, beside the output."""
+    target = Path(output).resolve()
+    return target.with_name(target.name + ".rows.jsonl")
+
+
+def results_path(output: str) -> Path:
+    """Return the path of the file with the job's results, beside the output."""
+    target = Path(output).resolve()
+    return target.with_name(target.name + ".results.jsonl")
+
+
+def work_files(output: str) -> dict[str, Path]:
+    """Return the files that a run writes beside its output, by the names that messages use."""
+    rows, results = rows_path(output), results_path(output)
+    return {
+        "the rows of --output": rows, "the unfinished rows of --output": part_path(rows),
+        "the results of --output": results, **files_beside(results, "the results of --output"),
+        "the unfinished part of --output": part_path(output),
+    }  # fmt: skip
+
+
+def prepare(plan: Plan, output: str, restart: bool) -> None:
+    """Write the rows of the job, or check that the run that began the job wrote the same.
+
+    Args:
+        output: name of the output.
+        restart: replace the files of an earlier run.
+
+    Raises:
+        InvalidInput: the output's suffix names another format, the output exists and no run wrote it, or an earlier run
+            had other rows.
+    """
+    check_output(output, plan.asked.table.form)
+    rows, journal = rows_path(output), journal_path(results_path(output))
+    assert journal is not None  # the output is a file, as its suffix names a format
+    if os.path.exists(output) and not (rows.exists() and journal.exists()) and not restart:
+        raise InvalidInput(f"--output {output} exists and would be replaced; name another output, or give --restart to"
+                           " replace it")  # fmt: skip
+    data = b"".join(map(encode_fields, plan.requests()))
+    if rows.exists() and journal.exists() and not restart:
+        if rows.read_bytes() != data:
+            raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
+                               " name another output, or give --restart to start over")  # fmt: skip
+        return
+    part = part_path(rows)
+    with part.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(part, rows)
+    sync_directory(rows.parent)
+
+
+def finish(plan: Plan, output: str, replace: bool = False) -> Report:
+    """Write the table with predictions from the results of the job, and return the report.
+
+    Args:
+        replace: replace an output of other contents.
+
+    Raises:
+        InvalidInput: the output has other contents, as it was edited since an earlier run wrote it.
+    """
+    answers = list(read_answers(results_path(output), plan.choices))
+    if plan.spec.yes_no:
+        answers = list(plain(answers))
+    write_table(output, plan.asked.table, _columns(plan, answers), replace)
+    failed = sum(answer.failure is not None for answer in answers)
+    judged = [
+        Judged(question.answer, answer.text, question.group)
+        for question, answer in zip(plan.questions, answers, strict=True)
+        if question.answer is not None
+    ]
+    return Report(
+        len(answers) - failed, failed + len(plan.asked.faults), sum(answer.cut for answer in answers),
+        dict(sorted(Counter(a.text for a in answers if a.text in ("Yes", "No")).items())) if plan.spec.yes_no else {},
+        _metrics(plan, judged) if judged else None,
+    )  # fmt: skip
+
+
+def _metrics(plan: Plan, judged: Sequence[Judged]) -> Metrics:
+    if plan.spec.yes_no:
+        return yes_no_metrics(judged)
+    return (transform_metrics if plan.spec.task == TRANSFORM else value_metrics)(judged)
+
+
+def _columns(plan: Plan, answers: Sequence[Answer]) -> list[Added]:
+    """Return the columns of predictions, confidences and failures of each target."""
+    table, columns = plan.asked.table, list[Added]()
+    by_cell = {(q.row, q.target): answer for q, answer in zip(plan.questions, answers, strict=True)}
+    for target in plan.asked.targets:
+        found = [by_cell.get((row, target)) for row in range(len(table.records))]
+        failures = [plan.asked.faults.get(row, answer and answer.failure) for row, answer in enumerate(found)]
+        columns += [
+            Added(f"{target}_prediction", [answer and answer.text for answer in found]),
+            Added(f"{target}_confidence", [answer and answer.confidence for answer in found], number=True),
+            Added(f"{target}_failure", failures),
+        ]
+    return columns
+
+
+def as_json(plan: Plan, report: Report, output: str) -> dict[str, Any]:
+    """Return the report as JSON values."""
+    spec = plan.spec
+    return {
+        "task": spec.task, "tables": list(spec.tables), "output": output, "rows": len(plan.asked.table.records),
+        "predicted": report.predicted, "failed": report.failed, "cut": report.cut, "answers": report.answers,
+        "metrics": report.metrics,
+    }  # fmt: skip

@@ -1,0 +1,77 @@
+"""Choice of the examples that stand before a question."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from flexengine.apps.wrangle.questions import Question
+from flexengine.apps.wrangle.similar import nearest
+from flexengine.apps.wrangle.spec import BALANCED, DEFAULT_SHOTS, GIVEN, NEAREST, Spec
+from flexengine.errors import InvalidInput
+
+
+def shot_count(spec: Spec, available: int, own: bool) -> int:
+    """Return the number of shots.
+
+    Args:
+        available: number of examples.
+        own: the examples are rows that would be predicted and compared, so the default takes at most half of them.
+
+    Raises:
+        InvalidInput: --shots is larger than the number of examples, or examples are wanted and there are none.
+    """
+    if spec.shots is None:
+        count = min(DEFAULT_SHOTS, available // 2 if own and spec.picks != NEAREST else available)
+        if count == 0 and (spec.pick or spec.examples):
+            raise InvalidInput(f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
+                               " answers, or --shots 0")  # fmt: skip
+        return count
+    most = available - 1 if own and spec.picks == NEAREST else available  # a row is no example of itself
+    if spec.shots > max(most, 0):
+        raise InvalidInput(f"--shots is {spec.shots}, but there are {max(most, 0)} examples; give at most so many, or"
+                           " more rows with answers by --examples or in the table")  # fmt: skip
+    return spec.shots
+
+
+def chosen(spec: Spec, pool: Sequence[Question], count: int, choices: Sequence[str]) -> list[Question]:
+    """Return the examples that all questions share: the first ones, or drawn with the seed.
+
+    Args:
+        pool: all examples.
+        count: number of shots, at most the number of examples.
+        choices: allowed answers, for BALANCED.
+
+    Raises:
+        InvalidInput: an answer has too few examples.
+    """
+    if spec.picks == GIVEN:
+        return list(pool[:count])
+    rng = random.Random(spec.seed)
+    if spec.picks != BALANCED:
+        return rng.sample(list(pool), count)
+    shots: list[Question] = []
+    for place, choice in enumerate(choices):
+        wanted = count // len(choices) + (place < count % len(choices))
+        own = [q for q in pool if q.answer == choice]
+        if wanted > len(own):
+            raise InvalidInput(f"--pick balanced needs {wanted} examples with the answer {choice}, but there are"
+                               f" {len(own)}; lower --shots, or pick random")  # fmt: skip
+        shots += rng.sample(own, wanted)
+    rng.shuffle(shots)
+    return shots
+
+
+def nearest_shots(
+    spec: Spec, questions: Sequence[Question], pool: Sequence[Question], count: int, own: bool
+) -> Iterator[list[Question]]:
+    """Yield the most similar examples of each question, the most similar last, where it stands beside the question.
+
+    Args:
+        own: examples are rows of the questions' own table. Examples of a question's own row are left out.
+    """
+    spare = max(Counter(q.row for q in pool).values()) if own else 0
+    texts = [q.text for q in pool]
+    found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)
+    for question, near in zip(questions, found, strict=True):
+        examples = [pool[n.number] for n in near if not (own and pool[n.number].row == question.row)]
+        yield examples[:count][::-1]

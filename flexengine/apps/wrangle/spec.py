@@ -1,0 +1,191 @@
+"""Options of `flexengine wrangle`: those of all tasks, with defaults and checks."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from flexengine.errors import InvalidInput
+
+MATCH, IMPUTE, DETECT, SCHEMA, TRANSFORM = TASKS = ("match", "impute", "detect", "schema", "transform")
+GIVEN, RANDOM, BALANCED, NEAREST = PICKS = ("given", "random", "balanced", "nearest")
+CHARACTER, TOKEN = SIMILARITIES = ("character", "token")
+YES_NO = (MATCH, DETECT, SCHEMA)  # tasks whose answer is Yes or No
+MAX_TOKENS = {MATCH: 3, DETECT: 3, SCHEMA: 3, IMPUTE: 10, TRANSFORM: 32}  # tokens of a generated answer
+DEFAULT_SHOTS = 10
+_TAKEN_BY = {
+    "column": (IMPUTE, DETECT, TRANSFORM), "show": (MATCH, IMPUTE, DETECT), "top": (MATCH, SCHEMA),
+    "values": (SCHEMA,), "noun": (MATCH,),
+    "error": (DETECT,), "alone": (DETECT,), "missing": (MATCH, IMPUTE, DETECT, SCHEMA), "choice": (IMPUTE,),
+    "closed": (IMPUTE,), "evaluate": (IMPUTE,), "group": (TRANSFORM,), "generate": YES_NO,
+}  # fmt: skip
+_MOST_TABLES = {MATCH: 2, SCHEMA: 2}
+_LEAST = {"top": 1, "values": 0, "shots": 0, "test": 1, "max_tokens": 1, "limit": 1}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Options of one run.
+
+    Attributes:
+        task: one of TASKS.
+        tables: names of the input files.
+        column: columns that are imputed, checked or transformed.
+        show: columns that prompts show; empty shows all.
+        label: column of true answers.
+        evaluate: predict the filled cells of an imputed column, and compare.
+        test: number of labelled rows that are predicted; None predicts all.
+        examples: file of rows with answers, for shots.
+        shots: examples in a prompt; None is up to DEFAULT_SHOTS.
+        pick: how shots are chosen, one of PICKS; None is GIVEN for a file of examples, else RANDOM.
+        seed: seed of `pick` and `test`.
+        similarity: what counts as similar, one of SIMILARITIES.
+        top: candidates per row, or per column for schema; None is 5 for match and all for schema.
+        values: values of a column in its description.
+        noun: name of an entity in prompts.
+        error: the error that is searched for, in words.
+        alone: show the checked cell without its row.
+        missing: text of an empty cell.
+        choice: allowed answers.
+        closed: the allowed answers are the values in the column.
+        group: column with the name of a transformation.
+        generate: generate Yes or No instead of scoring both.
+        instruction: text before the shots.
+        max_tokens: most tokens of a generated answer; None is MAX_TOKENS of the task.
+        limit: only the first rows of each table; None is all.
+    """
+
+    task: str
+    tables: tuple[str, ...]
+    column: tuple[str, ...] = ()
+    show: tuple[str, ...] = ()
+    label: str | None = None
+    evaluate: bool = False
+    test: int | None = None
+    examples: str | None = None
+    shots: int | None = None
+    pick: str | None = None
+    seed: int = 1234
+    similarity: str = CHARACTER
+    top: int | None = None
+    values: int = 5
+    noun: str = "Product"
+    error: str = "an error"
+    alone: bool = False
+    missing: str = "nan"
+    choice: tuple[str, ...] = ()
+    closed: bool = False
+    group: str | None = None
+    generate: bool = False
+    instruction: str | None = None
+    max_tokens: int | None = None
+    limit: int | None = None
+
+    @property
+    def yes_no(self) -> bool:
+        """Return whether the answer is Yes or No."""
+        return self.task in YES_NO
+
+    @property
+    def scored(self) -> bool:
+        """Return whether the known answers are scored; else answers are generated."""
+        return (self.yes_no and not self.generate) or bool(self.choice) or self.closed
+
+    @property
+    def picks(self) -> str:
+        """Return how shots are chosen."""
+        return self.pick or (GIVEN if self.examples else RANDOM)
+
+    @property
+    def top_candidates(self) -> int | None:
+        """Return the number of candidates per row; None is all."""
+        return 5 if self.top is None and self.task == MATCH else self.top
+
+
+def make_spec(task: str | None, tables: tuple[str, ...], given: Mapping[str, Any]) -> Spec:
+    """Return the options of a run.
+
+    Args:
+        given: options by name. None, False and an empty list stand for an option that is not given.
+
+    Raises:
+        InvalidInput: the task is unknown, an option is not for this task, a number is out of range, or options exclude
+            each other.
+    """
+    if task not in TASKS:
+        raise InvalidInput(f"no task is given; write flexengine wrangle {'|'.join(TASKS)} TABLE -o OUTPUT")
+    used = {name: _frozen(value) for name, value in given.items() if value not in (None, []) and value is not False}
+    if unknown := set(used) - {f.name for f in fields(Spec)}:
+        raise TypeError(f"unknown options {sorted(unknown)}")
+    for name, value in used.items():
+        if task not in (takers := _TAKEN_BY.get(name, TASKS)):
+            raise InvalidInput(f"{_option(name)} has no effect on {task}; it is for {' and '.join(takers)}; leave it"
+                               " out")  # fmt: skip
+        if name in _LEAST and value < _LEAST[name]:
+            raise InvalidInput(f"{_option(name)} is {value}; it must be at least {_LEAST[name]}")
+    spec = Spec(task, tables, **used)
+    _check_tables(spec, used)
+    _check_columns(spec)
+    _check_answers(spec)
+    _check_shots(spec, used)
+    return spec
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _check_tables(spec: Spec, used: Mapping[str, Any]) -> None:
+    most = _MOST_TABLES.get(spec.task, 1)
+    if not 1 <= len(spec.tables) <= most:
+        allowed = "a table of pairs, or two tables" if most == 2 else "one table"
+        raise InvalidInput(f"{spec.task} has {len(spec.tables)} tables; it takes {allowed}")
+    for name in ("top", "values"):
+        if name in used and len(spec.tables) == 1:
+            raise InvalidInput(f"--{name} makes pairs from two tables, but one table of pairs is given; leave it out")
+
+
+def _check_columns(spec: Spec) -> None:
+    most = len(spec.column) if spec.task == DETECT else 1
+    if len(spec.column) > most or (spec.task in (IMPUTE, TRANSFORM) and not spec.column):
+        raise InvalidInput(f"{spec.task} has {len(spec.column)} options --column; it takes one, the column to"
+                           f" {spec.task}")  # fmt: skip
+    if spec.alone and not spec.column:
+        raise InvalidInput("--alone shows single cells, but no --column is given; name the columns to check")
+    if spec.alone and spec.show:
+        raise InvalidInput("--alone hides the row, and --show names its columns; leave out one of them")
+
+
+def _check_answers(spec: Spec) -> None:
+    if spec.choice and spec.closed:
+        raise InvalidInput("--choice lists the answers, and --closed takes them from the column; leave out one of them")
+    if len(set(spec.choice)) != len(spec.choice) or any(not choice.strip() for choice in spec.choice):
+        raise InvalidInput(f"--choice is given as {', '.join(map(repr, spec.choice))}; each choice must be given once,"
+                           " and must not be empty")  # fmt: skip
+    if len(spec.choice) == 1:
+        raise InvalidInput(f"--choice {spec.choice[0]!r} is the only one; give at least two")
+    if spec.max_tokens is not None and spec.scored:
+        raise InvalidInput("--max-tokens has no effect, as the known answers are scored; leave it out"
+                           + (", or give --generate" if spec.yes_no else ""))  # fmt: skip
+    if spec.test is not None and not (spec.label or spec.evaluate):
+        raise InvalidInput("--test draws rows with known answers; give --label COLUMN"
+                           + (" or --evaluate" if spec.task == IMPUTE else ""))  # fmt: skip
+
+
+def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:
+    if spec.shots == 0:
+        for name in ("examples", "pick"):
+            if name in used:
+                raise InvalidInput(f"{_option(name)} has no effect with --shots 0; leave out one of them")
+    if spec.picks == GIVEN and not spec.examples:
+        raise InvalidInput("--pick given takes the first rows of a file; give it by --examples")
+    if spec.picks == BALANCED and not (spec.yes_no or spec.choice or spec.closed):
+        raise InvalidInput("--pick balanced needs known answers; give them by --choice or --closed, or pick random"
+                           if spec.task == IMPUTE else "--pick balanced needs known answers; pick random")  # fmt: skip
+    if "seed" in used and spec.test is None and (spec.picks not in (RANDOM, BALANCED) or spec.shots == 0):
+        raise InvalidInput("--seed has no effect, as nothing is drawn at random; leave it out")
+    if "similarity" in used and len(spec.tables) == 1 and (spec.picks != NEAREST or spec.shots == 0):
+        raise InvalidInput("--similarity has no effect without two tables or --pick nearest; leave it out")

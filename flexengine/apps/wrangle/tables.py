@@ -1,0 +1,236 @@
+"""Tables in memory, read from CSV, TSV, Parquet and Arrow files, and written with further columns."""
+
+import csv
+import filecmp
+import io
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from flexengine.apps.wrangle.serialise import text_of
+from flexengine.errors import InvalidInput
+from flexengine.job import tables
+from flexengine.job.inputs import MAX_LINE_BYTES
+from flexengine.job.results import encode_fields, part_path, sync_directory
+from flexengine.job.source import Source
+from flexengine.job.tables import Record
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+_FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+_ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with .gz or .zst)"
+
+
+class Added(NamedTuple):
+    """A further column of the output.
+
+    Attributes:
+        name: name of the column.
+        values: text or numbers, one per row; None is an empty cell.
+        number: whether the values are floats.
+    """
+
+    name: str
+    values: Sequence[Any]
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table in memory.
+
+    Attributes:
+        name: name of the file, for messages.
+        form: csv, tsv, parquet or arrow.
+        columns: names of the columns.
+        records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
+        arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
+    """
+
+    name: str
+    form: str
+    columns: tuple[str, ...]
+    records: tuple[Record, ...]
+    arrow: Any = None
+
+    def place(self, row: int) -> str:
+        """Return file and line of a row, for messages."""
+        return f"{self.name}, {'row' if self.arrow is not None else 'line'} {self.records[row].line}"
+
+    def check_has(self, columns: Sequence[str], option: str) -> None:
+        """Raise InvalidInput if a column does not exist.
+
+        Args:
+            option: option that names the columns.
+        """
+        for column in columns:
+            if column not in self.columns:
+                raise InvalidInput(f"{option} {column!r} is no column of {self.name}; its columns are"
+                                   f" {', '.join(self.columns)}")  # fmt: skip
+
+    def as_arrow(self) -> Any:
+        """Return the table as a pyarrow.Table. Cells of text tables become strings."""
+        if self.arrow is not None:
+            return self.arrow
+        import pyarrow as pa
+
+        cells = {c: [record.fields.get(c) for record in self.records] for c in self.columns}
+        return pa.table({c: pa.array(values, pa.string()) for c, values in cells.items()})
+
+
+def form_of(name: str, what: str) -> str:
+    """Return the format that the suffix of a file names. Raise InvalidInput if it names none.
+
+    Args:
+        what: option or argument that names the file, for messages.
+    """
+    path = Path(name)
+    inner = Path(path.stem).suffix.lower() if path.suffix.lower() in (".gz", ".zst") else path.suffix.lower()
+    form = _FORMS.get(inner)
+    if form is None or (path.suffix.lower() != inner and form not in DELIMITERS):
+        raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
+    return form
+
+
+def read_table(name: str, what: str = "table", limit: int | None = None) -> Table:
+    """Return the table in a file.
+
+    Args:
+        what: option or argument that names the file, for messages.
+        limit: only the first rows; None is all.
+
+    Raises:
+        InvalidInput: the file cannot be read, has no rows, or has unnamed columns or columns of one name.
+    """
+    form = form_of(name, what)
+    with closing(Source(Path(name), form)) as source:
+        table = _read_text(source, limit) if form in DELIMITERS else _read_arrow(source, limit)
+    if double := sorted({c for c in table.columns if table.columns.count(c) > 1}):
+        raise InvalidInput(f"{what} {name} has several columns named {double[0]!r}; rename them")
+    if "" in table.columns:
+        raise InvalidInput(f"{what} {name} has a column without a name; name it")
+    if not table.records:
+        raise InvalidInput(f"{what} {name} has no rows; give a table with at least one")
+    return table
+
+
+def _read_text(source: Source, limit: int | None) -> Table:
+    with source.open() as file:
+        records = tables.csv_records(file, DELIMITERS[source.form], MAX_LINE_BYTES)
+        header = next(records, None)
+        if header is None or header.fault:
+            fault = f"line {header.line} {header.fault}" if header else "it is empty"
+            raise InvalidInput(f"table {source.name} has no header line that names the columns: {fault}")
+        rows = tuple(tables.named(record, header.cells) for record in islice(records, limit))
+    return Table(str(source.name), source.form, tuple(header.cells), rows)
+
+
+def _read_arrow(source: Source, limit: int | None) -> Table:
+    columns = tables.arrow_columns(source.file, source.name, source.form)
+    rows = tuple(islice(tables.arrow_records(source.file, source.name, source.form, ""), limit))
+    return Table(str(source.name), source.form, tuple(columns), rows, _whole(source).slice(0, limit))
+
+
+def _whole(source: Source) -> Any:
+    """Return all of a Parquet or Arrow file, which was read once before."""
+    import pyarrow as pa
+
+    if source.form == "parquet":
+        import pyarrow.parquet as pq
+
+        return pq.read_table(str(source.file))
+    with pa.OSFile(str(source.file)) as file:
+        try:
+            return pa.ipc.open_file(file).read_all()
+        except pa.ArrowInvalid:  # the stream format
+            file.seek(0)
+            return pa.ipc.open_stream(file).read_all()
+
+
+# Writing.
+
+
+def check_output(name: str, form: str) -> None:
+    """Raise InvalidInput if the suffix of an output names neither JSON lines nor the format of the table.
+
+    Args:
+        form: format of the table.
+    """
+    suffix = Path(name).suffix.lower()
+    if suffix != ".jsonl" and _FORMS.get(suffix) != form:
+        same = " or ".join(s for s, f in _FORMS.items() if f == form)
+        raise InvalidInput(f"--output {name} has suffix {suffix!r}; the output has the format of the table, {same}, or"
+                           " is .jsonl")  # fmt: skip
+
+
+def write_table(name: str, table: Table, added: Sequence[Added], replace: bool = True) -> None:
+    """Write a table with further columns. The file appears complete or not at all.
+
+    Args:
+        name: output file. `.jsonl` is JSON lines; else the format is that of the table.
+        added: the further columns.
+        replace: replace a file of other contents.
+
+    Raises:
+        InvalidInput: the file has other contents.
+    """
+    part, target = part_path(name), Path(name).resolve()
+    part.unlink(missing_ok=True)
+    try:
+        with part.open("xb") as file:
+            if target.suffix.lower() == ".jsonl":
+                file.writelines(_json_lines(table, added))
+            elif table.form in DELIMITERS:
+                file.writelines(_text_lines(table, added))
+            else:
+                _write_arrow(file, table, added)
+            file.flush()
+            os.fsync(file.fileno())
+        if not replace and target.exists() and not filecmp.cmp(part, target, shallow=False):
+            raise InvalidInput(f"--output {name} was changed after the run wrote it; rename it, and the same command"
+                               " writes the output again")  # fmt: skip
+        os.replace(part, target)
+    except BaseException:
+        with suppress(OSError):
+            part.unlink()
+        raise
+    sync_directory(target.parent)
+
+
+def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
+    for i, record in enumerate(table.records):
+        yield encode_fields({**record.fields, **{column.name: column.values[i] for column in added}})
+
+
+def _text_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
+    writer.writerow((*table.columns, *(column.name for column in added)))
+    for i, record in enumerate(table.records):
+        cells = [record.fields.get(column) for column in table.columns]
+        writer.writerow([_cell(value) for value in (*cells, *(column.values[i] for column in added))])
+        yield buffer.getvalue().encode("utf-8", "surrogateescape")
+        buffer.seek(0)
+        buffer.truncate()
+
+
+def _cell(value: Any) -> str:
+    return value if isinstance(value, str) else text_of(value) or ""
+
+
+def _write_arrow(file: Any, table: Table, added: Sequence[Added]) -> None:
+    import pyarrow as pa
+
+    made = table.as_arrow()
+    for column in added:
+        made = made.append_column(column.name, pa.array(column.values, pa.float64() if column.number else pa.string()))
+    if table.form == "parquet":
+        import pyarrow.parquet as pq
+
+        pq.write_table(made, file)
+        return
+    with pa.ipc.new_file(file, made.schema) as writer:
+        writer.write_table(made)

@@ -1,0 +1,242 @@
+"""flexengine wrangle TASK TABLE: match, impute, detect, align or transform the rows of a table."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flexengine.apps.wrangle.spec import (
+    DEFAULT_SHOTS,
+    MAX_TOKENS,
+    PICKS,
+    SIMILARITIES,
+    TASKS,
+    Spec,
+    make_spec,
+)
+from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
+from flexengine.commands.messages import say, say_error
+from flexengine.commands.open_engine import open_engine
+from flexengine.commands.options import (
+    MODEL,
+    POLICY,
+    Group,
+    add_lossy,
+    add_machine,
+    allowed,
+    file_name,
+    lossy_of,
+    named,
+    policy_file,
+    policy_of,
+)
+from flexengine.commands.parser import Parser
+from flexengine.commands.progress import summary_line
+from flexengine.commands.written import check_written, write
+from flexengine.errors import InvalidInput
+from flexengine.plan.words import count
+
+if TYPE_CHECKING:
+    from flexengine.apps.wrangle.plan import Plan
+    from flexengine.engine.state import Progress
+    from flexengine.job.interrupt import Interrupts
+
+_OPTIONS = [f.name for f in fields(Spec) if f.name not in ("task", "tables")]
+_DEFAULTS = {f.name: f.default for f in fields(Spec)}
+_END = """\
+match takes a table of pairs, whose columns begin with left_ and right_, or two tables; schema takes a table of pairs of
+descriptions (left, right) or two tables; the others take one table. The output is the table with columns for
+prediction, confidence (log probability of the answer) and failure. Rows and results of the job stay beside the output,
+in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command continues.
+"""
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("wrangle", "Clean a table: match entities, impute a column, detect errors, match schemas, transform by"
+                          " example.", _END, f"{'|'.join(TASKS)} TABLE [TABLE]")  # fmt: skip
+    p.add_argument("task", nargs="?", choices=TASKS, help="the task")
+    p.add_argument("tables", nargs="*", type=named, metavar="FILE",
+                   help=".csv, .tsv, .parquet, .arrow or .feather; .csv and .tsv may be compressed (.gz,"
+                        " .zst)")  # fmt: skip
+    _add_columns(p.add_argument_group("columns"))
+    _add_answers(p.add_argument_group("questions and answers"))
+    _add_shots(p.add_argument_group("examples", "rows with answers that stand before each question"))
+    _add_pairs(p.add_argument_group("two tables"))
+    _add_output(p.add_argument_group("output"))
+    machine = p.add_argument_group("model and machine")
+    machine.add_argument("-m", "--model", **MODEL)
+    machine.add_argument("--verify", action="store_true", help="first compare all files of the model with their"
+                                                               " checksums")  # fmt: skip
+    machine.add_argument("--policy", **POLICY)
+    add_machine(machine)
+    add_lossy(p.add_argument_group("lossy", "as for run"))
+    return p
+
+
+def _add_columns(group: Group) -> None:
+    group.add_argument("--column", type=named, action="append", metavar="NAME",
+                       help="impute, transform: the column; detect: a column whose cells are checked, may be repeated"
+                            " (default: whole rows)")  # fmt: skip
+    group.add_argument("--show", type=named, action="append", metavar="NAME",
+                       help="column that prompts show; may be repeated (default: all; match: all common"
+                            " columns)")  # fmt: skip
+    group.add_argument("--label", type=named, metavar="NAME",
+                       help="column of true answers, which adds metrics and examples; detect --column X: the labels of"
+                            " X are in the column X_NAME")  # fmt: skip
+    group.add_argument("--group", type=named, metavar="NAME",
+                       help="transform: column with the name of the transformation, in the table and the"
+                            " examples")  # fmt: skip
+    group.add_argument("--limit", type=int, metavar="N", help="only the first N rows of each table")
+
+
+def _add_answers(group: Group) -> None:
+    group.add_argument("--instruction", metavar="TEXT", help="text at the beginning of each prompt")
+    _add(group, "noun", "match: name of an entity in prompts", "TEXT")
+    _add(group, "error", "detect: the error to search for, such as 'a spelling error'", "TEXT")
+    group.add_argument("--alone", action="store_true", help="detect: show the checked cell without its row")
+    _add(group, "missing", "text of an empty cell", "TEXT")
+    group.add_argument("--choice", action="append", metavar="TEXT",
+                       help="impute: an allowed answer, to be repeated; the most likely one is chosen")  # fmt: skip
+    group.add_argument("--closed", action="store_true", help="impute: the allowed answers are the column's values")
+    group.add_argument("--generate", action="store_true",
+                       help="match, detect, schema: generate the answer instead of comparing the probabilities of Yes"
+                            " and No")  # fmt: skip
+    group.add_argument("--max-tokens", type=int, metavar="N",
+                       help="most tokens of a generated answer (default:"
+                            f" {', '.join(f'{task} {n}' for task, n in MAX_TOKENS.items())})")  # fmt: skip
+    group.add_argument("--evaluate", action="store_true",
+                       help="impute: predict the cells that are filled, too, and compare")  # fmt: skip
+    group.add_argument("--test", type=int, metavar="N",
+                       help="predict only N rows with known answers, drawn at random; the others are"
+                            " examples")  # fmt: skip
+
+
+def _add_shots(group: Group) -> None:
+    group.add_argument("--examples", type=named, metavar="FILE",
+                       help="table of examples, with the columns of the table and the answers; transform: with columns"
+                            " input and output (default: rows of the table with known answers)")  # fmt: skip
+    group.add_argument("--shots", type=int, metavar="K",
+                       help=f"examples in each prompt (default: {DEFAULT_SHOTS}, or as many as there are; of labelled"
+                            " rows of the table at most half)")  # fmt: skip
+    group.add_argument("--pick", choices=PICKS,
+                       help="the first rows of --examples, random, random with each answer equally often, or the most"
+                            " similar ones of each row (default: given with --examples, else random)")  # fmt: skip
+    _add(group, "seed", "seed of random choices", "N", int)
+
+
+def _add_pairs(group: Group) -> None:
+    group.add_argument("--top", type=int, metavar="K",
+                       help="compare each row, or each column, of the first table with the K most similar ones of the"
+                            " second (default: match 5, schema all)")  # fmt: skip
+    group.add_argument("--similarity", choices=SIMILARITIES,
+                       help="cosine of TF-IDF over sequences of three characters, or over words (default:"
+                            f" {_DEFAULTS['similarity']})")  # fmt: skip
+    _add(group, "values", "schema: values of a column that its description shows", "N", int)
+
+
+def _add(group: Group, name: str, text: str, metavar: str, kind: Any = str) -> None:
+    group.add_argument(f"--{name}", type=kind, metavar=metavar, help=f"{text} (default: {_DEFAULTS[name]})")
+
+
+def _add_output(group: Group) -> None:
+    group.add_argument("-o", "--output", type=file_name, metavar="OUTPUT",
+                       help="file for the table with predictions, in the format of the table or .jsonl")  # fmt: skip
+    group.add_argument("--metrics", type=file_name, metavar="FILE.json", help="write the summary to this file as JSON")
+    group.add_argument("--json", action="store_true", help="print the summary as JSON instead of text")
+    group.add_argument("--restart", action="store_true", help="delete the results of earlier runs, and start over")
+    group.add_argument("--retry-errors", action="store_true", help="run rows again that ended with an error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
+    130 or 143 interrupted by SIGINT or SIGTERM."""
+    from flexengine.job.interrupt import Interrupted, Interrupts
+
+    with Interrupts() as interrupts:
+
+        def finish() -> int:
+            try:
+                return run(parser().parse_args(argv), interrupts)
+            except KeyboardInterrupt as stop:
+                say_error("interrupted: the same command continues")
+                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+
+        return exit_code(finish)
+
+
+def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
+    """Run the task and return the exit code. Raise FlexError if an option, a table or the model is refused, before
+    weights are read."""
+    from flexengine.apps.wrangle.plan import make_plan
+    from flexengine.apps.wrangle.run import as_json, finish, prepare, rows_path
+
+    spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
+    _check_files(args, spec)
+    args.policy, args.lossy, args.trace = policy_of(args), lossy_of(args), None
+    args.allow = allowed(args, args.lossy, args.policy)
+    plan = make_plan(spec)
+    if args.metrics and not plan.labelled:
+        raise InvalidInput(f"--metrics {args.metrics} needs labels, and no predicted row has one; give --label COLUMN"
+                           " or, to impute, --evaluate")  # fmt: skip
+    prepare(plan, args.output, args.restart)
+    table = plan.asked.table
+    say(f"{count(len(plan.questions), 'question', 'questions')} on {count(len(table.records), 'row', 'rows')} of"
+        f" {table.name}; all prompts are in {rows_path(args.output).name}")  # fmt: skip
+    _run_job(args, interrupts)
+    report = finish(plan, args.output, replace=args.restart or args.retry_errors)
+    summary = as_json(plan, report, args.output)
+    if args.metrics:
+        write(args.metrics, json.dumps(summary))
+    print(json.dumps(summary) if args.json else "\n".join(_lines(plan, summary)))
+    return SOME_FAILED if report.failed else DONE
+
+
+def _run_job(args: argparse.Namespace, interrupts: "Interrupts") -> None:
+    from flexengine.apps.wrangle.run import results_path, rows_path
+
+    def sweep_ended(progress: "Progress") -> None:
+        interrupts.check()
+
+    with open_engine(args, sweep_ended) as engine:
+        done = engine.run_job(
+            rows_path(args.output), results_path(args.output), score=True, restart=args.restart,
+            retry_errors=args.retry_errors,
+        )  # fmt: skip
+    if done.sweeps:
+        say(summary_line(done.to_json()))
+
+
+def _lines(plan: "Plan", summary: dict[str, Any]) -> list[str]:
+    """Return the summary as lines of text."""
+    from flexengine.apps.wrangle.metrics import described
+
+    answers = ", ".join(f"{n} {answer}" for answer, n in summary["answers"].items())
+    failed = f", {summary['failed']} failed" if summary["failed"] else ""
+    number = count(summary["predicted"], "answer", "answers")
+    lines = [f"{number}{f' ({answers})' if answers else ''}{failed}: {summary['output']}"]
+    if summary["cut"] and not plan.spec.yes_no:
+        cut = count(summary["cut"], "answer", "answers")
+        lines.append(f"{cut} reached the most tokens; --max-tokens sets it")
+    return lines + (described(summary["metrics"]) if summary["metrics"] else [])
+
+
+def _check_files(args: argparse.Namespace, spec: Spec) -> None:
+    """Raise InvalidInput if there is no output, or a file that is written is also read, or cannot be written."""
+    from flexengine.apps.wrangle.run import work_files
+
+    if args.output is None:
+        raise InvalidInput("no output is given; name a file for the table with predictions, as in --output"
+                           f" {_example_output(spec)}")  # fmt: skip
+    read = {f"table {name}": name for name in spec.tables} | {"--examples": spec.examples, "--config": args.config,
+                                                              "--policy": policy_file(args),
+                                                              "--calibration-text": args.calibration_text}  # fmt: skip
+    beside = {name: str(path) for name, path in work_files(args.output).items()}
+    check_written({"--output": args.output, "--metrics": args.metrics, **beside}, read, args.model)
+
+
+def _example_output(spec: Spec) -> str:
+    path = Path(spec.tables[0])
+    return f"{path.name.partition('.')[0]}-{spec.task}.{'csv' if path.suffix in ('.gz', '.zst') else path.suffix[1:]}"

@@ -1,0 +1,44 @@
+"""A run that is killed at a point: python -m tests.apps.wrangle.killed POINT TABLE OUTPUT (POINT 0 is never reached).
+
+Points are the calls that change files, in their order. The job's own resuming has tests of its own.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flexengine.apps.wrangle.plan import make_plan
+from flexengine.apps.wrangle.run import finish, prepare, results_path, rows_path
+from flexengine.apps.wrangle.spec import make_spec
+from tests.apps.wrangle.helpers import answer_rows
+
+
+def main(point: int, table: str, output: str) -> None:
+    """Run, and count calls of os.fsync and os.replace."""
+    reached = 0
+
+    def dying(call: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any) -> Any:
+            nonlocal reached
+            reached += 1
+            if reached == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args)
+
+        return made
+
+    os.fsync, os.replace = dying(os.fsync), dying(os.replace)
+    plan = make_plan(make_spec("match", (table,), {"label": "same", "shots": 1}))
+    prepare(plan, output, restart=False)
+    if not results_path(output).exists():  # as a finished job does
+        rows, results = rows_path(output), results_path(output)
+        answer_rows(rows, results, lambda row: [-len(row["context"]), -70.0 * (row["row"] + 3)])
+    finish(plan, output)
+    print(reached)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), str(Path(sys.argv[2])), sys.argv[3])

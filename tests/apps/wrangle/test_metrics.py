@@ -1,0 +1,99 @@
+"""Metrics against scikit-learn, and how they count answers that are none."""
+
+import random
+
+import pytest
+from sklearn.metrics import accuracy_score, f1_score, precision_score, recall_score
+
+from flexengine.apps.wrangle.answers import Answer, answer_of, plain, yes_or_no
+from flexengine.apps.wrangle.metrics import (
+    Judged,
+    described,
+    normalised,
+    transform_metrics,
+    value_metrics,
+    yes_no_metrics,
+)
+
+
+def test_yes_no_like_scikit_learn() -> None:
+    rng = random.Random(1)
+    for _ in range(20):
+        judged = [Judged("Yes", "Yes"), *(Judged(*rng.choices(["Yes", "No"], k=2)) for _ in range(30))]
+        labels, answers = zip(*((one.label, one.answer) for one in judged), strict=True)
+        found = yes_no_metrics(judged)
+        for name, score in (("f1", f1_score), ("precision", precision_score), ("recall", recall_score)):
+            assert found[name] == pytest.approx(score(labels, answers, pos_label="Yes"))
+        assert found["accuracy"] == pytest.approx(accuracy_score(labels, answers))
+        assert found["without"] == {name: found[name] for name in found["without"]}
+
+
+def test_garbage_of_yes_no() -> None:
+    """On a Yes row garbage is a false negative; on a No row it is no false positive."""
+    judged = [Judged("Yes", "Yes"), Judged("Yes", "maybe"), Judged("No", "maybe"), Judged("No", None),
+              Judged("No", "No"), Judged("No", "Yes")]  # fmt: skip
+    found = yes_no_metrics(judged)
+    assert (found["precision"], found["recall"], found["f1"]) == (0.5, 0.5, 0.5)
+    assert (found["accuracy"], found["garbage"], found["failed"], found["lost_yes_rows"]) == (2 / 6, 2, 1, 1)
+    assert found["without"] == pytest.approx({"precision": 0.5, "recall": 1.0, "f1": 2 / 3, "accuracy": 2 / 3})
+    assert described(found) == [
+        "F1 0.5000, precision 0.5000, recall 0.5000, accuracy 0.3333 (6 labelled answers, 2 of them Yes)",
+        "2 neither Yes nor No and 1 failed: counted as not Yes, so 1 on Yes rows lower recall and F1, precision leaves"
+        " them out, and accuracy counts them as wrong; without them: F1 0.6667, precision 0.5000, recall 1.0000,"
+        " accuracy 0.6667",
+    ]
+
+
+def test_a_ratio_without_a_denominator_is_undefined() -> None:
+    found = yes_no_metrics([Judged("No", "No")])
+    assert (found["f1"], found["precision"], found["recall"], found["accuracy"]) == (None, None, None, 1.0)
+    assert described(found) == [
+        "F1 undefined, precision undefined, recall undefined, accuracy 1.0000 (1 labelled answer, 0 of them Yes)"
+    ]
+
+
+@pytest.mark.parametrize(("text", "word"), [
+    ("Yes", "Yes"), ("Yes.", "Yes"), (" yes, they are", "Yes"), ("YES\n", "Yes"), ("no", "No"), ("No!", "No"),
+    ("Nothing", None), ("not", None), ("maybe yes", None), ("", None), ("yesterday", None),
+])  # fmt: skip
+def test_yes_or_no(text: str, word: str | None) -> None:
+    assert yes_or_no(text) == word
+    (answer,) = plain([Answer(text, -1.0)])
+    assert answer == Answer(word or text, -1.0)
+
+
+@pytest.mark.parametrize(("text", "same"), [
+    ("Los  Angeles", "los angeles"), (" 'new york'. ", "new york"), ("St. Louis", "st. louis"), ('"a".', "a"),
+])  # fmt: skip
+def test_normalised(text: str, same: str) -> None:
+    assert normalised(text) == same
+
+
+def test_values() -> None:
+    found = value_metrics([Judged("LA", "la."), Judged("LA", "NY"), Judged("LA", ""), Judged("LA", None)])
+    assert found == {"accuracy": 0.25, "rows": 4, "garbage": 1, "failed": 1, "without": {"accuracy": 0.5}}
+    assert described(found) == [
+        "accuracy 0.2500 (4 labelled answers)",
+        "1 empty and 1 failed: counted as wrong in each metric; without them: accuracy 0.5000",
+    ]
+
+
+def test_a_transformation_counts_if_all_its_rows_are_right() -> None:
+    judged = [Judged("A", "A", "x"), Judged("B", "B", "x"), Judged("C", "C", "y"), Judged("D", "d", "y"),
+              Judged("E", "", "z")]  # fmt: skip
+    found = transform_metrics(judged)
+    assert (found["accuracy"], found["row_accuracy"], found["transformations"]) == (1 / 3, 3 / 5, 3)
+    assert found["without"] == {"accuracy": 1 / 2, "row_accuracy": 3 / 4, "transformations": 2}
+    assert described(found) == [
+        "accuracy 0.3333, accuracy of rows 0.6000 (5 labelled answers of 3 transformations)",
+        "1 empty: counted as wrong in each metric; without them: accuracy 0.5000, accuracy of rows 0.7500",
+    ]
+
+
+def test_answers() -> None:
+    scores = [{"logprob": -3.0, "tokens": 1, "is_greedy": False}, {"logprob": -1.5, "tokens": 2, "is_greedy": True}]
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == Answer("No", -1.5)
+    assert answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No")) == Answer("Yes", -3.0)
+    made = {"generated_text": " a b ", "finish_reason": "length", "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]}
+    assert answer_of(made | {"error": None}, ()) == Answer("a b", -0.75, cut=True)
+    assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == Answer(None, failure="too long")

@@ -1,0 +1,149 @@
+"""A run with given answers: the output, the report, work files, and SIGKILL at each point."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from flexengine.apps.wrangle.plan import Plan, make_plan
+from flexengine.apps.wrangle.run import Report, as_json, finish, prepare, results_path, rows_path, work_files
+from flexengine.apps.wrangle.spec import make_spec
+from flexengine.errors import InvalidInput
+from tests.apps.wrangle.helpers import CITIES, PAIRS, answer_rows, written
+from tests.helpers.inputs import arrow_file
+
+Give = Callable[[Mapping[str, Any]], Any]
+ROOT = Path(__file__).parents[3]
+
+
+def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[Plan, Report]:
+    plan = make_plan(make_spec(task, (table,), given))
+    prepare(plan, str(output), given.pop("restart", False))
+    answer_rows(rows_path(str(output)), results_path(str(output)), give)
+    return plan, finish(plan, str(output))
+
+
+def rows_of(output: Path) -> list[dict[str, str]]:
+    with output.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_scored(tmp_path: Path) -> None:
+    """Row 4 fails; the row with too few cells has no question."""
+    table = written(tmp_path, "t.csv", PAIRS + "6,short\n")
+    logprobs: list[Any] = [[-1.0, -2.0], [-3.0, -1.5], [-2.0, -1.0], ["line 4: is too long"], [-0.5, -1.0]]
+    plan, report = run(tmp_path / "o.csv", lambda row: logprobs[row["row"]], "match", table, label="same", shots=0)
+    rows = rows_of(tmp_path / "o.csv")
+    found = [(r["match_prediction"], r["match_confidence"], r["match_failure"]) for r in rows]
+    assert found == [("Yes", "-1.0", ""), ("No", "-1.5", ""), ("No", "-1.0", ""), ("", "", "is too long"),
+                     ("Yes", "-0.5", ""), ("", "", "line 7: has 2 cells, but the header has 6")]  # fmt: skip
+    assert [r["left_name"] for r in rows] == ["arts deli", "campanile", "fenix", "arts deli", "spago", ""]
+    assert (report.predicted, report.failed, report.answers) == (4, 2, {"No": 2, "Yes": 2})
+    assert report.metrics is not None
+    assert (report.metrics["precision"], report.metrics["recall"], report.metrics["failed"]) == (1.0, 0.5, 1)
+    summary = as_json(plan, report, "o.csv")
+    assert json.loads(json.dumps(summary)) == summary
+    assert (summary["rows"], summary["task"]) == (6, "match")
+
+
+def test_generated_yes_no(tmp_path: Path) -> None:
+    """"Yes." counts as Yes; other texts stay as they are."""
+    texts = ["Yes.", " no", "perhaps", "NO", "yes, the same"]
+    _, report = run(tmp_path / "o.csv", lambda row: texts[row["row"]], "match", written(tmp_path, "t.csv", PAIRS),
+                    label="same", shots=0, generate=True)  # fmt: skip
+    rows = rows_of(tmp_path / "o.csv")
+    assert [r["match_prediction"] for r in rows] == ["Yes", "No", "perhaps", "No", "Yes"]
+    assert {r["match_confidence"] for r in rows} == {"-0.75"}
+    assert report.metrics is not None
+    assert (report.metrics["garbage"], report.metrics["recall"], report.metrics["accuracy"]) == (1, 0.5, 0.75)
+
+
+def test_imputed(tmp_path: Path) -> None:
+    """Filled cells have no prediction, and the report has no metrics without labels."""
+    _, report = run(tmp_path / "o.csv", lambda row: f" city {row['row']}", "impute",
+                    written(tmp_path, "t.csv", CITIES), column=["city"])  # fmt: skip
+    assert [r["city_prediction"] for r in rows_of(tmp_path / "o.csv")] == ["", "", "", "city 3", "city 4"]
+    assert report.metrics is None
+
+
+def test_cells(tmp_path: Path) -> None:
+    """Each checked column has its own columns in the output."""
+    table = written(tmp_path, "t.csv", "a,b\nx,y\nz,w\n")
+    run(tmp_path / "o.csv", lambda row: [-1.0, -2.0] if row["target"] == "a_error" else [-2.0, -1.0], "detect", table,
+        column=["a", "b"])  # fmt: skip
+    for row in rows_of(tmp_path / "o.csv"):
+        assert (row["a_error_prediction"], row["b_error_prediction"]) == ("Yes", "No")
+
+
+def test_arrow(tmp_path: Path) -> None:
+    numbers = {"left_n": pa.array([1, 2], pa.int8()), "right_n": pa.array([1, 3], pa.int8())}
+    name = str(arrow_file(tmp_path / "t.arrow", table := pa.table({**numbers, "l": [True, False]})))
+    _, report = run(tmp_path / "o.arrow", lambda row: [-1.0, -2.0], "match", name, label="l", shots=0)
+    found = pa.ipc.open_file(str(tmp_path / "o.arrow")).read_all()
+    assert found.select(table.column_names).equals(table)
+    assert found["match_prediction"].to_pylist() == ["Yes", "Yes"]
+    assert report.metrics is not None
+    assert report.metrics["precision"] == 0.5
+
+
+@pytest.mark.slow
+def test_killed_at_each_point(tmp_path: Path) -> None:
+    """The same command then writes the same files."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def start(point: int, output: Path) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "tests.apps.wrangle.killed", str(point), table, str(output)]
+        return subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+
+    def contents(folder: Path) -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+    table = written(tmp_path, "t.csv", PAIRS)
+    (whole := tmp_path / "whole").mkdir()
+    points = int(start(0, whole / "o.csv").stdout)
+    assert points >= 4
+    assert set(contents(whole)) == {"o.csv", "o.csv.rows.jsonl", "o.csv.results.jsonl", "o.csv.results.jsonl.journal"}
+    for point in range(1, points + 1):
+        (folder := tmp_path / str(point)).mkdir()
+        assert start(point, folder / "o.csv").returncode == -signal.SIGKILL
+        assert start(0, folder / "o.csv").returncode == 0
+        assert contents(folder) == contents(whole)
+
+
+def test_another_run_is_not_continued(tmp_path: Path) -> None:
+    table, output = written(tmp_path, "t.csv", PAIRS), tmp_path / "o.csv"
+    run(output, lambda row: [-1.0, -2.0], "match", table, shots=0)
+    with pytest.raises(InvalidInput, match=r"has rows of a run with another table or other options, in .*rows\.jsonl"):
+        run(output, lambda row: [-1.0, -2.0], "match", table, noun="Place")
+    prepare(make_plan(make_spec("match", (table,), {"noun": "Place"})), str(output), restart=True)
+    assert "Place A" in rows_path(str(output)).read_text()
+
+
+def test_rows_of_a_job_that_never_began_are_replaced(tmp_path: Path) -> None:
+    """As after a model that could not be opened."""
+    table, output = written(tmp_path, "t.csv", PAIRS), str(tmp_path / "o.csv")
+    for noun in ("Product", "Place"):
+        prepare(make_plan(make_spec("match", (table,), {"noun": noun})), output, restart=False)
+    assert "Place A" in rows_path(output).read_text()
+
+
+def test_a_foreign_output_stays(tmp_path: Path) -> None:
+    written(tmp_path, "o.csv", "mine")
+    with pytest.raises(InvalidInput, match="exists and would be replaced; name another output, or give --restart"):
+        run(tmp_path / "o.csv", lambda row: [-1.0, -2.0], "match", written(tmp_path, "t.csv", PAIRS))
+    assert (tmp_path / "o.csv").read_text() == "mine"
+
+
+def test_work_files_have_names_of_their_own() -> None:
+    outputs = ("o.csv", "o.jsonl", "o.tsv", "o.csv.jsonl")
+    files = [path for output in outputs for path in work_files(output).values()]
+    assert len(files) == len(set(files)) == 24
+    assert not {Path(output).resolve() for output in outputs} & set(files)
