@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flexengine.apps.evaluate.answers import CHOICE, GENERATION, KINDS, PERPLEXITY
 from flexengine.apps.evaluate.metrics import DEFAULT, METRICS
 from flexengine.apps.evaluate.perturb import Perturbations
 from flexengine.apps.evaluate.templates import columns_of
@@ -13,8 +14,6 @@ from flexengine.apps.evaluate.yaml_fields import Origin, read
 from flexengine.config import SamplingParams, shown
 from flexengine.errors import InvalidInput
 
-CHOICE, GENERATION, PERPLEXITY = "choice", "generation", "perplexity"
-KINDS = (CHOICE, GENERATION, PERPLEXITY)
 TEXT, INDEX, LETTER = "text", "index", "letter"
 _GROUPS = {  # groups of fields that a kind of scenario has, besides data, prompt, metrics and perturbations
     CHOICE: ("choices", "label", "few_shot"),
