@@ -76,8 +76,8 @@ def build(scenario: Scenario) -> Built:
     used = {row.number for row in shots} if pool is table else set()
     rows = [row for row in table.rows if row.index not in used][: scenario.data.limit]
     if not rows:
-        raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, and none is"
-                                    " left to evaluate; lower few_shot.count, or name another few_shot.file")  # fmt: skip
+        raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, so none is"
+                                    " evaluated; lower few_shot.count, or name another few_shot.file")  # fmt: skip
     before = _before(scenario, shots)
     instances = tuple(each for row in rows for each in _variants(scenario, table, row, columns, before))
     return Built(scenario, instances, tuple(row.number for row in shots), digests)
@@ -154,14 +154,12 @@ def _instance(scenario: Scenario, table: Table, row: Row, fields: dict[str, Any]
             raise InvalidInput("the text is empty")
         if scenario.kind == CHOICE:
             made = replace(made, choices=_choices(scenario, row.fields))
-        label = _label(scenario.label, row.fields) if scenario.label is not None else None
+        answers = _answers(scenario.label, row.fields)
     except InvalidInput as error:
         return replace(empty, error=row.refused(str(error)).error)
-    if scenario.label is None:
-        return made
-    if scenario.kind != CHOICE:
-        return replace(made, references=tuple(label))
-    return replace(made, gold=_gold(scenario.label, label[0], made.choices, f"{table.path}, line {row.line}"))
+    if scenario.label is None or scenario.kind != CHOICE:
+        return replace(made, references=answers)
+    return replace(made, gold=_gold(scenario.label, answers[0], made.choices, f"{table.path}, line {row.line}"))
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
@@ -186,13 +184,15 @@ def _list(row: dict[str, Any], column: str) -> list[str]:
     return [text_of({column: each}, column) for each in value]
 
 
-def _label(label: Label, row: dict[str, Any]) -> list[str]:
-    """Return the right answers, as texts of at least one character."""
+def _answers(label: Label | None, row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the right answers, as texts of at least one character; none if there are no labels."""
+    if label is None:
+        return ()
     value = row.get(label.column)
     found = _list(row, label.column) if isinstance(value, list) else [text_of(row, label.column)]
     if not found or not all(each.strip() for each in found):
         raise InvalidInput(f"column {label.column} is empty; it must hold the right answer")
-    return found
+    return tuple(found)
 
 
 def _gold(label: Label, text: str, choices: tuple[str, ...], place: str) -> int:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ def calibration_error(values: Floats) -> Floats:
 def _calibration_error(confidence: Floats, right: Floats) -> float:
     ordered, count = np.sort(confidence), len(confidence)
     parts = np.array_split(ordered, min(BINS, count))
-    edges = np.unique([(low[-1] + high[0]) / 2 for low, high in zip(parts, parts[1:], strict=False)])
+    edges = np.unique([(low[-1] + high[0]) / 2 for low, high in pairwise(parts)])
     places = np.searchsorted(edges, confidence)
     return float(np.abs(np.bincount(places, weights=confidence - right)).sum() / count)
 
@@ -89,13 +90,13 @@ def _ratio(values: Floats) -> Floats:
 def scores(answer: Answer, normalization: str) -> Floats:
     """Return the score of each choice: its log probability; per token; per byte of the choice, without the delimiter
     before it; or less its log probability after the unconditional context."""
-    logprobs = np.array(answer.logprobs)
+    logprobs: Floats = np.array(answer.logprobs, dtype=np.float64)
     if normalization == "per_token":
-        return logprobs / np.array(answer.tokens)
+        return np.asarray(logprobs / np.array(answer.tokens))
     if normalization == "per_byte":
-        return logprobs / np.array([len(choice.encode()) for choice in answer.choices])
+        return np.asarray(logprobs / np.array([len(choice.encode()) for choice in answer.choices]))
     if normalization == UNCONDITIONAL:
-        return logprobs - np.array(answer.unconditional)
+        return np.asarray(logprobs - np.array(answer.unconditional))
     return logprobs
 
 

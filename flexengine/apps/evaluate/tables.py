@@ -22,7 +22,7 @@ class Table:
         path: the file.
         columns: all columns, in the order in which they appear.
         rows: the rows, in the order of the file.
-        digest: SHA-256 of the file's bytes after decompression.
+        digest: SHA-256 of the file.
     """
 
     path: Path
@@ -51,12 +51,11 @@ def read_table(path: Path) -> Table:
         else:
             rows = list(_lines(path, form))
             columns = tuple(dict.fromkeys(name for row in rows for name in row.fields))
-        digest = _digest(source)
     finally:
         source.close()
     if not rows:
         raise InvalidInput(f"{path} has no rows; name a file with at least one")
-    return Table(path, columns, rows, digest)
+    return Table(path, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 def _csv(path: Path, source: Source) -> tuple[tuple[str, ...], list[Row]]:
@@ -87,8 +86,3 @@ def _plain(row: Row) -> Row:
 def _row(index: int, record: tables.Record) -> Row:
     row = Row(index, record.line, record.fields)
     return row if record.fault is None else row.refused(record.fault)
-
-
-def _digest(source: Source) -> str:
-    with source.open() as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

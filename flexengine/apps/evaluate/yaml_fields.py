@@ -57,10 +57,11 @@ def read(path: Path, kind: type[T]) -> tuple[T, Origin]:
     origin.lines[""] = 1
     if not isinstance(node, yaml.MappingNode):
         raise origin.fault("", f"the file must hold the fields of one scenario: {', '.join(_names(kind))}")
-    return _record(node, kind, "", origin), origin
+    record: T = _record(node, kind, "", origin)
+    return record, origin
 
 
-def _record(node: yaml.MappingNode, kind: type[T], prefix: str, origin: Origin) -> T:
+def _record(node: yaml.MappingNode, kind: Any, prefix: str, origin: Origin) -> Any:
     hints, values = get_type_hints(kind), dict[str, Any]()
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -80,8 +81,7 @@ def _record(node: yaml.MappingNode, kind: type[T], prefix: str, origin: Origin) 
 
 def _value(node: yaml.Node, hint: Any, name: str, origin: Origin) -> Any:
     kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-    record = next((kind for kind in kinds if dataclasses.is_dataclass(kind)), None)
-    if record is not None:
+    for record in (kind for kind in kinds if dataclasses.is_dataclass(kind)):
         if not isinstance(node, yaml.MappingNode):
             raise origin.fault(name, f"{name} must hold fields: {', '.join(_names(record))}")
         return _record(node, record, f"{name}.", origin)
