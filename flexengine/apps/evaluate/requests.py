@@ -1,5 +1,6 @@
 """One job for all scenarios: the rows of its input, and the answers in its results."""
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from flexengine.apps.evaluate.metrics import METRICS
 from flexengine.apps.evaluate.scenario import Scenario
 
 Row = Mapping[str, Any]
+_LINE = re.compile(r"^line \d+: ")  # of the job's input, which the user did not write
 
 
 def rows_of(scenarios: Sequence[Built]) -> list[dict[str, Any]]:
@@ -65,7 +67,7 @@ def _answer(scenario: Scenario, instance: Instance, result: Row, alone: Mapping[
     after = alone.get(tuple(_continuations(scenario, instance.choices)))
     for row in (result, after):
         if row is not None and row["error"] is not None:
-            return Answer(error=row["error"])
+            return Answer(error=_LINE.sub(f"line {instance.line}: ", row["error"]))
     if scenario.kind == GENERATION:
         return Answer(text=result["generated_text"], generated=result["completion_tokens"],
                       references=instance.references)  # fmt: skip
