@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
 from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import load_libraries
-from flexengine.commands.options import add_machine, file_name, named
+from flexengine.commands.options import DTYPES, add_machine, file_name, named
 from flexengine.commands.parser import Parser
 from flexengine.commands.text import table
 from flexengine.errors import InvalidInput
@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) < least:
             raise InvalidInput(f"--{name} is {value}; it must be at least {least}")
     runs, folder = runs_of(args.model, args.run), Path(args.output)
+    if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
+        raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
     scenarios = _build(args.scenario)
     _check_folder(folder, scenarios)
     engine_class = load_libraries()

@@ -39,6 +39,9 @@ def evaluate(
     if not rows:
         faults = (each.error for built in scenarios for each in built.instances)
         raise InvalidInput(f"no row of any scenario can be run; the first: {next(faults)}")
+    for run in runs if len(runs) > 1 else ():
+        with make(run):  # a run that cannot be opened is refused before the first one takes hours
+            pass
     (folder / JOBS).mkdir(parents=True, exist_ok=True)
     answers = []
     for run in runs:
@@ -69,5 +72,5 @@ def described(tokens: Throughput, seconds: float | None) -> str:
     text = f"{tokens.useful:,} useful tokens; a padded batch would compute {tokens.padded:,}"
     if not seconds:
         return f"{text}; seconds are unknown, as earlier calls computed some rows"
-    return f"{text}; in {seconds:.1f} s {tokens.useful / seconds:,.1f} useful and {tokens.padded / seconds:,.1f} padded" \
-        " tok/s"  # fmt: skip
+    rates = f"{tokens.useful / seconds:,.1f} useful and {tokens.padded / seconds:,.1f} padded tok/s"
+    return f"{text}; in {seconds:.1f} s {rates}"

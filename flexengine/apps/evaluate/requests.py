@@ -48,7 +48,7 @@ def answers_of(scenarios: Sequence[Built], results: Sequence[Row]) -> list[list[
     """Return the answers to the instances of each scenario.
 
     Args:
-        results: lines of the job's output, in the order of `rows_of`.
+        results: the rows with the fields of the job's output, in the order of `rows_of`.
     """
     left = iter(results)
     return [_answers(built, [next(left) for _ in _rows(built)]) for built in scenarios]

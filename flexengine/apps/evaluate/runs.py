@@ -14,7 +14,6 @@ from flexengine.job.results import encode_fields
 from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "compute", "cache", "sparse-attention", "calibrate", "dtype")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 PLAIN = "exact"  # the run without options
 
 
@@ -58,8 +57,6 @@ def parse_run(text: str) -> Run:
         lossy = _lossy(options)
     except InvalidInput as error:
         raise InvalidInput(f"--run {name}: {error}") from error
-    if (dtype := options.get("dtype", DTYPES[0])) not in DTYPES:
-        raise InvalidInput(f"--run {name}: dtype is {shown(dtype)}; it must be one of {', '.join(DTYPES)}")
     return Run(name.strip(), options.get("model"), lossy, options.get("dtype"))
 
 
@@ -129,7 +126,7 @@ class Finished:
     """The results of a run.
 
     Attributes:
-        results: lines of the job's output.
+        results: rows of the job with the fields of its output.
         seconds: seconds of all sweeps; None if an earlier call of the command computed some of the rows.
     """
 
@@ -148,7 +145,7 @@ def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path
     write_rows(path, rows, restart)
     summary = engine.run_job(path, output, SamplingParams(), score=True, restart=restart)
     with output.open(encoding="utf-8") as file:
-        results = [json.loads(line) for line in file]
+        results = [row | json.loads(line) for row, line in zip(rows, file, strict=True)]
     return Finished(results, summary.total_seconds if summary.job.resumed == 0 else None)
 
 
