@@ -99,10 +99,10 @@ def test_shots_of_another_file_with_instructions(tmp_path: Path) -> None:
 
 
 def test_bad_rows_become_instances_with_an_error(tmp_path: Path) -> None:
-    rows = "".join(json.dumps(row) + "\n" for row in QUESTIONS) + '{"q": \n' + "".join(
-        json.dumps(row) + "\n" for row in ({"options": ["1", "2"], "a": 0}, {"q": "x", "options": ["1"], "a": 0},
-                                           {"q": "x", "options": ["1", "2"], "a": None}, {"q": [], "options": [], "a": 0}))  # fmt: skip
-    made = built(tmp_path, YAML, rows=rows).instances
+    bad = [{"options": ["1", "2"], "a": 0}, {"q": "x", "options": ["1"], "a": 0},
+           {"q": "x", "options": ["1", "2"], "a": None}, {"q": [], "options": [], "a": 0}]  # fmt: skip
+    lines = [*map(json.dumps, QUESTIONS), '{"q": ', *map(json.dumps, bad)]
+    made = built(tmp_path, YAML, rows="\n".join(lines)).instances
     assert [each.error for each in made[:3]] == [None] * 3
     assert [each.error for each in made[3:]] == [
         "line 4: invalid JSON: Expecting value at character 7",
@@ -154,7 +154,8 @@ def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_perturbed_copies_follow_their_original(tmp_path: Path) -> None:
-    yaml = YAML.replace("Q: {q}", "Q: {q} ({tag})") + "perturbations: {lower_case: true, contractions: true, columns: q}\n"
+    yaml = YAML.replace("Q: {q}", "Q: {q} ({tag})")
+    yaml += "perturbations: {lower_case: true, contractions: true, columns: q}\n"
     row = {"q": "It is HOT", "tag": "It is ON", "options": ["Yes", "No"], "a": 0}
     made = built(tmp_path, yaml, rows=[row, "no object"]).instances
     assert [(each.variant, each.context) for each in made[:3]] == [

@@ -64,7 +64,7 @@ def test_metrics_that_are_chosen_if_none_is_named(tmp_path: Path) -> None:
         ("label: {column: answer}", "few_shot: {count: 1}", 6, "few_shot shows rows with their answers; give label"),
         ("label:", "few_shot: {count: 0}\nlabel:", 6, "few_shot.count is 0; it must be at least 1"),
         ("label:", "generation: {max_tokens: 3}\nlabel:", 6, "generation has no effect in a scenario of kind choice"),
-        ("label:", "metrics: [accuracy, f1]\nlabel:", 6, "metrics holds 'f1'; for the kind choice choose from accuracy,"),
+        ("label:", "metrics: [accuracy, f1]\nlabel:", 6, "metrics holds 'f1'; for the kind choice choose from acc"),
         ("label: {column: answer}", "metrics: [ece]", 6, "the metric ece needs labels; give label with the column"),
         ("label:", "metrics: [ece, ece]\nlabel:", 6, "metrics names a metric twice"),
         ("label:", "perturbations: {typos: 2}\nlabel:", 6, "typos is 2.0; it must be a probability above 0"),
