@@ -43,9 +43,8 @@ def parser() -> Parser:
                       help="exact, or a name and options from model, weights, compute, cache, sparse-attention,"
                            " calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be repeated; each is"
                            " run with each --model (default: exact)")  # fmt: skip
-    bootstrap = p.add_argument_group("bootstrap", "confidence intervals of 95 %")
-    bootstrap.add_argument("--resamples", type=int, default=1000, metavar="N", help="draws (default: %(default)s)")
-    bootstrap.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (default: %(default)s)")
+    runs.add_argument("--resamples", type=int, default=1000, metavar="N",
+                      help="draws of the bootstrap, which gives intervals of 95 %% (default: %(default)s)")  # fmt: skip
     add_machine(p.add_argument_group("machine"))
     return p
 
@@ -76,9 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from flexengine.apps.evaluate.report import write_files
     from flexengine.apps.evaluate.runs import runs_of
 
-    for name, least in (("resamples", 1), ("seed", 0)):
-        if (value := getattr(args, name)) < least:
-            raise InvalidInput(f"--{name} is {value}; it must be at least {least}")
+    if args.resamples < 1:
+        raise InvalidInput(f"--resamples is {args.resamples}; it must be at least 1")
     runs, folder = runs_of(args.model, args.run), Path(args.output)
     if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
         raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
@@ -91,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     def make(each: "Run") -> "Engine":
         return engine_class(each.model, lossy=each.lossy, dtype=each.dtype or args.dtype, **options)
 
-    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples, args.seed), args.restart)
+    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), args.restart)
     write_files(done, folder)
     print(text(done))
     say(f"results are in {folder / 'results.html'}, results.json, results.csv and instances.jsonl")
