@@ -146,7 +146,7 @@ def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path
     summary = engine.run_job(path, output, SamplingParams(), score=True, restart=restart)
     with output.open(encoding="utf-8") as file:
         results = [row | json.loads(line) for row, line in zip(rows, file, strict=True)]
-    return Finished(results, summary.total_seconds if summary.job.resumed == 0 else None)
+    return Finished(results, summary.total_seconds if summary.job.done_before == 0 else None)
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, Any]], restart: bool) -> None:

@@ -4,7 +4,6 @@ import csv
 import json
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from flexengine.apps.evaluate.report import Evaluation, write_files
 from flexengine.apps.evaluate.requests import rows_of
 from flexengine.apps.evaluate.runs import Run
 from flexengine.apps.evaluate.scenario import load
+from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput
 from tests.helpers.pages import ROOT
 
@@ -53,7 +53,7 @@ class Fake:
         self.calls.append(restart)
         rows = [json.loads(line) for line in input.read_text().splitlines()]
         output.write_text("".join(json.dumps({**row, **self.answer(row)}) + "\n" for row in rows))
-        return SimpleNamespace(total_seconds=2.0, job=SimpleNamespace(resumed=0))
+        return summary(2.0, len(rows), 0)
 
     def answer(self, row: dict[str, Any]) -> dict[str, Any]:
         if row.get("prompt") == "long":
@@ -66,6 +66,10 @@ class Fake:
         scores = [score_of(choice.strip(), number * (capital + self.shift))
                   for number, choice in enumerate(row["choices"])]  # fmt: skip
         return {"scores": scores, "prompt_tokens": len(row["context"]), "error": None}
+
+
+def summary(seconds: float, rows: int, before: int) -> Summary:
+    return Summary("m", "cpu", "float32", prefill_seconds=seconds, job=JobCounts(rows, rows, 0, before))
 
 
 def score_of(text: str, more: float) -> dict[str, Any]:
@@ -172,7 +176,7 @@ def test_throughput_of_a_continued_run_is_not_claimed(scenarios: list[Built], tm
     class Continued(Fake):
         def run_job(self, *args: Any, **options: Any) -> Any:
             super().run_job(*args, **options)
-            return SimpleNamespace(total_seconds=0.1, job=SimpleNamespace(resumed=3))
+            return summary(0.1, 9, 3)
 
     evaluated(scenarios, tmp_path / "out")
     before = (tmp_path / "out" / "throughput.json").read_bytes()
