@@ -143,10 +143,13 @@ def text(evaluation: "Evaluation") -> str:
 
 
 def _value(figure: "Figure") -> str:
-    return "-" if figure.value is None else f"{figure.value:.4f} [{figure.low:.4f}, {figure.high:.4f}]"
+    return _with_interval(figure.value, figure.low, figure.high, ".4f")
 
 
 def _more(figure: "Figure") -> str:
-    if figure.difference is None:
-        return "-"
-    return f"{figure.difference:+.4f} [{figure.difference_low:+.4f}, {figure.difference_high:+.4f}]"
+    return _with_interval(figure.difference, figure.difference_low, figure.difference_high, "+.4f")
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None, form: str) -> str:
+    value_text, low_text, high_text = ("-" if each is None else format(each, form) for each in (value, low, high))
+    return value_text if value is None else f"{value_text} [{low_text}, {high_text}]"

@@ -1,5 +1,6 @@
 """Confidence intervals by the bootstrap: instances are drawn with replacement, and percentiles are taken."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,8 +35,10 @@ def interval(values: Sequence[Floats], aggregate: Aggregate, resamples: int, see
     if count == 1:  # every draw is the same
         only = float(statistic(np.arange(1)))
         return only, only
-    drawn = bootstrap((np.arange(count),), statistic, n_resamples=resamples, batch=max(1, _MOST_DRAWN // count),
-                      vectorized=True, confidence_level=LEVEL, method="percentile",
-                      random_state=np.random.default_rng(seed))  # fmt: skip
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # an infinite metric has an end that is NaN
+        warnings.simplefilter("ignore")
+        drawn = bootstrap((np.arange(count),), statistic, n_resamples=resamples, batch=max(1, _MOST_DRAWN // count),
+                          vectorized=True, confidence_level=LEVEL, method="percentile",
+                          random_state=np.random.default_rng(seed))  # fmt: skip
     low, high = drawn.confidence_interval
     return float(low), float(high)

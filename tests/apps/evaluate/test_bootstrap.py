@@ -1,5 +1,6 @@
 """Bootstrap intervals."""
 
+import warnings
 from itertools import product
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from scipy.stats import binom
 
 from flexengine.apps.evaluate.bootstrap import interval
-from flexengine.apps.evaluate.metrics import bits_per_byte, mean
+from flexengine.apps.evaluate.metrics import bits_per_byte, mean, word_perplexity
 
 
 def test_interval_of_a_share_is_that_of_the_binomial_distribution() -> None:
@@ -40,3 +41,12 @@ def test_the_seed_decides() -> None:
 
 def test_one_instance_has_an_interval_without_width() -> None:
     assert interval([np.array([[0.25]])], mean, 100, 0) == (0.25, 0.25)
+
+
+def test_an_infinite_metric_has_no_warning() -> None:
+    values = np.array([[1e6, 1.0], [1.0, 1.0], [1.0, 1.0]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        low, high = interval([values], word_perplexity, 100, 0)
+    assert low == pytest.approx(np.e)
+    assert not np.isfinite(high)
