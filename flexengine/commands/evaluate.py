@@ -29,9 +29,9 @@ def parser() -> Parser:
     p = Parser("evaluate", "Evaluate models on scenarios of your own: multiple choice, generation, perplexity.",
                "The command can be stopped or killed at any time; the same command then continues. docs/evaluate.md"
                " describes scenario files and results.", "SCENARIO.yaml...")  # fmt: skip
-    p.add_argument("scenario", nargs="+", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
+    p.add_argument("scenario", nargs="*", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
     output = p.add_argument_group("output")
-    output.add_argument("-o", "--output", type=file_name, required=True, metavar="DIR",
+    output.add_argument("-o", "--output", type=file_name, metavar="DIR",
                         help="folder for results.json, results.csv, results.html, instances.jsonl and throughput.json;"
                              " its folder jobs holds the rows of each run, from which the same command"
                              " continues")  # fmt: skip
@@ -75,6 +75,9 @@ def run(args: argparse.Namespace) -> int:
     from flexengine.apps.evaluate.report import write_files
     from flexengine.apps.evaluate.runs import runs_of
 
+    for given, what in ((args.scenario, "scenario"), (args.output, "--output")):
+        if not given:
+            raise InvalidInput(f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR")
     if args.resamples < 1:
         raise InvalidInput(f"--resamples is {args.resamples}; it must be at least 1")
     runs, folder = runs_of(args.model, args.run), Path(args.output)

@@ -233,3 +233,9 @@ def test_results_do_not_replace_the_scenarios_own_rows(
     (tmp_path / "generation.jsonl").rename(tmp_path / "instances.jsonl")
     assert evaluate.main([given[1], "-o", str(tmp_path)]) == 2
     assert "are one file" in capsys.readouterr().err
+
+
+def test_scenarios_and_output_must_be_given(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, what in ((["-o", "out"], "scenario"), (given, "--output")):
+        assert evaluate.main(words) == 2
+        assert f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR" in capsys.readouterr().err
