@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from flexengine.apps.evaluate.report import Evaluation
     from flexengine.apps.evaluate.runs import Run
     from flexengine.engine.engine import Engine
+    from flexengine.job.interrupt import Interrupts
 
 STANDING = "interrupted: finished rows are stored; run the same command again to continue"
 
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         def finish() -> int:
             try:
-                return run(parser().parse_args(argv))
+                return run(parser().parse_args(argv), interrupts)
             except KeyboardInterrupt as stop:
                 say_error(STANDING)
                 return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_code(finish)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Evaluate, print a table and write the results. Return the exit code. Raise FlexError if an option, a scenario or
     a model is refused, scenarios before any model is opened."""
     from flexengine.apps.evaluate.evaluation import evaluate
@@ -90,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
     options = {name: getattr(args, name) for name in machine}
 
     def make(each: "Run") -> "Engine":
-        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype or args.dtype, **options)
+        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype or args.dtype,
+                            on_sweep=lambda _: interrupts.check(), **options)  # fmt: skip
 
     done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), args.restart)
     write_files(done, folder)

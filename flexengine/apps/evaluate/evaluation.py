@@ -48,7 +48,7 @@ def evaluate(
         message(f"run {run.name}: {len(rows)} rows of {len(scenarios)} scenarios in one job")
         with make(run) as engine:
             finished = run_job(engine, run, rows, folder / JOBS, restart)
-        tell(run, finished, folder / THROUGHPUT)
+        note_throughput(run, finished, folder / THROUGHPUT)
         answers.append(answers_of(scenarios, finished.results))
     names = [run.name for run in runs]
     found = [figure for number, built in enumerate(scenarios)
@@ -56,7 +56,7 @@ def evaluate(
     return Evaluation(__version__, runs, scenarios, answers, found, draws)
 
 
-def tell(run: Run, finished: Finished, path: Path) -> None:
+def note_throughput(run: Run, finished: Finished, path: Path) -> None:
     """Print the throughput of a run and write it to a file, beside that of other runs. The entry of a run that was
     finished before stays."""
     kept: dict[str, Any] = read_object(path, "throughput file") if path.exists() else {}
