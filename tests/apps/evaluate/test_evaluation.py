@@ -153,6 +153,15 @@ def test_files(scenarios: list[Built], tmp_path: Path) -> None:
     assert page.count("<h2>") == 3
 
 
+def test_the_worst_of_a_row_with_an_error_in_one_variant(tmp_path: Path) -> None:
+    (tmp_path / "s.yaml").write_text(SCENARIOS["g"][0].replace("g.jsonl", "s.jsonl")
+                                     + "perturbations: {lower_case: true}\n")  # fmt: skip
+    (tmp_path / "s.jsonl").write_text('{"q": "LONG", "a": "long"}\n{"q": "B", "a": "b"}\n')
+    done = evaluated([build(load([str(tmp_path / "s.yaml")])[0])], tmp_path / "out")
+    matches = {f.variant: (f.value, f.errors) for f in done.figures if (f.metric, f.run) == ("exact_match", "exact")}
+    assert matches == {"original": (1.0, 0), "lower_case": (0.5, 1), "worst": (0.5, 1)}
+
+
 def test_names_are_escaped_on_the_page(scenarios: list[Built], tmp_path: Path) -> None:
     done = evaluate(scenarios[2:], [Run("<script>x")], tmp_path / "out", lambda run: Fake(), Draws(10, 0))
     write_files(done, tmp_path / "out")

@@ -20,6 +20,10 @@ def test_labels_are_balanced(labels: list[str], data: st.DataObject, seed: int) 
             assert all(drawn[other] <= drawn[label] + 1 for other in all_rows)
 
 
+def test_frequent_labels_come_first() -> None:
+    assert {draw(["b", "a", "a"], 1, seed, True)[0] for seed in range(20)} == {1, 2}
+
+
 def test_draws_without_balance_follow_the_frequencies() -> None:
     labels = ["a"] * 90 + ["b"] * 10
     drawn = [labels[draw(labels, 1, seed, False)[0]] for seed in range(500)]

@@ -49,6 +49,7 @@ def test_probabilities_far_below_the_smallest_float() -> None:
         ("an  apple, a pear", "apple pear", 0, 1, 1, 1),
         ("Paris in France", "Paris", 0, 0, 2 * 1 / (3 + 1), 2 * 1 / (3 + 1)),
         ("to be or not to be", "to be", 0, 0, 2 * 2 / (6 + 2), 2 * 2 / (4 + 2)),
+        ("cat cat dog", "cat cat", 0, 0, 2 * 2 / (3 + 2), 2 * 1 / (2 + 1)),
         ("Rome", "Paris", 0, 0, 0, 0),
         ("", "Paris", 0, 0, 0, 0),
         ("", "the", 0, 0, 0, 0),
