@@ -14,6 +14,7 @@ COMMANDS = {
     "plan": "choose and explain the policy of a job, for this machine or another, without loading weights",
     "measure": "measure this machine's rates, and those of a model on it",
     "quality": "measure what lossy switches cost a model, on real text",
+    "evaluate": "evaluate models on scenarios of your own, side by side",
     "wrangle": "clean a table: match entities, impute a column, detect errors, match schemas, transform by example",
     "verify": "compare a model's files with their checksums",
     "doctor": "show what this machine offers, and what is missing for speed",

@@ -1,0 +1,213 @@
+"""Instances of a scenario: prompts with their answers, made of the rows of its files."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from flexengine.apps.evaluate.answers import CHOICE, PERPLEXITY
+from flexengine.apps.evaluate.fewshot import draw
+from flexengine.apps.evaluate.perturb import ORIGINAL
+from flexengine.apps.evaluate.scenario import INDEX, TEXT, Label, Scenario
+from flexengine.apps.evaluate.tables import Table, read_table
+from flexengine.apps.evaluate.templates import columns_of, filled, text_of
+from flexengine.config import json_kind, shown
+from flexengine.errors import InvalidInput
+from flexengine.job.rows import Row
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One prompt of a scenario.
+
+    Attributes:
+        number: number of the row in its file, from 0.
+        line: line on which the row starts, from 1.
+        variant: ORIGINAL, or the name of a perturbation.
+        context: the prompt with instructions and shots, or the text of a perplexity scenario.
+        choices: the answers among which the model chooses.
+        gold: number of the right choice; None if the scenario has no labels.
+        references: right answers of a generation scenario.
+        error: why the row cannot be run; None if it can.
+    """
+
+    number: int
+    line: int
+    variant: str = ORIGINAL
+    context: str = ""
+    choices: tuple[str, ...] = ()
+    gold: int | None = None
+    references: tuple[str, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Built:
+    """A scenario and its instances: the variants of a row follow each other, the original first.
+
+    Attributes:
+        scenario: the scenario.
+        instances: the instances.
+        shots: numbers of the rows that are shown.
+        digests: SHA-256 of each file that was read, by the name that the scenario gives it.
+    """
+
+    scenario: Scenario
+    instances: tuple[Instance, ...]
+    shots: tuple[int, ...]
+    digests: dict[str, str]
+
+
+def build(scenario: Scenario) -> Built:
+    """Return the instances of a scenario.
+
+    Raises:
+        InvalidInput: a file cannot be read, lacks a column, or has a label outside the choices; there are too few rows
+            for the shots, or none is left to evaluate.
+    """
+    columns = columns_of(scenario.prompt.template)
+    table = _table(scenario, "data.file", scenario.data.file, columns)
+    digests = {scenario.data.file: table.digest}
+    pool = table
+    if scenario.few_shot is not None and (name := scenario.few_shot.file) is not None:
+        pool = _table(scenario, "few_shot.file", name, columns)
+        digests[name] = pool.digest
+    shots = _shots(scenario, pool)
+    used = {row.number for row in shots} if pool is table else set()
+    rows = [row for row in table.rows if row.index not in used][: scenario.data.limit]
+    if not rows:
+        raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, so none is"
+                                    " evaluated; lower few_shot.count, or name another few_shot.file")  # fmt: skip
+    before = _before(scenario, shots)
+    instances = tuple(each for row in rows for each in _variants(scenario, table, row, columns, before))
+    return Built(scenario, instances, tuple(row.number for row in shots), digests)
+
+
+def _table(scenario: Scenario, field: str, name: str, columns: Iterable[str]) -> Table:
+    """Return the rows of a file. Raise InvalidInput if it cannot be read or lacks a column."""
+    try:
+        table = read_table(scenario.path(name))
+    except InvalidInput as error:
+        raise scenario.origin.fault(field, f"{field}: {error}") from error
+    needed = [("prompt.template", column) for column in columns]
+    choices, label, perturbed = scenario.choices, scenario.label, scenario.perturbations
+    needed += [("choices.column", choices.column)] if choices.column else []
+    needed += [("choices.columns", column) for column in choices.columns]
+    needed += [("label.column", label.column)] if label else []
+    for place, column in needed:
+        if column not in table.columns:
+            raise scenario.origin.fault(place, f"{place} names the column {shown(column)}, which {table.path} does not"
+                                        f" have; choose from {', '.join(table.columns)}")  # fmt: skip
+    for column in perturbed.columns if perturbed else ():
+        if column not in columns:
+            raise scenario.origin.fault("perturbations.columns", f"perturbations.columns names {shown(column)}, which"
+                                        f" is not in prompt.template; choose from {', '.join(columns)}")  # fmt: skip
+    return table
+
+
+def _shots(scenario: Scenario, pool: Table) -> list[Instance]:
+    """Return the rows that are shown, without what comes before their prompts."""
+    if (few := scenario.few_shot) is None:
+        return []
+    made = [_instance(scenario, pool, row, row.fields, "") for row in pool.rows]
+    usable = [each for each in made if each.error is None]
+    if len(usable) < few.count:
+        raise scenario.origin.fault("few_shot.count", f"few_shot.count is {few.count}, but {pool.path} has"
+                                    f" {len(usable)} usable rows; lower it or name a larger file")  # fmt: skip
+    fixed = scenario.kind != CHOICE or bool(scenario.choices.values)  # else labels are the places of the right choices
+    labels = [_answer(each) if fixed else str(each.gold) for each in usable]
+    return [usable[number] for number in draw(labels, few.count, few.seed, few.balanced)]
+
+
+def _answer(instance: Instance) -> str:
+    return instance.choices[instance.gold] if instance.gold is not None else instance.references[0]
+
+
+def _before(scenario: Scenario, shots: Iterable[Instance]) -> str:
+    prompt = scenario.prompt
+    parts = [prompt.instructions] if prompt.instructions else []
+    parts += [shot.context + prompt.delimiter + _answer(shot) for shot in shots]
+    return "".join(part + prompt.separator for part in parts)
+
+
+def _variants(scenario: Scenario, table: Table, row: Row, columns: tuple[str, ...], before: str) -> list[Instance]:
+    copies = {ORIGINAL: row.fields}
+    if scenario.perturbations is not None:
+        copies |= scenario.perturbations.copies(row.fields, columns, row.index)
+    return [replace(_instance(scenario, table, row, fields, before), variant=name) for name, fields in copies.items()]
+
+
+def _instance(scenario: Scenario, table: Table, row: Row, fields: dict[str, Any], before: str) -> Instance:
+    """Return the instance of a row, with an error if a value is missing. Raise InvalidInput if the label is none of the
+    choices, as the whole column may be read wrongly then.
+
+    Args:
+        fields: values of the template, possibly perturbed. Choices and labels are those of `row`.
+        before: text before the prompt.
+    """
+    empty = Instance(row.index, row.line)
+    if row.error is not None:
+        return replace(empty, error=row.error)
+    try:
+        made = replace(empty, context=before + filled(scenario.prompt.template, fields))
+        if scenario.kind == PERPLEXITY and not made.context:
+            raise InvalidInput("the text is empty")
+        if scenario.kind == CHOICE:
+            made = replace(made, choices=_choices(scenario, row.fields))
+        answers = _answers(scenario.label, row.fields)
+    except InvalidInput as error:
+        return replace(empty, error=row.refused(str(error)).error)
+    if scenario.label is None or scenario.kind != CHOICE:
+        return replace(made, references=answers)
+    return replace(made, gold=_gold(scenario.label, answers[0], made.choices, f"{table.path}, line {row.line}"))
+
+
+def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
+    given = scenario.choices
+    if given.values:
+        return given.values
+    found = _list(row, given.column) if given.column else [text_of(row, column) for column in given.columns]
+    if len(found) < 2 or not all(found):
+        raise InvalidInput(f"the choices are {shown(found)}; there must be at least 2, none of them empty")
+    return tuple(found)
+
+
+def _list(row: dict[str, Any], column: str) -> list[str]:
+    value = row.get(column)
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise InvalidInput(f"column {column} is {shown(row[column])}; it must be a list of texts") from None
+    if not isinstance(value, list):
+        raise InvalidInput(f"column {column} is {json_kind(value)}; it must be a list of texts")
+    return [text_of({column: each}, column) for each in value]
+
+
+def _answers(label: Label | None, row: dict[str, Any]) -> tuple[str, ...]:
+    """Return the right answers, as texts of at least one character; none if there are no labels."""
+    if label is None:
+        return ()
+    value = row.get(label.column)
+    found = _list(row, label.column) if isinstance(value, list) else [text_of(row, label.column)]
+    if not found or not all(each.strip() for each in found):
+        raise InvalidInput(f"column {label.column} is empty; it must hold the right answer")
+    return tuple(found)
+
+
+def _gold(label: Label, text: str, choices: tuple[str, ...], place: str) -> int:
+    """Return the number of the right choice."""
+    count = len(choices)
+    if label.form == TEXT:
+        allowed = choices
+    elif label.form == INDEX:
+        allowed = tuple(map(str, range(count)))
+        text = text.strip().removesuffix(".0")
+    else:
+        allowed = tuple(chr(ord("A") + number) for number in range(count))
+        text = text.strip().upper()
+    if text not in allowed:
+        names = ", ".join(map(shown, allowed)) if label.form == TEXT else f"{allowed[0]} to {allowed[-1]}"
+        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(text)}; with label.form {label.form}"
+                           f" and {count} choices it must be one of {names}")  # fmt: skip
+    return allowed.index(text)

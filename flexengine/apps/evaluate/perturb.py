@@ -1,0 +1,132 @@
+"""Perturbations of prompts, as in HELM: typing errors, lower case, extra spaces and contractions.
+
+Each function takes a text and a seeded generator, and returns the perturbed text.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+ORIGINAL = "original"
+_ROWS = ("qwertyuiop", "asdfghjkl", "zxcvbnm")  # of a keyboard; each row lies half a key further right than the last
+
+
+@dataclass(frozen=True)
+class Perturbations:
+    """Perturbed copies of each row, one for each field that is set. Shots, instructions and answers stay unchanged.
+
+    Attributes:
+        typos: probability with which a letter is replaced by a neighbour on the keyboard; None is off.
+        lower_case: make all letters lower case.
+        extra_space: replace each run of spaces by 1 to this many spaces; None is off.
+        contractions: replace "is not" by "isn't", "I am" by "I'm", and so on.
+        seed: seed of typos and spaces.
+        columns: columns of the template that are perturbed; none given is all.
+    """
+
+    typos: float | None = None
+    lower_case: bool = False
+    extra_space: int | None = None
+    contractions: bool = False
+    seed: int = 0
+    columns: tuple[str, ...] = ()
+
+    def fault(self) -> str | None:
+        """Return why the values cannot be used; None if they can."""
+        if self.typos is not None and not 0 < self.typos <= 1:
+            return f"typos is {self.typos}; it must be a probability above 0 and at most 1"
+        if self.extra_space is not None and self.extra_space < 2:
+            return f"extra_space is {self.extra_space}; it must be at least 2"
+        return None if self.named() else "none is on; set typos, lower_case, extra_space or contractions"
+
+    def named(self) -> dict[str, Callable[[str, Random], str]]:
+        """Return the perturbations that are on, by name."""
+        typing, most = self.typos, self.extra_space
+        found: dict[str, Callable[[str, Random], str]] = {}
+        if typing is not None:
+            found["typos"] = lambda text, random: typos(text, random, typing)
+        if self.lower_case:
+            found["lower_case"] = lambda text, random: text.lower()
+        if most is not None:
+            found["extra_space"] = lambda text, random: extra_space(text, random, most)
+        if self.contractions:
+            found["contractions"] = lambda text, random: contracted(text)
+        return found
+
+    def copies(self, row: Mapping[str, Any], columns: tuple[str, ...], number: int) -> dict[str, dict[str, Any]]:
+        """Return the perturbed copies of a row, by name.
+
+        Args:
+            columns: columns of the template.
+            number: number of the row in its file; the noise of a row depends on it and on the seed only.
+        """
+        changed = [name for name in columns if isinstance(row.get(name), str) and name in (self.columns or columns)]
+        return {
+            name: {**row, **{c: change(row[c], Random(f"{self.seed} {name} {number} {c}")) for c in changed}}
+            for name, change in self.named().items()
+        }
+
+
+def typos(text: str, random: Random, probability: float) -> str:
+    """Return the text with letters replaced by neighbours on an English keyboard, in the same case."""
+    return "".join(_typo(letter, random) if _is_hit(letter, random, probability) else letter for letter in text)
+
+
+def _is_hit(letter: str, random: Random, probability: float) -> bool:
+    return letter.lower() in NEIGHBOURS and random.random() < probability
+
+
+def _typo(letter: str, random: Random) -> str:
+    other = random.choice(NEIGHBOURS[letter.lower()])
+    return other if letter.islower() else other.upper()
+
+
+def _neighbours() -> dict[str, str]:
+    """Return the keys that touch each key: left and right, and two in the row above and in the row below."""
+    places = {key: (column + row / 2, row) for row, keys in enumerate(_ROWS) for column, key in enumerate(keys)}
+    return {
+        key: "".join(k for k, (a, b) in places.items() if k != key and abs(a - x) <= 1 and abs(b - y) <= 1)
+        for key, (x, y) in places.items()
+    }
+
+
+NEIGHBOURS = _neighbours()
+
+
+def extra_space(text: str, random: Random, most: int) -> str:
+    """Return the text with each run of spaces replaced by 1 to `most` spaces."""
+    return re.sub(" +", lambda _: " " * random.randint(1, most), text)
+
+
+_SUBJECTS = "i you he she it we they that there what where when who why how"
+_SHORT = {"am": "'m", "are": "'re", "is": "'s", "will": "'ll", "would": "'d", "have": "'ve"}
+_NEGATED = "are could did do does had has have is might must need ought should was were would"
+_AGREE = {"am": "i", "are": "you we they", "is": "he she it that there what where when who why how",
+          "will": _SUBJECTS, "would": _SUBJECTS, "have": "i you we they"}  # fmt: skip
+
+
+def _contractions() -> dict[str, str]:
+    """Return contractions by their two words in lower case."""
+    pairs = {f"{subject} {verb}": subject + _SHORT[verb]
+             for verb, subjects in _AGREE.items() for subject in subjects.split()}  # fmt: skip
+    pairs |= {f"{verb} not": f"{verb}n't" for verb in _NEGATED.split()}
+    pairs |= {f"{modal} have": f"{modal}'ve" for modal in ("could", "might", "must", "should", "would")}
+    return pairs | {"cannot": "can't", "will not": "won't", "shall not": "shan't"}
+
+
+CONTRACTIONS = _contractions()
+# Only before a space, so that no contraction ends a sentence ("What it is." stays).
+_CONTRACTED = re.compile(rf"\b({'|'.join(sorted(CONTRACTIONS, key=len, reverse=True))})(?= )", re.IGNORECASE)
+
+
+def contracted(text: str) -> str:
+    """Return the text with contractions. A contraction has the case of the first letter that it replaces."""
+    return _CONTRACTED.sub(lambda match: _cased(match[0], CONTRACTIONS[match[0].lower()]), text)
+
+
+def _cased(words: str, short: str) -> str:
+    if words.isupper() and len(words.split()[0]) > 1:
+        return short.upper()
+    return words[0] + short[1:]

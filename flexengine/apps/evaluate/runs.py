@@ -1,0 +1,158 @@
+"""Runs: a model with its switches, the specifications of runs on a command line, and the job of a run."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexengine.apps.evaluate.files import replace_file
+from flexengine.config import SamplingParams, shown
+from flexengine.errors import InvalidInput
+from flexengine.job.results import encode_fields
+from flexengine.lossy import EXACT, Lossy
+
+OPTIONS = ("model", "weights", "compute", "cache", "sparse-attention", "calibrate", "dtype")
+PLAIN = "exact"  # the run without options
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model with its switches.
+
+    Attributes:
+        name: name in all results.
+        model: as in --model; None is the demo model.
+        lossy: lossy switches.
+        dtype: as in --dtype; None leaves it to that option.
+    """
+
+    name: str
+    model: str | None = None
+    lossy: Lossy = EXACT
+    dtype: str | None = None
+
+    @property
+    def stem(self) -> str:
+        """Return the name of the run's files without suffix."""
+        return re.sub(r"[^\w.-]+", "_", self.name)
+
+
+def parse_run(text: str) -> Run:
+    """Return the run of a specification: NAME, or NAME:OPTION=VALUE,..., or OPTION=VALUE,... whose name is the text.
+
+    Raises:
+        InvalidInput: an option is unknown, has no value, or is given twice; a value is not allowed; or the name is
+            neither PLAIN nor followed by options.
+    """
+    name, colon, rest = text.partition(":")
+    if "=" in name:
+        name, colon, rest = text, ":", text
+    if not name.strip() or (not colon and name != PLAIN) or (colon and not rest):
+        raise InvalidInput(f"--run is {shown(text)}; it must be {PLAIN}, or NAME:OPTION=VALUE,... as in"
+                           f" 4bit:weights=int4, with options from {', '.join(OPTIONS)}")  # fmt: skip
+    options = _options(name, rest)
+    try:
+        lossy = _lossy(options)
+    except InvalidInput as error:
+        raise InvalidInput(f"--run {name}: {error}") from error
+    return Run(name.strip(), options.get("model"), lossy, options.get("dtype"))
+
+
+def _options(name: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in text.split(",") if text else ():
+        option, _, value = part.partition("=")
+        option, value = option.strip().replace("_", "-"), value.strip()
+        if option not in OPTIONS:
+            raise InvalidInput(f"--run {name}: there is no option {shown(option)}; choose from {', '.join(OPTIONS)}")
+        if not value or option in options:
+            why = "has no value" if not value else "is given twice"
+            raise InvalidInput(f"--run {name}: {option} {why}; write {option}=VALUE once")
+        options[option] = value
+    return options
+
+
+def _lossy(options: Mapping[str, str]) -> Lossy:
+    """Return the lossy switches. Raise InvalidInput if a value is not allowed."""
+    share, calibrate = options.get("sparse-attention"), options.get("calibrate")
+    try:
+        number = None if share is None else float(share)
+    except ValueError:
+        raise InvalidInput(f"sparse-attention is {shown(share)}; it must be a number, such as 0.1") from None
+    return Lossy(options.get("weights"), options.get("compute"), options.get("cache"), number, calibrate)
+
+
+def runs_of(models: Sequence[str], texts: Sequence[str]) -> list[Run]:
+    """Return the runs of a command line: each specification with each model, or with its own model if it names one.
+
+    Args:
+        models: values of --model; none is the demo model.
+        texts: values of --run; none is PLAIN.
+
+    Raises:
+        InvalidInput: a specification is wrong, or two runs would share a name or the names of their files.
+    """
+    runs: list[Run] = []
+    for spec in map(parse_run, texts or (PLAIN,)):
+        if spec.model is not None or not models:
+            runs.append(spec)
+        else:
+            runs += [replace(spec, model=model, name=_name(spec, model, len(models) > 1)) for model in models]
+    seen: dict[str, Run] = {}
+    for run in runs:
+        if (first := seen.setdefault(run.stem, run)) is not run:
+            raise InvalidInput(f"two runs are named {first.name} and {run.name}; give --run names of their own, as in"
+                               " NAME:OPTION=VALUE")  # fmt: skip
+    return runs
+
+
+def _name(spec: Run, model: str, several: bool) -> str:
+    return f"{Path(model).name} {spec.name}" if several else spec.name
+
+
+class Jobs(Protocol):
+    """The part of an engine that a run needs."""
+
+    def run_job(
+        self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool, restart: bool
+    ) -> Any:
+        """Run the rows of a file; see `Engine.run_job`."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The results of a run.
+
+    Attributes:
+        results: rows of the job with the fields of its output.
+        seconds: seconds of all sweeps; None if an earlier call of the command computed some of the rows.
+    """
+
+    results: list[dict[str, Any]]
+    seconds: float | None
+
+
+def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path, restart: bool) -> Finished:
+    """Run the rows as one job, whose files are in `folder`, and return its results. If the job was interrupted, it is
+    continued; if it is finished, its results are read.
+
+    Raises:
+        InvalidInput: the folder holds a job of this name with other rows.
+    """
+    path, output = folder / f"{run.stem}.jsonl", folder / f"{run.stem}.results.jsonl"
+    write_rows(path, rows, restart)
+    summary = engine.run_job(path, output, SamplingParams(), score=True, restart=restart)
+    with output.open(encoding="utf-8") as file:
+        results = [row | json.loads(line) for row, line in zip(rows, file, strict=True)]
+    return Finished(results, summary.total_seconds if summary.job.done_before == 0 else None)
+
+
+def write_rows(path: Path, rows: Sequence[dict[str, Any]], restart: bool) -> None:
+    """Write the input of a job, unless it is there. Raise InvalidInput if the file has other rows."""
+    data = b"".join(map(encode_fields, rows))
+    if not restart and path.exists() and path.read_bytes() != data:
+        raise InvalidInput(f"{path} was written for other scenarios: they, or their data, have changed since; give"
+                           " --restart to start over, or another --output")  # fmt: skip
+    replace_file(path, data)

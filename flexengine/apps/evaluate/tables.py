@@ -1,0 +1,88 @@
+"""Rows of the files that scenarios name."""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flexengine.errors import InvalidInput
+from flexengine.job import tables
+from flexengine.job.inputs import MAX_LINE_BYTES, Rows
+from flexengine.job.rows import Row
+from flexengine.job.source import Source
+
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
+
+
+@dataclass(frozen=True)
+class Table:
+    """All rows of a file. Rows that cannot be read have an error.
+
+    Attributes:
+        path: the file.
+        columns: all columns, in the order in which they appear.
+        rows: the rows, in the order of the file.
+        digest: SHA-256 of the file.
+    """
+
+    path: Path
+    columns: tuple[str, ...]
+    rows: list[Row]
+    digest: str
+
+
+def read_table(path: Path) -> Table:
+    """Return the rows of a file. A .txt file has one column, text, with a line in each row.
+
+    Raises:
+        InvalidInput: the file cannot be read, has an unknown format, or has no rows.
+    """
+    if path.exists() and not path.is_file():
+        raise InvalidInput(f"{path} is no file; name a .jsonl, .csv, .tsv, .txt, .parquet or .arrow file")
+    source = Source(path, None)
+    try:
+        form = source.form
+        if form in _DELIMITERS:
+            columns, rows = _csv(path, source)
+        elif form in ("parquet", "arrow"):
+            columns = tuple(tables.arrow_columns(source.file, path, form))
+            records = tables.arrow_records(source.file, path, form, "")
+            rows = [_row(index, record) for index, record in enumerate(records)]
+        else:
+            rows = list(_lines(path, form))
+            columns = tuple(dict.fromkeys(name for row in rows for name in row.fields))
+    finally:
+        source.close()
+    if not rows:
+        raise InvalidInput(f"{path} has no rows; name a file with at least one")
+    return Table(path, columns, rows, hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+def _csv(path: Path, source: Source) -> tuple[tuple[str, ...], list[Row]]:
+    with source.open() as file:
+        records = tables.csv_records(file, _DELIMITERS[source.form], MAX_LINE_BYTES)
+        header = next(records, None)
+        if header is None or header.fault:
+            what = f"line {header.line} {header.fault}" if header else "it is empty"
+            raise InvalidInput(f"{path} has no header line that names the columns: {what}")
+        columns = header.cells
+        if double := sorted({name for name in columns if columns.count(name) > 1}):
+            raise InvalidInput(f"{path}, line {header.line}: several columns are named {double[0]!r}; rename them")
+        return tuple(columns), [_row(index, tables.named(each, columns)) for index, each in enumerate(records)]
+
+
+def _lines(path: Path, form: str) -> Iterator[Row]:
+    with Rows(path, form=form) as rows:
+        for row in rows:
+            text = form == "txt" and row.error is None
+            yield Row(row.index, row.line, {"text": row.fields["prompt"]}) if text else _plain(row)
+
+
+def _plain(row: Row) -> Row:
+    """Return a row of JSON without the errors that only concern prompts: any object is a row here."""
+    return Row(row.index, row.line, row.fields, None if row.fields else row.error)
+
+
+def _row(index: int, record: tables.Record) -> Row:
+    row = Row(index, record.line, record.fields)
+    return row if record.fault is None else row.refused(record.fault)

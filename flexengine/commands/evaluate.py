@@ -1,0 +1,160 @@
+"""flexengine evaluate SCENARIO.yaml ...: evaluate models on local scenarios."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
+from flexengine.commands.messages import say, say_error
+from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.options import DTYPES, add_machine, file_name, named
+from flexengine.commands.parser import Parser
+from flexengine.commands.text import table
+from flexengine.errors import InvalidInput
+from flexengine.job.overwrite import check_not_overwritten
+
+if TYPE_CHECKING:
+    from flexengine.apps.evaluate.figures import Figure
+    from flexengine.apps.evaluate.instances import Built
+    from flexengine.apps.evaluate.report import Evaluation
+    from flexengine.apps.evaluate.runs import Run
+    from flexengine.engine.engine import Engine
+    from flexengine.job.interrupt import Interrupts
+
+STANDING = "interrupted: finished rows are stored; run the same command again to continue"
+
+
+def parser() -> Parser:
+    """Return the argument parser."""
+    p = Parser("evaluate", "Evaluate models on scenarios of your own: multiple choice, generation, perplexity.",
+               "The command can be stopped or killed at any time; the same command then continues. docs/evaluate.md"
+               " describes scenario files and results.", "SCENARIO.yaml...")  # fmt: skip
+    p.add_argument("scenario", nargs="*", type=named, metavar="SCENARIO.yaml", help="one or more scenario files")
+    output = p.add_argument_group("output")
+    output.add_argument("-o", "--output", type=file_name, metavar="DIR",
+                        help="folder for results.json, results.csv, results.html, instances.jsonl and throughput.json;"
+                             " its folder jobs holds the rows of each run, from which the same command"
+                             " continues")  # fmt: skip
+    output.add_argument("--restart", action="store_true", help="delete the results of earlier calls, and start over")
+    runs = p.add_argument_group("runs", "the first run is the one that the others are compared with")
+    runs.add_argument("-m", "--model", action="append", default=[], type=named, metavar="MODEL",
+                      help="directory, .gguf file or hub id (default: the demo model); may be repeated")  # fmt: skip
+    runs.add_argument("--run", action="append", default=[], metavar="NAME:OPTION=VALUE,...",
+                      help="exact, or a name and options from model, weights, compute, cache, sparse-attention,"
+                           " calibrate (bundled or a file) and dtype, as in 4bit:weights=int4; may be repeated; each is"
+                           " run with each --model (default: exact)")  # fmt: skip
+    runs.add_argument("--resamples", type=int, default=1000, metavar="N",
+                      help="draws of the bootstrap, which gives intervals of 95 %% (default: %(default)s)")  # fmt: skip
+    add_machine(p.add_argument_group("machine"))
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
+    130 or 143 interrupted by SIGINT or SIGTERM."""
+    from flexengine.job.interrupt import Interrupted, Interrupts
+
+    with Interrupts() as interrupts:
+        interrupts.standing = lambda: STANDING
+
+        def finish() -> int:
+            try:
+                return run(parser().parse_args(argv), interrupts)
+            except KeyboardInterrupt as stop:
+                say_error(STANDING)
+                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+
+        return exit_code(finish)
+
+
+def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
+    """Evaluate, print a table and write the results. Return the exit code. Raise FlexError if an option, a scenario or
+    a model is refused, scenarios before any model is opened."""
+    from flexengine.apps.evaluate.evaluation import evaluate
+    from flexengine.apps.evaluate.figures import Draws
+    from flexengine.apps.evaluate.report import write_files
+    from flexengine.apps.evaluate.runs import runs_of
+
+    for given, what in ((args.scenario, "scenario"), (args.output, "--output")):
+        if not given:
+            raise InvalidInput(f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR")
+    if args.resamples < 1:
+        raise InvalidInput(f"--resamples is {args.resamples}; it must be at least 1")
+    runs, folder = runs_of(args.model, args.run), Path(args.output)
+    if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
+        raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    scenarios = _build(args.scenario)
+    _check_folder(folder, scenarios)
+    engine_class = load_libraries()
+    machine = ("device", "device_mem", "host_mem", "offload_dir", "trust_remote_code", "allow_symlinks")
+    options = {name: getattr(args, name) for name in machine}
+
+    def make(each: "Run") -> "Engine":
+        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype or args.dtype,
+                            on_sweep=lambda _: interrupts.check(), **options)  # fmt: skip
+
+    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), args.restart)
+    write_files(done, folder)
+    print(text(done))
+    say(f"results are in {folder / 'results.html'}, results.json, results.csv and instances.jsonl")
+    return SOME_FAILED if any(figure.errors for figure in done.figures) else DONE
+
+
+def _build(files: Sequence[str]) -> "list[Built]":
+    """Return the instances of all scenarios."""
+    from flexengine.apps.evaluate.instances import build
+    from flexengine.apps.evaluate.scenario import load
+
+    return [build(scenario) for scenario in load(files)]
+
+
+def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
+    """Raise InvalidInput if the folder cannot be used, or a file in it is one that a scenario reads."""
+    from flexengine.apps.evaluate.evaluation import THROUGHPUT
+    from flexengine.apps.evaluate.report import RESULTS
+
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"--output {folder} is a file; name a folder")
+    read = {str(built.scenario.origin.file): built.scenario.origin.file for built in scenarios}
+    read |= {f"{built.scenario.name}: {name}": str(built.scenario.path(name))
+             for built in scenarios for name in built.digests}  # fmt: skip
+    written = {name: str(folder / name) for name in (*RESULTS, THROUGHPUT)}
+    for name, path in read.items():
+        check_not_overwritten({name: path}, written)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInput(f"--output {folder} cannot be made: {error.strerror}; name another folder") from error
+
+
+def text(evaluation: "Evaluation") -> str:
+    """Return the table of the originals, and of the worst over perturbations: a line for each scenario and metric."""
+    from flexengine.apps.evaluate.figures import WORST
+    from flexengine.apps.evaluate.perturb import ORIGINAL
+
+    count = len(evaluation.runs)
+    head = ["scenario", "metric", evaluation.runs[0].name]
+    for each in evaluation.runs[1:]:
+        head += [each.name, "difference"]
+    lines = [head]
+    figures = evaluation.figures
+    for begin in range(0, len(figures), count):
+        first, *others = figures[begin : begin + count]
+        if first.variant in (ORIGINAL, WORST):
+            metric = first.metric if first.variant == ORIGINAL else f"{first.metric}, {WORST}"
+            lines.append([first.scenario, metric, _value(first), *(c for f in others for c in (_value(f), _more(f)))])
+    return table(lines, range(2, len(head)))
+
+
+def _value(figure: "Figure") -> str:
+    return _with_interval(figure.value, figure.low, figure.high, ".4f")
+
+
+def _more(figure: "Figure") -> str:
+    return _with_interval(figure.difference, figure.difference_low, figure.difference_high, "+.4f")
+
+
+def _with_interval(value: float | None, low: float | None, high: float | None, form: str) -> str:
+    value_text, low_text, high_text = ("-" if each is None else format(each, form) for each in (value, low, high))
+    return value_text if value is None else f"{value_text} [{low_text}, {high_text}]"

@@ -1,0 +1,241 @@
+"""The whole command with a tiny model, against `transformers`; interrupted and refused evaluations."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from flexengine.apps.evaluate import files
+from flexengine.apps.evaluate.report import RESULTS
+from flexengine.commands import evaluate
+from flexengine.config import Result
+from flexengine.job.journal import Journal
+from tests.helpers.pages import ROOT
+from tests.helpers.speaker import make_byte_llama
+from tests.helpers.tokenizers import byte_tokenizer
+
+QUESTIONS = [{"q": f"{a} and {b}?", "options": [str(a), f"{a}{b}", "none"], "a": a % 3}
+             for a, b in ((1, 2), (5, 3), (7, 7), (2, 9), (6, 4), (3, 8), (9, 1))]  # fmt: skip
+SCENARIOS = {
+    "choice": ("kind: choice\nprompt: {template: 'Q: {q}\\nA:'}\nchoices: {column: options}\n"
+               "label: {column: a, form: index}\nfew_shot: {count: 1, seed: 2}\nperturbations: {lower_case: true}\n"
+               "metrics: [accuracy, accuracy_per_token, accuracy_per_byte, accuracy_unconditional, gold_probability]\n",
+               QUESTIONS),
+    "generation": ("kind: generation\nprompt: {template: '{q}'}\nlabel: {column: q}\n"
+                   "generation: {max_tokens: 6, stop: ['e']}\n", QUESTIONS),
+    "perplexity": ("kind: perplexity\nprompt: {template: '{t}'}\n",
+                   [{"t": "Some words."}, {"t": "Naïve, too."}, {"t": "x" * 700}]),
+}  # fmt: skip
+
+
+class Tiny:
+    """A tiny model of a token per byte, with reference answers."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory, self.tokenizer = directory, byte_tokenizer(directory)
+        self.model = make_byte_llama(directory, len(self.tokenizer), seed=3, width=32, context=256, spread=0.3)
+
+    @torch.no_grad()
+    def logprob(self, context: str, continuation: str) -> float:
+        begin = self.tokenizer(context).input_ids
+        rest = self.tokenizer(continuation, add_special_tokens=False).input_ids
+        logits = self.model(torch.tensor([begin + rest])).logits[0].double().log_softmax(-1)
+        return sum(float(logits[len(begin) - 1 + i, token]) for i, token in enumerate(rest))
+
+    @torch.no_grad()
+    def text(self, prompt: str, most: int, stop: str) -> str:
+        ids, text = self.tokenizer(prompt).input_ids, ""
+        begin = len(ids)
+        while len(ids) - begin < most and stop not in text and ids[-1] != self.tokenizer.eos_token_id:
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+            text = self.tokenizer.decode(ids[begin:], skip_special_tokens=True)
+        return text.split(stop)[0]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    return Tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def given(tmp_path: Path, one_thread: None) -> list[str]:
+    for name, (yaml, rows) in SCENARIOS.items():
+        (tmp_path / f"{name}.yaml").write_text(f"data: {{file: {name}.jsonl}}\n{yaml}")
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [str(tmp_path / f"{name}.yaml") for name in SCENARIOS]
+
+
+def arguments(given: list[str], tiny: Tiny, folder: Path, *more: str) -> list[str]:
+    return [*given, "-m", str(tiny.directory), "-o", str(folder), "--resamples", "50", *more]
+
+
+def lines(folder: Path) -> Iterator[dict[str, Any]]:
+    yield from map(json.loads, (folder / "instances.jsonl").read_text().splitlines())
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: (folder / name).read_bytes() for name in RESULTS}
+
+
+def test_answers_are_those_of_transformers(
+    given: list[str], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    assert evaluate.main(arguments(given, tiny, folder, "--run", "exact", "--run", "8bit:cache=int8")) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].split() == ["scenario", "metric", "exact", "8bit", "difference"]
+    assert "run exact: " in err
+    assert "padded tok/s" in err
+    right: dict[str, list[float]] = {}
+    for line in lines(folder):
+        if line["run"] != "exact":
+            continue
+        if line["scenario"] == "choice":
+            reference = [tiny.logprob(line["context"], f" {choice}") for choice in line["choices"]]
+            alone = [tiny.logprob("Answer:", f" {choice}") for choice in line["choices"]]
+            assert line["logprobs"] == pytest.approx(reference, abs=1e-4)
+            assert line["unconditional_logprobs"] == pytest.approx(alone, abs=1e-4)
+            assert line["tokens"] == [1 + len(choice) for choice in line["choices"]]
+            if line["variant"] == "original":
+                gold = QUESTIONS[line["row"]]["a"]
+                pairs = list(zip(reference, alone, line["choices"], strict=True))
+                best = {"accuracy": reference, "accuracy_per_byte": [r / len(c) for r, _, c in pairs],
+                        "accuracy_unconditional": [r - a for r, a, _ in pairs]}  # fmt: skip
+                for name, scores in best.items():
+                    right.setdefault(name, []).append(scores.index(max(scores)) == gold)
+        elif line["scenario"] == "generation":
+            assert line["text"] == tiny.text(line["context"], 6, "e")
+        elif len(line["context"]) < 256:
+            assert line["logprobs"] == pytest.approx([tiny.logprob("", line["context"])], abs=1e-4)
+            assert line["metrics"]["bits_per_byte"][1] == len(line["context"].encode())
+    assert len(right["accuracy"]) == len(QUESTIONS) - 1  # one row is the shot
+    results = json.loads((folder / "results.json").read_text())["results"]
+    for name, values in right.items():
+        (value,) = [r["value"] for r in results
+                    if (r["run"], r["metric"], r["variant"]) == ("exact", name, "original")]  # fmt: skip
+        assert value == pytest.approx(sum(values) / len(values))
+    (bits,) = [r["value"] for r in results if (r["run"], r["metric"]) == ("exact", "bits_per_byte")]
+    texts = [line for line in lines(folder) if (line["run"], line["scenario"]) == ("exact", "perplexity")]
+    nats = -sum(line["logprobs"][0] for line in texts)
+    assert bits == pytest.approx(nats / sum(len(line["context"].encode()) for line in texts) / math.log(2))
+
+
+def test_an_interrupted_evaluation_ends_with_the_same_files(
+    given: list[str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = tmp_path / "whole"
+    assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
+    add, replace_file = Journal.add, files.replace_file
+    for stop in (0, 5, 17, "results.csv"):
+        folder, count = tmp_path / f"stop-{stop}", 0
+
+        def failing_add(journal: Journal, result: Result, stop: object = stop) -> None:
+            nonlocal count
+            if count == stop:
+                raise KeyboardInterrupt
+            count += 1
+            add(journal, result)
+
+        def failing_replace(path: Path, data: bytes, stop: object = stop) -> None:
+            if path.name == stop:
+                raise KeyboardInterrupt
+            replace_file(path, data)
+
+        monkeypatch.setattr(Journal, "add", failing_add)
+        monkeypatch.setattr("flexengine.apps.evaluate.report.replace_file", failing_replace)
+        assert evaluate.main(arguments(given, tiny, folder, "-q")) == 130
+        monkeypatch.undo()
+        assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
+        assert contents(folder) == contents(whole)
+
+
+def test_a_second_run_is_added_without_computing_the_first_again(
+    given: list[str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "out"
+    assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
+    added = []
+    add = Journal.add
+    monkeypatch.setattr(Journal, "add", lambda journal, result: (added.append(journal.path.name), add(journal, result)))
+    assert evaluate.main(arguments(given, tiny, folder, "-q", "--run", "exact", "--run", "cache=int8")) == 0
+    assert set(added) == {"cache_int8.results.jsonl.journal"}
+
+
+def test_rows_with_errors_give_code_1(given: list[str], tiny: Tiny, tmp_path: Path) -> None:
+    with (tmp_path / "generation.jsonl").open("a") as file:
+        file.write(json.dumps({"q": "x" * 300}) + "\n")
+    assert evaluate.main(arguments(given[1:2], tiny, tmp_path / "out", "-q")) == 1
+    (bad,) = [line for line in lines(tmp_path / "out") if line["error"] is not None]
+    assert bad["error"].startswith("line 8: ")
+    assert "256" in bad["error"]
+
+
+SLOW = """import sys, time
+from flexengine.job.journal import Journal
+add = Journal.add
+def slow(journal, result):
+    add(journal, result)
+    time.sleep(0.1)
+Journal.add = slow
+from flexengine.commands.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_evaluation_ends_with_the_same_files(given: list[str], tiny: Tiny, tmp_path: Path) -> None:
+    whole, folder = tmp_path / "whole", tmp_path / "out"
+    assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
+    child = subprocess.Popen([sys.executable, "-c", SLOW, "evaluate", *arguments(given, tiny, folder, "-q")], cwd=ROOT)
+    journal, deadline = folder / "jobs" / "exact.results.jsonl.journal", time.monotonic() + 120
+    while time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b'"index"') > 3):
+        time.sleep(0.02)
+    os.kill(child.pid, signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    assert not (folder / "results.json").exists()
+    assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
+    assert contents(folder) == contents(whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["--run", "4bit"], "--run is '4bit'; it must be exact, or NAME:OPTION=VALUE"),
+        (["--run", "a:dtype=float8"], "--run a: dtype is 'float8'; it must be one of auto, float32"),
+        (["--resamples", "0"], "--resamples is 0; it must be at least 1"),
+        (["-o", "choice.yaml"], "--output choice.yaml is a file; name a folder"),
+    ],
+)
+def test_refused_before_a_model_is_opened(
+    given: list[str], tmp_path: Path, more: list[str], words: str, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evaluate, "load_libraries", lambda: pytest.fail("a model is opened"))
+    assert evaluate.main([*given, "-o", "out", *more]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_results_do_not_replace_the_scenarios_own_rows(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = Path(given[1]).read_text().replace("generation.jsonl", "instances.jsonl")
+    Path(given[1]).write_text(text)
+    (tmp_path / "generation.jsonl").rename(tmp_path / "instances.jsonl")
+    assert evaluate.main([given[1], "-o", str(tmp_path)]) == 2
+    assert "are one file" in capsys.readouterr().err
+
+
+def test_scenarios_and_output_must_be_given(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for words, what in ((["-o", "out"], "scenario"), (given, "--output")):
+        assert evaluate.main(words) == 2
+        assert f"no {what} is given; write flexengine evaluate SCENARIO.yaml --output DIR" in capsys.readouterr().err
