@@ -52,6 +52,7 @@ __all__ = [
     "RanOut",
     "Result",
     "SamplingParams",
+    "Score",
     "Summary",
     "TooLittle",
     "UnsupportedModel",
@@ -70,6 +71,7 @@ _HOMES = {
     "Progress": "engine.state",
     "Result": "config",
     "SamplingParams": "config",
+    "Score": "config",
     "Summary": "engine.summary",
 }  # all other public names are errors
 

@@ -62,8 +62,9 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
         on_sweep: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
-             "allow_symlinks", "lossy", "allow", "verify", "prefix_sharing")  # fmt: skip
+             "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
     options: dict[str, Any] = {name: getattr(args, name) for name in names}
+    options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
     engine_class = load_libraries()
     try:
         engine = engine_class(args.model, on_sweep=on_sweep, **options)

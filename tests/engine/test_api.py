@@ -46,7 +46,7 @@ def test_public_names() -> None:
     assert set(flexengine.__all__) == {
         "Activity", "BadCheckpoint", "Completion", "Engine", "EngineOptions", "FlexError", "Hardware", "InvalidInput",
         "Links", "Lossy", "ModelNotFound", "OutOfMemory", "Policy", "Progress", "RanOut", "Result", "SamplingParams",
-        "Summary", "TooLittle", "UnsupportedModel", "__version__",
+        "Score", "Summary", "TooLittle", "UnsupportedModel", "__version__",
     }  # fmt: skip
     assert dir(flexengine) == sorted(flexengine.__all__)
     for name in flexengine.__all__:
