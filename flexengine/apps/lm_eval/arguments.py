@@ -1,0 +1,78 @@
+"""The arguments of lm-evaluation-harness as options of an engine."""
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from flexengine import shipped
+from flexengine.config import shown
+from flexengine.engine.options import EngineOptions
+from flexengine.errors import InvalidInput
+from flexengine.lossy import BUNDLED, Lossy
+from flexengine.plan.hardware import Hardware
+from flexengine.policy import Policy
+
+OWN = ("batch_size", "max_batch_size", "max_length", "enable_thinking", "think_end_token")  # of FlexLM itself
+_LOSSY = tuple(f.name for f in fields(Lossy))
+_OPTIONS = tuple(f.name for f in fields(EngineOptions))
+_FROM_FILE = {"policy": lambda text: Policy.load(shipped.find_file("policies", text)),
+              "hardware": lambda text: Hardware.load(shipped.find_file("hardware", text))}  # fmt: skip
+
+
+def engine_options(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+    """Return the keyword arguments of an engine.
+
+    Args:
+        given: options of EngineOptions and switches of Lossy by name. lm-evaluation-harness has converted numbers, true,
+            false and none. A policy and a hardware may be names of files; `allow` may be one name.
+        device: --device of lm-evaluation-harness.
+
+    Raises:
+        InvalidInput: a name is unknown, a value is wrong, or the switches are given twice.
+    """
+    if unknown := [name for name in given if name not in (*_OPTIONS, *_LOSSY, "pretrained")]:
+        known = ", ".join(sorted({*_OPTIONS, *_LOSSY, *OWN, "pretrained"}))
+        raise InvalidInput(f"model_args has {shown(unknown[0])}, which is no option; the options are {known}")
+    options = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
+    if given.get("pretrained") is not None:
+        if "model" in options:
+            raise InvalidInput(f"model_args has model {shown(options['model'])} and pretrained"
+                               f" {shown(given['pretrained'])}, which mean the same; leave one out")  # fmt: skip
+        options["model"] = given["pretrained"]
+    switches = {name: value for name, value in given.items() if name in _LOSSY and value not in (None, False)}
+    if switches and "lossy" in options:
+        raise InvalidInput(f"lossy and {', '.join(switches)} are both given; leave one out")
+    if switches:
+        calibrate = {"calibrate": BUNDLED} if switches.get("calibrate") is True else {}
+        options["lossy"] = Lossy(**switches | calibrate)
+    for name, load in _FROM_FILE.items():
+        if isinstance(options.get(name), str):
+            options[name] = load(options[name])
+    if isinstance(options.get("allow"), str):
+        options["allow"] = [options["allow"]]
+    return options | ({} if device is None else {"device": engine_device(device)})
+
+
+def engine_device(device: str) -> str:
+    """Return the engine's name of a device of torch. Raise InvalidInput if the engine cannot compute there."""
+    if device in ("auto", "cpu", "cuda", "sim"):
+        return device
+    if device == "cuda:0":
+        return "cuda"
+    choice = "; CUDA_VISIBLE_DEVICES=N chooses the GPU" if str(device).startswith("cuda:") else ""
+    raise InvalidInput(f"device is {shown(device)}; it must be one of auto, cpu, cuda, cuda:0, sim{choice}")
+
+
+def unused(batch_size: int | str | None, max_batch_size: int | None) -> str | None:
+    """Return a message about batch sizes that were given; None if there are none. "auto" needs no message."""
+    given = [] if batch_size is None or str(batch_size).startswith("auto") else [f"batch_size {batch_size}"]
+    given += [] if max_batch_size is None else [f"max_batch_size {max_batch_size}"]
+    return f"{' and '.join(given)} not used: the plan chooses the sizes of batches" if given else None
+
+
+def check_library() -> None:
+    """Raise InvalidInput if lm-evaluation-harness is not installed."""
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise InvalidInput(f'lm-evaluation-harness is needed ({error}); pip install "flexengine[lm-eval]"') from error

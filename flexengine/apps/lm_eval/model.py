@@ -1,0 +1,278 @@
+"""The model `flexengine` of lm-evaluation-harness.
+
+The harness gives all requests of a type in one list. `FlexLM` computes each list in one call of the engine, and stores
+every result in the harness's cache (--use_cache) as soon as it is computed. Tokens are those of the harness's own model
+`hf`.
+"""
+
+import logging
+import math
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import Any
+
+import jinja2
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text, resolve_max_length
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from flexengine import __version__
+from flexengine.activity import message
+from flexengine.apps.lm_eval.arguments import engine_options, unused
+from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, Generation, generation_of
+from flexengine.config import Result, shown
+from flexengine.engine.engine import Engine
+from flexengine.errors import FlexError, InvalidInput
+
+Ids = Sequence[int]
+Answer = tuple[float, bool]  # log probability in nats, and whether greedy decoding gives the continuation
+
+
+@register_model("flexengine")
+class FlexLM(TemplateLM):  # type: ignore[misc]
+    """A model of lm-evaluation-harness.
+
+    Attributes:
+        engine: the engine, open until `close` is called or the object is deleted.
+        tokenizer: the model's tokenizer, of transformers.
+        max_length: most tokens of a sequence. Longer contexts lose their first tokens, as with `hf`.
+        max_gen_toks: most tokens that are generated if a task sets no number.
+    """
+
+    max_gen_toks = MAX_GEN_TOKS
+
+    def __init__(
+        self, model: str | None = None, *, batch_size: int | str | None = None, max_batch_size: int | None = None,
+        device: str | None = None, max_length: int | None = None, enable_thinking: bool | None = None,
+        think_end_token: str | None = None, **options: Any,
+    ) -> None:  # fmt: skip
+        """Open a model. No weights are read.
+
+        Args:
+            model: a directory, a .gguf file or a hub id; None is the demo model. `pretrained` is the same.
+            batch_size, max_batch_size: not used, as the plan chooses the sizes of batches; a message says so.
+            device: auto, cpu, cuda, cuda:0 or sim.
+            max_length: most tokens of a sequence; None is the model's context.
+            enable_thinking: passed to the chat template; None leaves the template's default.
+            think_end_token: text that ends the model's thinking. The answer is the text after it.
+            options: options of EngineOptions and switches of Lossy, by name.
+
+        Raises:
+            InvalidInput: an option is wrong, or the checkpoint has no tokenizer.
+            FlexError: as for `Engine`.
+        """
+        super().__init__()
+        given = options if model is None else {"model": model, **options}
+        self.engine = engine = Engine(**engine_options(given, device))
+        self._closing = weakref.finalize(self, engine.close)
+        if (text := unused(batch_size, max_batch_size)) is not None:
+            message(text, logging.WARNING)
+        if engine.tokenizer is None:
+            raise InvalidInput("the checkpoint has no tokenizer, and tasks of lm-evaluation-harness are text; add the"
+                               " tokenizer's files to the model's directory")  # fmt: skip
+        self.tokenizer = engine.tokenizer
+        self.max_length = self._length(max_length)
+        self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
+        self._think_end_token = think_end_token
+        self._said_truncated = False
+
+    def _length(self, given: int | None) -> int:
+        """Return the most tokens of a sequence. Raise InvalidInput if more are given than the model's context has."""
+        skeleton = self.engine.core.skeleton
+        own: int = skeleton.context_length or resolve_max_length(skeleton.config, self.tokenizer)
+        if given is not None and not (isinstance(given, int) and 2 <= given <= own):
+            raise InvalidInput(f"max_length is {shown(given)}; it must be from 2 to {own}, the model's context")
+        return own if given is None else given
+
+    def close(self) -> None:
+        """Close the engine. Further calls do nothing."""
+        self._closing()
+
+    # Tokens.
+
+    @property
+    def eot_token_id(self) -> int | None:
+        """Return the token that ends a text; None if the tokenizer has none."""
+        token: int | None = self.tokenizer.eos_token_id
+        return token
+
+    @property
+    def prefix_token_id(self) -> int:
+        """Return the token that stands for an empty context: the beginning-of-sequence token, or else the
+        end-of-sequence token. Raise InvalidInput if the tokenizer has neither."""
+        tokens: tuple[int | None, ...] = (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
+        first = next((token for token in tokens if token is not None), None)
+        if first is None:
+            raise InvalidInput("the tokenizer has no token that begins or ends a sequence, which an empty context and"
+                               " rolling log likelihoods need")  # fmt: skip
+        return first
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the token ids of a text.
+
+        Args:
+            add_special_tokens: add the tokenizer's special tokens; None adds them unless the text begins with the token
+                that begins a sequence.
+        """
+        if add_special_tokens is None and has_bos_prefix(string, self.tokenizer.decode(self.prefix_token_id)):
+            add_special_tokens = False
+        return self._encoded(string, add_special_tokens)
+
+    def _encoded(self, text: str, special: bool | None) -> list[int]:
+        """Return the token ids of a text. special: None is the tokenizer's default."""
+        options = {} if special is None else {"add_special_tokens": special}
+        return [int(i) for i in self.tokenizer(text, verbose=False, **options)["input_ids"]]
+
+    def _cut(self, ids: list[int], most: int) -> list[int]:
+        """Return the last `most` tokens. The first time that tokens are cut off, a message says so."""
+        if len(ids) > most and not self._said_truncated:
+            self._said_truncated = True
+            message(f"a request has {len(ids)} tokens where {most} fit into max_length {self.max_length}; its first"
+                    " tokens are cut off, as those of all such requests", logging.WARNING)  # fmt: skip
+        return ids[-most:]
+
+    # Requests.
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
+    ) -> list[Answer]:
+        """Return the log probability of each continuation, and whether it is greedy.
+
+        Args:
+            requests: (context, continuation) as text and as token ids of both.
+        """
+        pairs = []
+        for texts, context, continuation in requests:
+            if not 1 <= len(continuation) <= self.max_length:
+                raise InvalidInput(f"the continuation {shown(texts[1])} has {len(continuation)} tokens; it must have 1"
+                                   f" to {self.max_length}, which is max_length")  # fmt: skip
+            whole = self._cut(context + continuation, self.max_length + 1)
+            pairs.append((whole[: -len(continuation)], continuation))
+        answers: list[Any] = [None] * len(pairs)
+
+        def keep(index: int, answer: Answer) -> None:
+            answers[index] = answer
+            self.cache_hook.add_partial("loglikelihood", requests[index][0], answer)
+
+        self._score(pairs, keep)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Return the log probability of each text. A text longer than max_length is cut into windows."""
+        pairs, owners = list[tuple[Ids, Ids]](), list[int]()
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1):
+                pairs.append(make_disjoint_window(window))
+                owners.append(number)
+        parts: list[list[float]] = [[] for _ in requests]
+        missing = Counter(owners)
+
+        def keep_total(owner: int) -> None:
+            self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, math.fsum(parts[owner]))
+
+        def keep(index: int, answer: Answer) -> None:
+            parts[owners[index]].append(answer[0])
+            missing[owners[index]] -= 1
+            if missing[owners[index]] == 0:
+                keep_total(owners[index])
+
+        for empty in set(range(len(requests))) - set(owners):
+            keep_total(empty)
+        self._score(pairs, keep)
+        return [math.fsum(part) for part in parts]
+
+    def _score(self, pairs: Sequence[tuple[Ids, Ids]], keep: Callable[[int, Answer], None]) -> None:
+        """Compute log probabilities in one call of the engine. keep: called with each pair's number and answer."""
+        failed: list[Result] = []
+
+        def finish(result: Result) -> None:
+            if result.error is not None:
+                failed.append(result)
+            else:
+                logprob, greedy = result.cumulative_logprob, result.is_greedy
+                assert logprob is not None and greedy is not None
+                keep(result.index, (logprob, greedy))
+
+        if pairs:
+            self.engine.score([c for c, _ in pairs], [c for _, c in pairs], on_result=finish)
+        _check(failed, len(pairs))
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Return the text that continues each context."""
+        ways = [generation_of(request.args[1], self.eot_token_id) for request in requests]
+        rows = [{"prompt_token_ids": self._prompt(request.args[0], way)}
+                for request, way in zip(requests, ways, strict=True)]  # fmt: skip
+        texts: list[Any] = [None] * len(rows)
+        failed: list[Result] = []
+        with closing(self.engine.stream(rows, [way.params for way in ways])) as stream:
+            for result in stream:
+                if result.error is not None:
+                    failed.append(result)
+                    continue
+                texts[result.index] = text = self._answer(result, ways[result.index])
+                self.cache_hook.add_partial("generate_until", requests[result.index].args, text)
+        _check(failed, len(rows))
+        return texts
+
+    def _prompt(self, context: str, way: Generation) -> list[int]:
+        """Return the token ids of a context, the last ones if not all fit. An empty context is the prefix token."""
+        room = self.max_length - way.params.max_tokens
+        if room < 1:
+            raise InvalidInput(f"max_gen_toks is {way.params.max_tokens}; it must be below max_length"
+                               f" {self.max_length}; set --gen_kwargs max_gen_toks=N")  # fmt: skip
+        special = False if has_bos_prefix(context, self.tokenizer.bos_token) else None
+        return self._cut(self._encoded(context, special), room) or [self.prefix_token_id]
+
+    def _answer(self, result: Result, way: Generation) -> str:
+        """Return the generated text before the first of all end strings, without the model's thinking."""
+        end = [] if self.eot_token_id is None else [self.tokenizer.decode(self.eot_token_id)]
+        text: str = postprocess_generated_text(result.generated_text or "", way.until + end, self._think_end_token)
+        return text
+
+    # Chat templates and records.
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Return the name under which the harness caches requests that the chat template formed."""
+        name: str = self.tokenizer.name_or_path
+        return name.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Return a conversation as the model's chat template writes it. If the template refuses system messages, they
+        are left out, as with `hf`.
+
+        Args:
+            add_generation_prompt: end with the beginning of an answer; else the last message is continued.
+        """
+        try:
+            return self._rendered(chat_history, add_generation_prompt)
+        except jinja2.TemplateError as error:
+            rest = [turn for turn in chat_history if turn["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise
+            message(f"the chat template refuses system messages ({error}); they are left out", logging.WARNING)
+            return self._rendered(rest, add_generation_prompt)
+
+    def _rendered(self, turns: list[dict[str, str]], begin_answer: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=begin_answer, continue_final_message=not begin_answer,
+            **self._thinking,
+        )  # fmt: skip
+        return text
+
+    def get_model_info(self) -> dict[str, Any]:
+        """Return what the harness adds to its results: version, dtype and lossy switches."""
+        dtype = str(self.engine.core.skeleton.dtype).removeprefix("torch.")
+        switches = {name: value for name, value in vars(self.engine.lossy).items() if value is not None}
+        return {"flexengine_version": __version__, "model_dtype": dtype, "lossy": switches}
+
+
+def _check(failed: Sequence[Result], total: int) -> None:
+    """Raise FlexError if requests failed. The others are in the harness's cache, if there is one."""
+    if failed:
+        raise FlexError(f"{len(failed)} of {total} requests could not be computed; request {failed[0].index}:"
+                        f" {failed[0].error}")  # fmt: skip
