@@ -35,7 +35,7 @@ ALLOWED = {
                 "lossy", "model", "runtime", "worker", "__version__"},
     "engine": {"errors", "activity", "config", "lossy", "places", "policy", "schedule", "plan", "kernels", "tier",
                "kv", "model", "runtime", "worker", "job", "measure", "texts", "__version__"},
-    "apps": {"errors", "activity", "config", "lossy", "job", "__version__"},
+    "apps": {"errors", "activity", "config", "lossy", "policy", "plan", "job", "engine", "shipped", "__version__"},
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},

@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from importlib import import_module
 
 from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.parser import Parser
@@ -42,12 +41,12 @@ def _all_commands() -> argparse.ArgumentParser:
     """Return one parser that has the parser of each command as a sub-command."""
     import shtab
 
-    from flexengine.commands.main import COMMANDS
+    from flexengine.commands.main import COMMANDS, module_of
 
     root = argparse.ArgumentParser(prog="flexengine")
     commands = root.add_subparsers()
     for name, about in COMMANDS.items():
-        made = import_module(f"flexengine.commands.{name}").parser()
+        made = module_of(name).parser()
         for action in made._actions:
             metavar = action.metavar if isinstance(action.metavar, str) else ""
             if metavar.startswith(_FILES):

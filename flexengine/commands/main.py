@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 from flexengine import __version__
 from flexengine.commands.exit_codes import DONE, REFUSED, exit_code
@@ -16,6 +17,7 @@ COMMANDS = {
     "quality": "measure what lossy switches cost a model, on real text",
     "evaluate": "evaluate models on scenarios of your own, side by side",
     "wrangle": "clean a table: match entities, impute a column, detect errors, match schemas, transform by example",
+    "lm-eval": "run tasks of lm-evaluation-harness",
     "verify": "compare a model's files with their checksums",
     "doctor": "show what this machine offers, and what is missing for speed",
     "cache": "list or clear converted models, encoded weights, kernels and measured rates",
@@ -39,6 +41,11 @@ flexengine COMMAND --help lists the options of a command; flexengine --version p
 example: flexengine run prompts.jsonl -m MODEL -o results.jsonl"""
 
 
+def module_of(command: str) -> Any:
+    """Return the module of a command."""
+    return import_module(f"flexengine.commands.{command.replace('-', '_')}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -48,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = words[1:]
     name = words[0] if words else ""
     if name in COMMANDS:
-        code: int = import_module(f"flexengine.commands.{name}").main(words[1:])
+        code: int = module_of(name).main(words[1:])
         return code
     if name in ("-h", "--help"):
         return exit_code(lambda: _print(help_text()))

@@ -6,7 +6,6 @@ import re
 import runpy
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from flexengine import __version__
 from flexengine.commands import messages
 from flexengine.commands.completion import SHELLS, script
-from flexengine.commands.main import COMMANDS, main
+from flexengine.commands.main import COMMANDS, main, module_of
 from flexengine.commands.plan import parser as plan_parser
 from flexengine.commands.progress import displayed
 from flexengine.commands.run import parser as run_parser
@@ -107,7 +106,7 @@ class TestConfig:
     def test_every_command_reads_a_file(self, name: str, tmp_path: Path) -> None:
         (tmp_path / "some.toml").write_text("quiet = true\n")
         words = ["bash"] if name == "completion" else []
-        parser = import_module(f"flexengine.commands.{name}").parser()
+        parser = module_of(name).parser()
         assert parser.parse_args([*words, "--config", str(tmp_path / "some.toml")]).quiet
 
     def test_a_byte_order_mark(self, tmp_path: Path) -> None:

@@ -6,17 +6,18 @@ python -m tests.helpers.command_line    write the tables into docs/command-line.
 import argparse
 import re
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
+
+from flexengine.commands.main import module_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "command-line.md"
 GENERAL = {"help", "version", "quiet", "verbose", "config"}  # dests of the options of every command
-_BLOCK = re.compile(r"(<!-- options: (\w+) -->\n).*?(<!-- end of \2 -->)", re.S)
+_BLOCK = re.compile(r"(<!-- options: ([\w-]+) -->\n).*?(<!-- end of \2 -->)", re.S)
 
 
 def parser(command: str) -> argparse.ArgumentParser:
     """Return the parser of a command."""
-    made: argparse.ArgumentParser = import_module(f"flexengine.commands.{command}").parser()
+    made: argparse.ArgumentParser = module_of(command).parser()
     return made
 
 

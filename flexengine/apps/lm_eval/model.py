@@ -266,7 +266,7 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 
     def get_model_info(self) -> dict[str, Any]:
         """Return what the harness adds to its results: version, dtype and lossy switches."""
-        dtype = str(self.engine.core.skeleton.dtype).removeprefix("torch.")
+        dtype = str(self.engine.core.dtype).removeprefix("torch.")
         switches = {name: value for name, value in vars(self.engine.lossy).items() if value is not None}
         return {"flexengine_version": __version__, "model_dtype": dtype, "lossy": switches}
 

@@ -1,0 +1,112 @@
+"""flexengine lm-eval --model MODEL --tasks TASK ...: lm-evaluation-harness with this engine."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.open_engine import load_libraries
+from flexengine.commands.options import MODEL
+from flexengine.commands.parser import Parser
+from flexengine.errors import InvalidInput
+
+_PROGRAM = "lm-eval"
+_PARTS = ("run", "ls", "validate")  # sub-commands of lm-eval
+_END = """\
+All other options are those of lm-eval run, such as --num_fewshot, --limit, --include_path, --apply_chat_template,
+--use_cache, --output_path and --log_samples; flexengine lm-eval run --help lists them, and flexengine lm-eval ls tasks
+the tasks. --model_args takes the options of the engine by their Python names, such as device_mem=8G weights=int4
+(docs/lm-eval.md). A --config file whose name does not end in .toml is lm-eval's own.
+"""
+
+
+def parser() -> Parser:
+    """Return the parser of the options that are not lm-eval's."""
+    p = Parser(_PROGRAM, "Run tasks of lm-evaluation-harness. All requests of a type are one batch.", _END,
+               "--tasks TASK...")  # fmt: skip
+    p.add_argument("-m", "-M", "--model", **MODEL)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Return the exit code: 0 done, 2 refused, 3 failed while running, 130 interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: run(words))
+
+
+def run(words: Sequence[str]) -> int:
+    """Run lm-eval on a command line. Return the exit code. Raise FlexError if an option or the model is refused."""
+    from flexengine.apps.lm_eval.arguments import check_library
+
+    helped = words[:1] and words[0] in _PARTS and not {"-h", "--help"}.isdisjoint(words)
+    args, rest = (argparse.Namespace(model=None), list(words)) if helped else split(words)
+    check_library()
+    if not rest:
+        raise InvalidInput("no task is given; write flexengine lm-eval --model MODEL --tasks TASK")
+    load_libraries()
+    _run_harness(args.model, rest)
+    return DONE
+
+
+def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options that are this command's own, and the words for lm-eval."""
+    made = parser()
+    own, rest = made.parse_known_args(list(words))
+    mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
+    mine += [] if own.model is None else ["--model", own.model]
+    if own.config is not None and own.config.endswith(".toml"):
+        mine += ["--config", own.config]
+    elif own.config is not None:
+        rest += ["--config", own.config]
+    return made.parse_args(mine), rest
+
+
+def _run_harness(model: str | None, words: Sequence[str]) -> None:
+    """Run lm-eval with the model `flexengine`.
+
+    Args:
+        model: a directory, a .gguf file or a hub id; None is the model of lm-eval's --config file, or the demo model.
+        words: command line of lm-eval, without --model.
+    """
+    from lm_eval._cli import HarnessCLI
+    from lm_eval.utils import setup_logging
+
+    import flexengine.apps.lm_eval.model  # noqa: F401  registers the model
+
+    setup_logging()
+    harness, before = HarnessCLI(), sys.argv
+    sys.argv = [_PROGRAM, *words]
+    try:
+        args = harness.parse_args()
+    finally:
+        sys.argv = before
+    if getattr(args, "command", None) == "run":
+        _fill(args, model)
+    elif model is not None:
+        raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    harness.execute(args)
+
+
+def _fill(args: argparse.Namespace, model: str | None) -> None:
+    """Set what lm-eval's options say about the model. They replace a --config file's, except single model_args.
+
+    The defaults of the harness are cuda:0 and batches of one request. Here they are auto: the engine chooses.
+    """
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+    from lm_eval.utils import simple_parse_args_string
+
+    file: dict[str, Any] = EvaluatorConfig.load_yaml_config(args.config) if args.config else {}
+    named = file.get("model_args") or {}
+    given = (simple_parse_args_string(named) if isinstance(named, str) else named) | (args.model_args or {})
+    chosen = model if model is not None else file.get("model")
+    if chosen is not None and (other := given.get("model", given.get("pretrained"))) not in (None, chosen):
+        raise InvalidInput(f"--model is {chosen!r}, but model_args names {other!r}; leave one out")
+    args.model = "flexengine"
+    args.model_args = given if chosen is None or "pretrained" in given else {**given, "model": chosen}
+    if args.device is None:
+        args.device = file.get("device", "auto")
+    if getattr(args, "batch_size", None) is None:
+        args.batch_size = file.get("batch_size", "auto")
