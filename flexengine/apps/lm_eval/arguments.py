@@ -1,6 +1,6 @@
 """The arguments of lm-evaluation-harness as options of an engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -15,16 +15,18 @@ from flexengine.policy import Policy
 OWN = ("batch_size", "max_batch_size", "max_length", "enable_thinking", "think_end_token")  # of FlexLM itself
 _LOSSY = tuple(f.name for f in fields(Lossy))
 _OPTIONS = tuple(f.name for f in fields(EngineOptions))
-_FROM_FILE = {"policy": lambda text: Policy.load(shipped.find_file("policies", text)),
-              "hardware": lambda text: Hardware.load(shipped.find_file("hardware", text))}  # fmt: skip
+_FROM_FILE: dict[str, Callable[[str], object]] = {
+    "policy": lambda text: Policy.load(shipped.find_file("policies", text)),
+    "hardware": lambda text: Hardware.load(shipped.find_file("hardware", text)),
+}
 
 
 def engine_options(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
     """Return the keyword arguments of an engine.
 
     Args:
-        given: options of EngineOptions and switches of Lossy by name. lm-evaluation-harness has converted numbers, true,
-            false and none. A policy and a hardware may be names of files; `allow` may be one name.
+        given: options of EngineOptions and switches of Lossy by name. The harness has converted numbers, true, false
+            and none. A policy and a hardware may be names of files; `allow` may be one name.
         device: --device of lm-evaluation-harness.
 
     Raises:

@@ -194,7 +194,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
                 failed.append(result)
             else:
                 logprob, greedy = result.cumulative_logprob, result.is_greedy
-                assert logprob is not None and greedy is not None
+                assert logprob is not None
+                assert greedy is not None
                 keep(result.index, (logprob, greedy))
 
         if pairs:

@@ -1,0 +1,316 @@
+"""flexengine lm-eval: results, texts and metrics are those of the harness's own model `hf` on the same checkpoint."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is imported
+os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
+lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
+
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from flexengine.apps.lm_eval import sampling
+from flexengine.apps.lm_eval.arguments import engine_device, engine_options, unused
+from flexengine.apps.lm_eval.model import FlexLM
+from flexengine.commands.lm_eval import split
+from flexengine.commands.main import main
+from flexengine.errors import FlexError, InvalidInput
+from flexengine.lossy import BUNDLED, Lossy
+from tests.helpers.speaker import TEMPLATE, make_byte_llama
+from tests.helpers.tokenizers import byte_tokenizer
+
+CONTEXT = 128  # tokens; prompts with two examples have more and fewer
+TASKS = ["tiny_choice", "tiny_text", "tiny_rolling"]
+ROWS = {
+    "choice": [{"q": f"{'long ' * (i % 4)}{a} and {b}?", "choices": ["yes", "no", f"{a}{b}"], "gold": i % 3}
+               for i, (a, b) in enumerate(zip("abcdefgh", "hgfedcba", strict=True))],
+    "text": [{"q": f"{word} {'x' * 40 * (i % 3)}", "a": word} for i, word in enumerate(["one", "two", "two", "six"])],
+    "rolling": [{"text": text} for text in ("a b c", "words " * 60, "a b c", "é" * 30)],
+}  # fmt: skip
+SPLIT = {
+    "choice": {"output_type": "multiple_choice", "doc_to_text": "Q: {{q}}\nA:", "doc_to_choice": "{{choices}}",
+               "doc_to_target": "gold", "num_fewshot": 2, "fewshot_split": "test",
+               "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
+    "text": {"output_type": "generate_until", "doc_to_text": "{{q}} ", "doc_to_target": "{{a}}",
+             "generation_kwargs": {"until": ["e", "\n"], "max_gen_toks": 24},
+             "metric_list": [{"metric": "exact_match"}]},
+    "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
+                "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A random Llama with a token per byte, an end token and a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token, tokenizer.chat_template = "</s>", TEMPLATE
+    tokenizer.save_pretrained(folder)
+    make_byte_llama(folder, len(tokenizer), seed=3, width=32, context=CONTEXT, spread=0.3)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of three tasks and their data. YAML files may hold JSON."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for kind, rows in ROWS.items():
+        (data := folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        task = {"task": f"tiny_{kind}", "dataset_path": "json", "test_split": "test", "metadata": {"version": 0},
+                "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}}  # fmt: skip
+        (folder / f"{kind}.yaml").write_text(json.dumps(task | SPLIT[kind]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ours(model: str) -> Iterator[FlexLM]:
+    made = FlexLM(model, device="cpu", device_mem="64M", progress=False)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def theirs(model: str) -> HFLM:
+    return HFLM(model, device="cpu", dtype="float32", batch_size=4)
+
+
+def requests(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(kind, {}, each, i) for i, each in enumerate(arguments)]
+
+
+def evaluated(lm: Any, tasks: Path, names: Sequence[str] = TASKS, **options: Any) -> Any:
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    return lm_eval.simple_evaluate(
+        lm, tasks=list(names), task_manager=manager, bootstrap_iters=0, verbosity="ERROR", **options
+    )
+
+
+def test_metrics_are_those_of_hf(ours: FlexLM, theirs: HFLM, tasks: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All metrics, and each response. The engine is called once for each type of request."""
+    calls = []
+    for name in ("score", "stream"):
+        called = getattr(ours.engine, name)
+        monkeypatch.setattr(ours.engine, name, lambda *a, _f=called, _n=name, **k: calls.append(_n) or _f(*a, **k))
+    mine, other = evaluated(ours, tasks), evaluated(theirs, tasks)
+    assert sorted(calls) == ["score", "score", "stream", "stream", "stream"]  # score itself calls stream
+    for name in TASKS:
+        metrics = {key: value for key, value in other["results"][name].items() if isinstance(value, float)}
+        assert metrics
+        assert {key: mine["results"][name][key] for key in metrics} == pytest.approx(metrics, rel=1e-4)
+        for a, b in zip(mine["samples"][name], other["samples"][name], strict=True):
+            same(flat(a["resps"]), flat(b["resps"]))
+
+
+def flat(value: Any) -> list[Any]:
+    return [leaf for part in value for leaf in flat(part)] if isinstance(value, list | tuple) else [value]
+
+
+def same(mine: Sequence[Any], other: Sequence[Any]) -> None:
+    """Log probabilities may differ by rounding; texts and whether a continuation is greedy may not."""
+    assert len(mine) == len(other)
+    assert mine == pytest.approx(other, abs=2e-3) if all(isinstance(x, float) for x in mine) else True
+    for a, b in zip(mine, other, strict=True):
+        assert a == (pytest.approx(b, abs=2e-3) if isinstance(b, float) else b)
+
+
+def test_pairs(ours: FlexLM, theirs: HFLM) -> None:
+    """Duplicates, empty contexts, spaces at the end, texts with a beginning-of-sequence token, and too long ones."""
+    pairs = [("a b", " c"), ("", "c d"), ("a b", " c"), ("a b ", "c"), ("<s>a b", " c"), ("", "<s>c"), ("a b", " d"),
+             ("y" * 300, " c"), ("y" * 300, "z" * 100), ("y", "z" * CONTEXT), ("", "z" * CONTEXT), ("é", "ü")]  # fmt: skip
+    given = requests("loglikelihood", *pairs)
+    mine, other = ours.loglikelihood(given), theirs.loglikelihood(given)
+    same(flat(mine), flat(other))
+    assert mine[0] == mine[2]
+    best = max(range(3, 259), key=lambda t: ours._loglikelihood_tokens([(("", ""), [0, 5], [t])])[0][0]) if 0 else None
+    assert best is None
+
+
+def test_texts(ours: FlexLM, theirs: HFLM) -> None:
+    texts = [("",), ("a",), ("abc " * 100,), ("a",), ("x" * (CONTEXT - 1),), ("<s>x",)]
+    given = requests("loglikelihood_rolling", *texts)
+    same(ours.loglikelihood_rolling(given), theirs.loglikelihood_rolling(given))
+
+
+def test_generated(ours: FlexLM, theirs: HFLM) -> None:
+    """Requests with different arguments in one call, in the order of the requests."""
+    ways = [{"until": ["e"]}, {"until": "q", "max_gen_toks": 9}, {"until": [], "max_new_tokens": 5, "do_sample": False},
+            {"until": [chr(i) for i in range(97, 117)], "num_beams": 1, "max_gen_toks": 12}]  # fmt: skip
+    contexts = ["a b c", "<s>a", "w" * 200, "a b c", "Hello"]
+    pairs = [(context, {"max_gen_toks": 20, **way}) for way in ways for context in contexts]
+    pairs = [(c, {k: v for k, v in w.items() if not (k == "max_gen_toks" and "max_new_tokens" in w)}) for c, w in pairs]
+    alone = [theirs.generate_until(requests("generate_until", pair), disable_tqdm=True)[0] for pair in pairs]
+    mine = ours.generate_until(requests("generate_until", *pairs))
+    assert mine == alone
+    assert len(set(mine)) > 5
+    assert isinstance(ours.generate_until(requests("generate_until", ("", {"max_gen_toks": 2})))[0], str)
+
+
+@pytest.mark.parametrize("begin", [True, False])
+def test_chat(ours: FlexLM, theirs: HFLM, begin: bool) -> None:
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert ours.apply_chat_template(turns, begin) == theirs.apply_chat_template(turns, begin)
+    assert ours.tokenizer_name == theirs.tokenizer_name
+    assert ours.chat_template(True) == TEMPLATE
+
+
+def test_a_chat_template_without_system_messages(
+    ours: FlexLM, theirs: HFLM, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    for lm in (ours, theirs):
+        monkeypatch.setattr(lm.tokenizer, "chat_template", strict)
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert ours.apply_chat_template(turns) == theirs.apply_chat_template(turns) == "user:u;bot:"
+
+
+# Continuing from the harness's cache.
+
+
+class Stopped(Exception):
+    pass
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_continued_from_the_cache(
+    ours: FlexLM, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:  # fmt: skip
+    """A run that an exception ends after two finished requests. The next run computes only the others."""
+    whole = evaluated(ours, tasks, [name])["results"][name]
+    add, done, computed = type(ours.cache_hook).add_partial, [], []
+
+    def add_two(hook: Any, *args: Any) -> None:
+        add(hook, *args)
+        if hook.dbdict is not None and len(done := [*done_now(), args]) == 2:
+            raise Stopped
+        done_list.append(args)
+
+    done_list: list[Any] = done
+
+    def done_now() -> list[Any]:
+        return done_list
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(ours.cache_hook), "add_partial", add_two)
+        with pytest.raises(Stopped):
+            evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))
+    ours.cache_hook.dbdict.close()
+    monkeypatch.setattr(type(ours.cache_hook), "add_partial", lambda hook, *a: (computed.append(a), add(hook, *a)))
+    resumed = evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))["results"][name]
+    assert resumed == whole
+    distinct = {"tiny_choice": 24, "tiny_text": 4, "tiny_rolling": 4}[name]
+    assert len(computed) <= distinct - 2
+    ours.cache_hook.dbdict.close()
+
+
+# Arguments.
+
+
+@pytest.mark.parametrize(("given", "field", "value"), [
+    ({}, "max_tokens", 256), ({"max_gen_toks": "7"}, "max_tokens", 7), ({"max_tokens": 7}, "max_tokens", 7),
+    ({"until": "x"}, "stop", ("x",)), ({"until": ["x", "y"]}, "stop", ("x", "y")), ({}, "stop_token_ids", (1,)),
+    ({"temperature": 0.7}, "temperature", 0.7), ({"temperature": 0.7, "do_sample": False}, "temperature", 0.0),
+    ({"temperature": 0.7, "do_sample": True, "top_p": 0.5, "top_k": 4}, "top_p", 0.5),
+    ({"num_beams": 1, "top_p": None}, "top_p", 1.0), ({"until": [str(i) for i in range(20)]}, "stop", tuple(
+        str(i) for i in range(16))),
+])  # fmt: skip
+def test_sampling_parameters(given: dict[str, Any], field: str, value: Any) -> None:
+    assert getattr(sampling.generation_of(given, 1).params, field) == value
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"num_beams": 4}, "gen_kwargs has num_beams 4, which is not supported; num_beams must be 1;"),
+    ({"typical_p": 0.5}, "gen_kwargs has typical_p 0.5, which is not supported; it may have until, do_sample, max_gen"),
+    ({"do_sample": True}, "do_sample true and no temperature; set a temperature above 0"),
+    ({"temperature": "hot"}, "a value is no number"), ({"top_p": 2, "temperature": 1.0}, "top_p is 2"),
+])  # fmt: skip
+def test_refused_generation_arguments(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        sampling.generation_of(given, None)
+
+
+def test_engine_options() -> None:
+    given = {"pretrained": "m", "weights": "int4", "calibrate": True, "device_mem": "4G", "allow": None}
+    made = {"model": "m", "lossy": Lossy("int4", calibrate=BUNDLED), "device_mem": "4G", "device": "cuda"}
+    assert engine_options(given, "cuda:0") == made
+    assert engine_options({"allow": "int8-weights", "overlap": False}, None) == {"allow": ["int8-weights"],
+                                                                                 "overlap": False}  # fmt: skip
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"dtyp": "auto"}, "model_args has 'dtyp', which is no option; the options are allow, allow_symlinks, batch_size"),
+    ({"model": "a", "pretrained": "b"}, "model 'a' and pretrained 'b', which mean the same"),
+    ({"lossy": Lossy("int4"), "cache": "int4"}, "lossy and cache are both given"),
+    ({"weights": "int5"}, "int5"), ({"policy": "none.json"}, "there is no policy file none.json"),
+])  # fmt: skip
+def test_refused_options(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        engine_options(given, None)
+
+
+@pytest.mark.parametrize(("device", "message"), [("mps", "auto, cpu, cuda"), ("cuda:1", "CUDA_VISIBLE_DEVICES=N")])
+def test_refused_devices(device: str, message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"device is '{device}'; it must be one of .*{message}"):
+        engine_device(device)
+
+
+def test_batch_sizes_are_refused_aloud() -> None:
+    assert unused(None, None) is unused("auto", None) is unused("auto:4", None) is None
+    assert unused(8, 64) == "batch_size 8 and max_batch_size 64 not used: the plan chooses the sizes of batches"
+
+
+def test_refused_requests(ours: FlexLM, model: str) -> None:
+    with pytest.raises(InvalidInput, match=f"max_gen_toks is 500; it must be below max_length {CONTEXT}"):
+        ours.generate_until(requests("generate_until", ("a", {"max_gen_toks": 500})))
+    with pytest.raises(InvalidInput, match=f"has 200 tokens; it must have 1 to {CONTEXT}"):
+        ours.loglikelihood(requests("loglikelihood", ("a", "b" * 200)))
+    with pytest.raises(InvalidInput, match=f"max_length is 500; it must be from 2 to {CONTEXT}"):
+        FlexLM(model, max_length=500, progress=False)
+    with pytest.raises(FlexError, match="1 of 1 requests could not be computed; request 0: .*token"):
+        ours._loglikelihood_tokens([(("a", "b"), [5], [9999])])
+
+
+# The command.
+
+
+def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: HFLM) -> None:
+    words = ["--tasks", "tiny_choice", "--include_path", str(tasks), "--output_path", str(tmp_path / "out.json"),
+             "--model_args", "device_mem=64M", "--device", "cpu", "--limit", "3", "-b", "8"]  # fmt: skip
+    assert main(["lm-eval", "-q", *words, "--model", model]) == 0
+    assert "|tiny_choice|" in capsys.readouterr().out
+    (file,) = tmp_path.rglob("out*.json")
+    found = json.loads(file.read_text())
+    assert found["config"]["model"] == "flexengine"
+    assert found["config"]["model_args"] == {"device_mem": "64M", "model": model}
+    assert found["config"]["model_dtype"] == "float32"
+    other = evaluated(theirs, tasks, ["tiny_choice"], limit=3)["results"]["tiny_choice"]
+    assert found["results"]["tiny_choice"]["acc,none"] == other["acc,none"]
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ([], "no task is given; write flexengine lm-eval --model MODEL --tasks TASK"),
+    (["--tasks", "t", "--model", "m", "--model_args", "model=n"], "--model is 'm', but model_args names 'n'"),
+    (["ls", "tasks", "--model", "m"], "lm-eval ls uses no model; leave it out"),
+])  # fmt: skip
+def test_refused_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["lm-eval", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "lm_eval", None)
+    assert main(["lm-eval", "--tasks", "t"]) == 2
+    assert 'pip install "flexengine[lm-eval]"' in capsys.readouterr().err
+
+
+def test_words_for_the_harness(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text('model = "m"\n')
+    args, rest = split(["--tasks", "a,b", "-s", "--config", str(tmp_path / "own.toml"), "--limit", "3"])
+    assert (args.model, rest) == ("m", ["--tasks", "a,b", "-s", "--limit", "3"])
+    assert split(["-t", "a", "--config", "x.yaml"])[1] == ["-t", "a", "--config", "x.yaml"]
