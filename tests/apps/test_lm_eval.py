@@ -13,6 +13,7 @@ os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 
 from lm_eval.api.instance import Instance
+from lm_eval.api.model import CacheHook
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -115,7 +116,6 @@ def flat(value: Any) -> list[Any]:
 def same(mine: Sequence[Any], other: Sequence[Any]) -> None:
     """Log probabilities may differ by rounding; texts and whether a continuation is greedy may not."""
     assert len(mine) == len(other)
-    assert mine == pytest.approx(other, abs=2e-3) if all(isinstance(x, float) for x in mine) else True
     for a, b in zip(mine, other, strict=True):
         assert a == (pytest.approx(b, abs=2e-3) if isinstance(b, float) else b)
 
@@ -128,8 +128,7 @@ def test_pairs(ours: FlexLM, theirs: HFLM) -> None:
     mine, other = ours.loglikelihood(given), theirs.loglikelihood(given)
     same(flat(mine), flat(other))
     assert mine[0] == mine[2]
-    best = max(range(3, 259), key=lambda t: ours._loglikelihood_tokens([(("", ""), [0, 5], [t])])[0][0]) if 0 else None
-    assert best is None
+    assert not all(greedy for _, greedy in mine)
 
 
 def test_texts(ours: FlexLM, theirs: HFLM) -> None:
@@ -140,11 +139,9 @@ def test_texts(ours: FlexLM, theirs: HFLM) -> None:
 
 def test_generated(ours: FlexLM, theirs: HFLM) -> None:
     """Requests with different arguments in one call, in the order of the requests."""
-    ways = [{"until": ["e"]}, {"until": "q", "max_gen_toks": 9}, {"until": [], "max_new_tokens": 5, "do_sample": False},
+    ways = [{"until": ["e"], "max_gen_toks": 20}, {"until": "q", "max_gen_toks": 9}, {"until": [], "max_new_tokens": 5, "do_sample": False},
             {"until": [chr(i) for i in range(97, 117)], "num_beams": 1, "max_gen_toks": 12}]  # fmt: skip
-    contexts = ["a b c", "<s>a", "w" * 200, "a b c", "Hello"]
-    pairs = [(context, {"max_gen_toks": 20, **way}) for way in ways for context in contexts]
-    pairs = [(c, {k: v for k, v in w.items() if not (k == "max_gen_toks" and "max_new_tokens" in w)}) for c, w in pairs]
+    pairs = [(context, way) for way in ways for context in ("a b c", "<s>a", "w" * 200, "a b c", "Hello")]
     alone = [theirs.generate_until(requests("generate_until", pair), disable_tqdm=True)[0] for pair in pairs]
     mine = ours.generate_until(requests("generate_until", *pairs))
     assert mine == alone
@@ -162,7 +159,7 @@ def test_chat(ours: FlexLM, theirs: HFLM, begin: bool) -> None:
 
 def test_a_chat_template_without_system_messages(
     ours: FlexLM, theirs: HFLM, monkeypatch: pytest.MonkeyPatch
-) -> None:  # fmt: skip
+) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
     for lm in (ours, theirs):
         monkeypatch.setattr(lm.tokenizer, "chat_template", strict)
@@ -180,33 +177,30 @@ class Stopped(Exception):
 @pytest.mark.parametrize("name", TASKS)
 def test_continued_from_the_cache(
     ours: FlexLM, tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:  # fmt: skip
+) -> None:
     """A run that an exception ends after two finished requests. The next run computes only the others."""
-    whole = evaluated(ours, tasks, [name])["results"][name]
-    add, done, computed = type(ours.cache_hook).add_partial, [], []
+    kept: list[Any] = []
+    limit = 2
 
-    def add_two(hook: Any, *args: Any) -> None:
-        add(hook, *args)
-        if hook.dbdict is not None and len(done := [*done_now(), args]) == 2:
+    def add(hook: CacheHook, *args: Any) -> None:
+        if len(kept) == limit:
             raise Stopped
-        done_list.append(args)
+        kept.append(args[:2])
+        stored(hook, *args)
 
-    done_list: list[Any] = done
-
-    def done_now() -> list[Any]:
-        return done_list
-
-    with monkeypatch.context() as patch:
-        patch.setattr(type(ours.cache_hook), "add_partial", add_two)
-        with pytest.raises(Stopped):
-            evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))
+    stored = CacheHook.add_partial
+    monkeypatch.setattr(CacheHook, "add_partial", add)
+    with pytest.raises(Stopped):
+        evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))
     ours.cache_hook.dbdict.close()
-    monkeypatch.setattr(type(ours.cache_hook), "add_partial", lambda hook, *a: (computed.append(a), add(hook, *a)))
-    resumed = evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))["results"][name]
-    assert resumed == whole
-    distinct = {"tiny_choice": 24, "tiny_text": 4, "tiny_rolling": 4}[name]
-    assert len(computed) <= distinct - 2
+    first, kept, limit = kept, [], 99
+    resumed = evaluated(ours, tasks, [name], use_cache=str(tmp_path / "cache"))
     ours.cache_hook.dbdict.close()
+    ours.set_cache_hook(CacheHook(None))
+    assert len(first) == 2
+    assert kept
+    assert [each for each in kept if each in first] == []
+    assert resumed["results"] == evaluated(ours, tasks, [name])["results"]
 
 
 # Arguments.
