@@ -1,1 +1,1 @@
-"""Applications of the engine: each writes its requests to one file, which is run as one resumable job."""
+"""Applications of the engine: evaluation, data wrangling, and the model of lm-evaluation-harness."""

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,20 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is impor
 os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 
-from lm_eval.api.instance import Instance
-from lm_eval.api.model import CacheHook
-from lm_eval.models.huggingface import HFLM
-from lm_eval.tasks import TaskManager
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.model import CacheHook  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+from lm_eval.tasks import TaskManager  # noqa: E402
 
-from flexengine.apps.lm_eval import sampling
-from flexengine.apps.lm_eval.arguments import engine_device, engine_options, unused
-from flexengine.apps.lm_eval.model import FlexLM
-from flexengine.commands.lm_eval import split
-from flexengine.commands.main import main
-from flexengine.errors import FlexError, InvalidInput
-from flexengine.lossy import BUNDLED, Lossy
-from tests.helpers.speaker import TEMPLATE, make_byte_llama
-from tests.helpers.tokenizers import byte_tokenizer
+from flexengine.apps.lm_eval import sampling  # noqa: E402
+from flexengine.apps.lm_eval.arguments import engine_device, engine_options, unused  # noqa: E402
+from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
+from flexengine.commands.lm_eval import split  # noqa: E402
+from flexengine.commands.main import main  # noqa: E402
+from flexengine.errors import FlexError, InvalidInput  # noqa: E402
+from flexengine.lossy import BUNDLED, Lossy  # noqa: E402
+from tests.helpers.speaker import TEMPLATE, make_byte_llama  # noqa: E402
+from tests.helpers.tokenizers import byte_tokenizer  # noqa: E402
 
 CONTEXT = 128  # tokens; prompts with two examples have more and fewer
 TASKS = ["tiny_choice", "tiny_text", "tiny_rolling"]
@@ -35,7 +36,7 @@ ROWS = {
     "text": [{"q": f"{word} {'x' * 40 * (i % 3)}", "a": word} for i, word in enumerate(["one", "two", "two", "six"])],
     "rolling": [{"text": text} for text in ("a b c", "words " * 60, "a b c", "é" * 30)],
 }  # fmt: skip
-SPLIT = {
+KINDS = {
     "choice": {"output_type": "multiple_choice", "doc_to_text": "Q: {{q}}\nA:", "doc_to_choice": "{{choices}}",
                "doc_to_target": "gold", "num_fewshot": 2, "fewshot_split": "test",
                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}]},
@@ -45,6 +46,13 @@ SPLIT = {
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}",
                 "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}]},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out two slow steps of the harness: facts about the machine, and the index of its own tasks."""
+    monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda storage: None)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +74,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (data := folder / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         task = {"task": f"tiny_{kind}", "dataset_path": "json", "test_split": "test", "metadata": {"version": 0},
                 "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")}}  # fmt: skip
-        (folder / f"{kind}.yaml").write_text(json.dumps(task | SPLIT[kind]))
+        (folder / f"{kind}.yaml").write_text(json.dumps(task | KINDS[kind]))
     return folder
 
 
@@ -123,7 +131,8 @@ def same(mine: Sequence[Any], other: Sequence[Any]) -> None:
 def test_pairs(ours: FlexLM, theirs: HFLM) -> None:
     """Duplicates, empty contexts, spaces at the end, texts with a beginning-of-sequence token, and too long ones."""
     pairs = [("a b", " c"), ("", "c d"), ("a b", " c"), ("a b ", "c"), ("<s>a b", " c"), ("", "<s>c"), ("a b", " d"),
-             ("y" * 300, " c"), ("y" * 300, "z" * 100), ("y", "z" * CONTEXT), ("", "z" * CONTEXT), ("é", "ü")]  # fmt: skip
+             ("y" * 300, " c"), ("y" * 300, "z" * 100), ("y", "z" * CONTEXT), ("", "z" * CONTEXT),
+             ("é", "ü")]  # fmt: skip
     given = requests("loglikelihood", *pairs)
     mine, other = ours.loglikelihood(given), theirs.loglikelihood(given)
     same(flat(mine), flat(other))
@@ -139,7 +148,8 @@ def test_texts(ours: FlexLM, theirs: HFLM) -> None:
 
 def test_generated(ours: FlexLM, theirs: HFLM) -> None:
     """Requests with different arguments in one call, in the order of the requests."""
-    ways = [{"until": ["e"], "max_gen_toks": 20}, {"until": "q", "max_gen_toks": 9}, {"until": [], "max_new_tokens": 5, "do_sample": False},
+    ways = [{"until": ["e"], "max_gen_toks": 20}, {"until": "q", "max_gen_toks": 9},
+            {"until": [], "max_new_tokens": 5, "do_sample": False},
             {"until": [chr(i) for i in range(97, 117)], "num_beams": 1, "max_gen_toks": 12}]  # fmt: skip
     pairs = [(context, way) for way in ways for context in ("a b c", "<s>a", "w" * 200, "a b c", "Hello")]
     alone = [theirs.generate_until(requests("generate_until", pair), disable_tqdm=True)[0] for pair in pairs]
@@ -157,9 +167,7 @@ def test_chat(ours: FlexLM, theirs: HFLM, begin: bool) -> None:
     assert ours.chat_template(True) == TEMPLATE
 
 
-def test_a_chat_template_without_system_messages(
-    ours: FlexLM, theirs: HFLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_chat_template_without_system_messages(ours: FlexLM, theirs: HFLM, monkeypatch: pytest.MonkeyPatch) -> None:
     strict = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
     for lm in (ours, theirs):
         monkeypatch.setattr(lm.tokenizer, "chat_template", strict)
@@ -266,7 +274,7 @@ def test_refused_requests(ours: FlexLM, model: str) -> None:
         ours.loglikelihood(requests("loglikelihood", ("a", "b" * 200)))
     with pytest.raises(InvalidInput, match=f"max_length is 500; it must be from 2 to {CONTEXT}"):
         FlexLM(model, max_length=500, progress=False)
-    with pytest.raises(FlexError, match="1 of 1 requests could not be computed; request 0: .*token"):
+    with pytest.raises(FlexError, match=r"1 of 1 requests could not be computed; request 0: .*token"):
         ours._loglikelihood_tokens([(("a", "b"), [5], [9999])])
 
 

@@ -58,7 +58,8 @@ def imported() -> set[str]:
                 modules |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
                 modules.add(node.module.split(".")[0])
-    known = {**packages_distributions(), "triton": ["triton"], "ray": ["ray"]}  # may not be installed
+    optional = {"triton": ["triton"], "ray": ["ray"], "lm_eval": ["lm-eval"]}  # may not be installed
+    known = {**packages_distributions(), **optional}
     outside = modules - set(sys.stdlib_module_names) - {"flexengine"} - THEIRS
     return {canonicalize_name(known[name][0]) for name in outside}
 
@@ -76,7 +77,8 @@ def test_every_import_is_declared(metadata: Message) -> None:
     assert base - imported() == UNIMPORTED
     used = required(metadata, "all") - base
     named = metadata.get_all("Provides-Extra", [])
-    assert used == {name for extra in ("parquet", "zst", "plot", "report", "cuda", "ray", "wrangle") if extra in named
+    extras = ("parquet", "zst", "plot", "report", "cuda", "ray", "wrangle", "lm-eval")
+    assert used == {name for extra in extras if extra in named
                     for name in required(metadata, extra) - base}  # fmt: skip
     assert required(metadata, "dev") >= required(metadata, "test") | required(metadata, "lint")
 
