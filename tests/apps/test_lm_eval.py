@@ -2,7 +2,9 @@
 
 import json
 import os
+import shlex
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,21 @@ os.environ.setdefault("HF_DATASETS_OFFLINE", "1")  # read when datasets is impor
 os.environ.setdefault("HF_EVALUATE_OFFLINE", "1")
 lm_eval = pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed")
 
+from lm_eval._cli import HarnessCLI  # noqa: E402
 from lm_eval.api.instance import Instance  # noqa: E402
 from lm_eval.api.model import CacheHook  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from flexengine.apps.lm_eval import sampling  # noqa: E402
-from flexengine.apps.lm_eval.arguments import engine_device, engine_options, unused  # noqa: E402
+from flexengine.apps.lm_eval.arguments import OWN, engine_device, engine_options, unused  # noqa: E402
 from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
 from flexengine.commands.lm_eval import split  # noqa: E402
 from flexengine.commands.main import main  # noqa: E402
+from flexengine.engine.options import EngineOptions  # noqa: E402
 from flexengine.errors import FlexError, InvalidInput  # noqa: E402
 from flexengine.lossy import BUNDLED, Lossy  # noqa: E402
+from tests.helpers.pages import PAGES, blocks, commands  # noqa: E402
 from tests.helpers.speaker import TEMPLATE, make_byte_llama  # noqa: E402
 from tests.helpers.tokenizers import byte_tokenizer  # noqa: E402
 
@@ -316,3 +321,19 @@ def test_words_for_the_harness(tmp_path: Path) -> None:
     args, rest = split(["--tasks", "a,b", "-s", "--config", str(tmp_path / "own.toml"), "--limit", "3"])
     assert (args.model, rest) == ("m", ["--tasks", "a,b", "-s", "--limit", "3"])
     assert split(["-t", "a", "--config", "x.yaml"])[1] == ["-t", "a", "--config", "x.yaml"]
+
+
+def test_commands_of_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness accepts every command of docs/lm-eval.md. The page names all arguments of generation and of model."""
+    page = next(page for page in PAGES if page.name == "lm-eval.md")
+    found = [line for block in blocks(page) if block.kind == "sh" for line in commands(block.text)]
+    for line in found:
+        args, rest = split(shlex.split(line)[2:])
+        monkeypatch.setattr("sys.argv", ["lm-eval", *rest])
+        assert HarnessCLI().parse_args().tasks
+        assert args.model == "MODEL"
+    assert len(found) == 3
+    text = page.read_text("utf-8")
+    ours = {*OWN, *(f.name for f in fields(Lossy)), *(f.name for f in fields(EngineOptions)), *sampling.ALLOWED}
+    ours -= {"model", "on_sweep", "links", "lossy", "device", "max_tokens", "max_new_tokens", "max_completion_tokens"}
+    assert {name for name in ours if f"`{name}`" not in text and f"`--{name}`" not in text} == set()
