@@ -78,7 +78,8 @@ def difference(ours: list[Record], theirs: list[Record]) -> float | None:
     mine, other = ([line["metrics"] for line in lines if "metrics" in line] for lines in (ours, theirs))
     if not mine or not other:
         return None
-    return max(abs(mine[0][name] - value) / max(abs(value), 1e-9) for name, value in other[0].items())
+    gaps = (abs(float(mine[0][name]) - value) / max(abs(value), 1e-9) for name, value in other[0].items())
+    return max(gaps, default=None)
 
 
 def main() -> int:

@@ -17,18 +17,18 @@ from bench import harness
 def main() -> None:
     """Run the tasks of the job on stdin."""
     harness.needs("lm-eval", "lm_eval")
-    import lm_eval
+    from lm_eval import evaluator
     from lm_eval.tasks import TaskManager
 
     job = json.loads(sys.stdin.read())
     logging.disable(logging.WARNING)
     manager = TaskManager(include_path=job["folder"], include_defaults=False)
-    lm_eval.evaluator.add_env_info = lambda storage: None  # it takes seconds
+    evaluator.add_env_info = lambda storage: None  # it takes seconds
     make = _hf(job) if job["side"] == "hf" else _flexengine(job)
     began = time.perf_counter()
     model = make()
     loaded = time.perf_counter()
-    found = lm_eval.simple_evaluate(
+    found = evaluator.simple_evaluate(
         model, tasks=job["tasks"], task_manager=manager, bootstrap_iters=0, log_samples=False
     )
     ended = time.perf_counter()
