@@ -22,9 +22,10 @@ class Progress:
             after a replan.
         tokens: tokens generated so far. A sequence that is scored counts as one token.
         most: tokens of all rows if no further sequence stops before its limit.
-        scored_tokens: tokens scored so far, and `scored` the sequences that they are in.
         prefill_seconds: seconds of the sweeps that computed a prompt.
         decode_seconds: seconds of the other sweeps. See `Summary` for both.
+        scored_tokens: tokens scored so far.
+        scored: sequences scored so far.
     """
 
     sweeps: int = 0
@@ -34,10 +35,10 @@ class Progress:
     computed_prompt_tokens: int = 0
     tokens: int = 0
     most: int = 0
-    scored_tokens: int = 0
-    scored: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    scored_tokens: int = 0
+    scored: int = 0
 
     @property
     def seconds(self) -> float:

@@ -61,6 +61,7 @@ class Tally:
         self.sizes: Counter[Size] = Counter()
         self.spared: dict[Size, float] = {}  # tokens, summed over the sequences of a size
         self.stems = self.longest = 0
+        self.nested = 1
         self.scored: int | None = None
 
     def add(self, requests: Iterable[Arranged]) -> None:
@@ -72,6 +73,7 @@ class Tally:
                 self.scored = (self.scored or 0) + sum(len(target.continuation) - 1 for target in request.targets)
             for size, stem in zip(request.sizes, longest, strict=True):
                 above = stems_above(stem)
+                self.nested = max(self.nested, len(above))
                 stems.update(above)
                 if above:
                     spared = sum((s.end - s.start) * (1 - 1 / s.sequences) for s in above)
@@ -82,7 +84,7 @@ class Tally:
     def workload(self) -> Workload:
         """Return the counts."""
         spared = {size: tokens / self.sizes[size] for size, tokens in self.spared.items()}
-        return Workload(self.sizes, spared, self.stems, self.longest, self.scored)
+        return Workload(self.sizes, spared, self.stems, self.longest, self.nested, self.scored)
 
 
 class Reader:

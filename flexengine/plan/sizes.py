@@ -80,7 +80,8 @@ def workspace(model: ModelFacts, policy: Policy, workload: Workload) -> int:
     moment = max(4 * model.width + 3 * model.hidden, projections + 6 * model.hidden)
     logits = 2 * model.logits * min(policy.gpu_batch_size, workload.count or 1)
     if workload.scored is not None:
-        logits = max(logits, 3 * model.logits * SCORED_ROWS)
+        rows = SCORED_ROWS if workload.scored else min(SCORED_ROWS, policy.gpu_batch_size, workload.count)
+        logits = max(logits, 3 * model.logits * rows)
     return aligned(tokens * moment * model.itemsize + logits + model.scratch)
 
 

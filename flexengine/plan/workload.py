@@ -24,6 +24,7 @@ class Workload:
             sequences share, each spares (m - 1) / m.
         stems: number of shared prefixes.
         longest_stem: tokens of the longest one.
+        nested: most of them that one sequence has.
         scored: tokens that predict a given token, beyond one for each sequence; None if nothing is scored.
     """
 
@@ -31,6 +32,7 @@ class Workload:
     spared: Mapping[Size, float] = field(default_factory=dict)
     stems: int = 0
     longest_stem: int = 0
+    nested: int = 1
     scored: int | None = None
 
     @staticmethod
@@ -71,12 +73,14 @@ class Workload:
 
     def pages(self, count: int, pool: Pool) -> int:
         """Return the pages of a pool that the `count` longest sequences take at their peak, with the prefixes that they
-        share. A prefix takes one page more if it does not end with a page."""
+        share. A prefix takes one page more if it does not end with a page. In layers with a window it shares nothing in
+        the end."""
         own = self._pages(pool).first(count)
         if not self.stems:
-            return int(own)
-        prefixes = math.ceil(min(count, self.count) * self.stems / max(1, self.count))
-        return math.ceil(own) + prefixes + int(pool.held(self.longest_stem))
+            return own
+        prefixes = max(self.nested, math.ceil(min(count, self.count) * self.stems / max(1, self.count)))
+        longest = pool.held(self.longest_stem)
+        return own + (prefixes + longest if pool.window is None else prefixes * longest)
 
     def _pages(self, pool: Pool) -> "_Sums":
         """Return the running totals of pages at the sequences' peaks. Cached: the policy search repeats requests."""

@@ -278,7 +278,7 @@ class Sweeps:
         """Record a computed sweep. Return the sequences that leave: those in `ended`, and those at their limit.
 
         Args:
-            release: called with a trunk that no sequence shares any more, and then with each sequence that leaves.
+            release: called with each sequence that leaves, then with each trunk that no sequence shares any more.
         """
         for trunk in self.trunks.values():
             trunk.cached = trunk.prompt_tokens

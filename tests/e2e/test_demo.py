@@ -40,15 +40,17 @@ NEW = 6
     ],
 )  # fmt: skip
 def test_16_prompts(tmp_path: Path, policy: dict[str, object] | None, expected: list[list[int]]) -> None:
-    (tmp_path / "in.txt").write_text("".join(json.dumps(p)[1:-1].replace("\\n", " ") + "\n" for p in prompts()))
+    count = 6 if policy else 16  # off the device, each sweep reads all weights
+    given = prompts()[:count]
+    (tmp_path / "in.txt").write_text("".join(json.dumps(p)[1:-1].replace("\\n", " ") + "\n" for p in given))
     argv = [str(tmp_path / "in.txt"), "--output", str(tmp_path / "out.jsonl"), "--max-tokens", str(NEW), "--ignore-eos"]
     if policy:
         (tmp_path / "p.json").write_text(json.dumps(policy))
         argv += ["--policy", str(tmp_path / "p.json"), "--device", "sim", "--offload-dir", str(tmp_path)]
     assert run.main(argv) == 0
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [r["index"] for r in rows] == list(range(16))
-    assert [r["token_ids"] for r in rows] == expected
+    assert [r["index"] for r in rows] == list(range(count))
+    assert [r["token_ids"] for r in rows] == expected[:count]
 
 
 def prompts() -> list[str]:

@@ -272,17 +272,36 @@ def test_on_a_cpu(families: Any, prompts: list[list[int]], expected: Any) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lossy", [Lossy(cache="int8"), Lossy(cache="int4"), Lossy(sparse_attention=0.3)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_greedy_samples_are_the_answer_of_one(
-    families: Any, prompts: list[list[int]], family: str, lossy: Lossy
+@pytest.mark.parametrize(("family", "lossy"), [("llama", Lossy(cache="int4")), ("gemma3", Lossy(sparse_attention=0.3))])
+def test_nothing_is_shared_if_the_cache_is_lossy(
+    families: Any, prompts: list[list[int]], counted: Counter[str], family: str, lossy: Lossy
 ) -> None:
-    """Shared pages are encoded, and so are mean keys apart from them."""
+    """A prefix would be read from the lossy cache. So each sample computes its prompt, and answers as one alone."""
     single = SamplingParams(max_tokens=NEW, ignore_eos=True)
     one = generated(families(family).directory, prompts, Policy(3, 1), single, lossy)
-    for name in ("device", "host", "disk", "delegated"):
-        found = generated(families(family).directory, prompts, POLICIES[name], GREEDY, lossy)
-        assert found == [answer * SAMPLES for answer in one]
+    counted.clear()
+    found = generated(families(family).directory, prompts, POLICIES["host"], GREEDY, lossy)
+    assert found == [answer * SAMPLES for answer in one]
+    assert counted["prompt"] == SAMPLES * sum(LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "name"), [
+    (family, name) for i, family in enumerate(("llama", "gemma3")) for j, name in enumerate(POLICIES) if (i + j) % 2
+])  # fmt: skip
+def test_prompts_with_common_prefixes_have_the_tokens_of_transformers(
+    families: Any, counted: Counter[str], family: str, name: str
+) -> None:
+    """Prefixes within prefixes, across pages, windows and pieces; a prompt that is a prefix of others; one that is not.
+    """
+    known, (a, b, c, d) = families(family), prompts_of(601, (43, 21, 9, 30))
+    rows = [a + b + d[:5], d, a + d[:7], a + b + c, a[:20] + c, a, a + b + d[:1]]
+    answers = reference(known.model, rows, 4)
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert generated(known.directory, rows, POLICIES[name], params) == [[answer] for answer in answers]
+    if max(POLICIES[name].cache) == 1:
+        # a[:20], the rest of a without its last token, that token and b; then what each row adds to these.
+        assert counted["prompt"] == 20 + 22 + 22 + (5 + 30 + 8 + 9 + 9 + 1 + 1)
 
 
 @pytest.mark.slow

@@ -168,3 +168,44 @@ def test_the_job_is_continued_only_by_one_that_scores(job: Job) -> None:
     assert "score: was true, now false" in job.err
     assert job.output.read_bytes() == scored
     assert json.loads(scored)["scores"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_job_ends_with_the_same_bytes(families: Any, tmp_path: Path) -> None:
+    """Rows with common prefixes, generated and scored, with log probabilities: after each interruption other rows are
+    left, so other prefixes are shared. No bit depends on that."""
+    known, generator = families("llama"), torch.Generator().manual_seed(9)
+
+    def some(n: int) -> list[int]:
+        return torch.randint(3, 601, (n,), generator=generator).tolist()
+
+    few, rows = some(21), list[dict[str, Any]]()
+    for i in range(6):
+        context = few[: 10 + 2 * i] + some(3 + i)
+        rows += [{"context": context, "choices": [some(1), some(3), some(4)]},
+                 {"prompt_token_ids": context + some(1), "max_tokens": 2 + i % 3, "n": 1 + i % 2},
+                 {"context": few + some(12), "continuation": some(2)}]  # fmt: skip
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    policy = Policy(2, 2, cache=(0.5, 0.5, 0.0), prefill_tokens=16)
+    params = SamplingParams(4, logprobs=1, ignore_eos=True)
+
+    class Stop(Exception):
+        pass
+
+    def run(output: Path, sweeps: int | None) -> None:
+        def swept(progress: Any) -> None:
+            if progress.sweeps == sweeps:
+                raise Stop
+
+        with Engine(known.directory, policy=policy, device="sim", on_sweep=swept) as engine:
+            engine.run_job(source, output, params, score=True)
+
+    run(whole := tmp_path / "whole.jsonl", None)
+    for sweeps in (2, 1, 3, 1):
+        with pytest.raises(Stop):
+            run(tmp_path / "out.jsonl", sweeps)
+    run(tmp_path / "out.jsonl", None)
+    assert (tmp_path / "out.jsonl").read_bytes() == whole.read_bytes()
+    assert b'"error": null' in whole.read_bytes()
+    assert not [line for line in whole.read_text().splitlines() if json.loads(line)["error"]]
