@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from flexengine.commands.exit_codes import DONE, exit_code
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
-from flexengine.errors import InvalidInput
+from flexengine.errors import FlexError, InvalidInput
 
 _PROGRAM = "lm-eval"
 _PARTS = ("run", "ls", "validate")  # sub-commands of lm-eval
@@ -87,7 +88,20 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
     elif model is not None:
         raise InvalidInput(f"--model is {model!r}, but {_PROGRAM} {args.command} uses no model; leave it out")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    harness.execute(args)
+    try:
+        harness.execute(args)
+    except FlexError:
+        raise
+    except ValueError as error:
+        if not _of_harness(error):
+            raise
+        raise InvalidInput(f"lm-eval: {error}") from error
+
+
+def _of_harness(error: Exception) -> bool:
+    """Return whether the harness's own code raised an error, not a library that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("lm_eval.")
 
 
 def _fill(args: argparse.Namespace, model: str | None) -> None:

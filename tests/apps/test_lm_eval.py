@@ -22,7 +22,7 @@ from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
 from flexengine.apps.lm_eval import sampling  # noqa: E402
-from flexengine.apps.lm_eval.arguments import OWN, engine_device, engine_options, unused  # noqa: E402
+from flexengine.apps.lm_eval.arguments import OWN, engine_device, engine_options, joined, unused  # noqa: E402
 from flexengine.apps.lm_eval.model import FlexLM  # noqa: E402
 from flexengine.commands.lm_eval import split  # noqa: E402
 from flexengine.commands.main import main  # noqa: E402
@@ -235,6 +235,7 @@ def test_sampling_parameters(given: dict[str, Any], field: str, value: Any) -> N
     ({"num_beams": 4}, "gen_kwargs has num_beams 4, which is not supported; num_beams must be 1;"),
     ({"typical_p": 0.5}, "gen_kwargs has typical_p 0.5, which is not supported; it may have until, do_sample, max_gen"),
     ({"do_sample": True}, "do_sample true and no temperature; set a temperature above 0"),
+    ({"until": ["x"] * 40 + [5]}, "stop holds 5"), ({"until": ["x"] * 20 + [""]}, "stop holds ''"),
     ({"temperature": "hot"}, "a value is no number"), ({"top_p": 2, "temperature": 1.0}, "top_p is 2"),
 ])  # fmt: skip
 def test_refused_generation_arguments(given: dict[str, Any], message: str) -> None:
@@ -267,6 +268,15 @@ def test_refused_devices(device: str, message: str) -> None:
         engine_device(device)
 
 
+def test_arguments_beside_those_of_the_harness() -> None:
+    """The harness adds its batch size and device, which --model_args may name, too."""
+    added = {"batch_size": "auto", "max_batch_size": None, "device": "auto"}
+    assert joined({"device": "cpu", "batch_size": 4}, added) == {"device": "cpu", "batch_size": 4}
+    assert joined({"model": "m"}, added) == {"model": "m", "batch_size": "auto", "device": "auto"}
+    with pytest.raises(InvalidInput, match="--device is 'sim', but model_args has device 'cpu'; leave one out"):
+        joined({"device": "cpu"}, {"device": "sim"})
+
+
 def test_batch_sizes_are_refused_aloud() -> None:
     assert unused(None, None) is unused("auto", None) is unused("auto:4", None) is None
     assert unused(8, 64) == "batch_size 8 and max_batch_size 64 not used: the plan chooses the sizes of batches"
@@ -283,18 +293,33 @@ def test_refused_requests(ours: FlexLM, model: str) -> None:
         ours._loglikelihood_tokens([(("a", "b"), [5], [9999])])
 
 
+def test_empty_continuations(ours: FlexLM) -> None:
+    for context in ("", "a"):
+        with pytest.raises(InvalidInput, match=f"the continuation of the context '{context}' is empty"):
+            ours.loglikelihood(requests("loglikelihood", ("a", "b"), (context, "")))
+
+
+def test_thinking_is_for_tasks_that_generate(model: str) -> None:
+    with pytest.raises(InvalidInput, match="enable_thinking is true without think_end_token"):
+        FlexLM(model, enable_thinking=True)
+    lm = FlexLM(model, device="cpu", device_mem="64M", progress=False, enable_thinking=True, think_end_token="x")
+    with pytest.raises(InvalidInput, match="enable_thinking is true, but a task scores given answers"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "b")))
+    lm.close()
+
+
 # The command.
 
 
 def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], theirs: HFLM) -> None:
     words = ["--tasks", "tiny_choice", "--include_path", str(tasks), "--output_path", str(tmp_path / "out.json"),
-             "--model_args", "device_mem=64M", "--device", "cpu", "--limit", "3", "-b", "8"]  # fmt: skip
+             "--model_args", "device_mem=64M", "device=cpu", "--limit", "3", "-b", "8"]  # fmt: skip
     assert main(["lm-eval", "-q", *words, "--model", model]) == 0
     assert "|tiny_choice|" in capsys.readouterr().out
     (file,) = tmp_path.rglob("out*.json")
     found = json.loads(file.read_text())
     assert found["config"]["model"] == "flexengine"
-    assert found["config"]["model_args"] == {"device_mem": "64M", "model": model}
+    assert found["config"]["model_args"] == {"device_mem": "64M", "device": "cpu", "model": model}
     assert found["config"]["model_dtype"] == "float32"
     other = evaluated(theirs, tasks, ["tiny_choice"], limit=3)["results"]["tiny_choice"]
     assert found["results"]["tiny_choice"]["acc,none"] == other["acc,none"]
@@ -308,6 +333,18 @@ def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.Capture
 def test_refused_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lm-eval", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_missing_task_and_a_missing_chat_template(
+    model: str, tasks: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each, no stack of calls."""
+    words = ["lm-eval", "--include_path", str(tasks), "--model_args", "device_mem=64M"]
+    assert main([*words, "--tasks", "nonesuch", "-m", model]) == 2
+    assert "flexengine: lm-eval: Tasks not found: nonesuch\n" in capsys.readouterr().err
+    make_byte_llama(tmp_path, len(byte_tokenizer(tmp_path)), seed=3, width=32, context=CONTEXT, spread=0.3)
+    assert main([*words, "--tasks", "tiny_choice", "--apply_chat_template", "-m", str(tmp_path)]) == 2
+    assert "flexengine: the model has no chat template; leave out --apply_chat_template" in capsys.readouterr().err
 
 
 def test_without_the_harness(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,22 @@ _FROM_FILE: dict[str, Callable[[str], object]] = {
 }
 
 
+def joined(model_args: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the model with those that the harness adds.
+
+    Args:
+        model_args: --model_args. They come first, as the harness also adds its defaults.
+        more: batch_size, max_batch_size and device of the harness; None stands for none.
+
+    Raises:
+        InvalidInput: the devices differ, and that of the harness is not "auto".
+    """
+    own, other = model_args.get("device"), more.get("device")
+    if own is not None and other not in (None, "auto", own):
+        raise InvalidInput(f"--device is {shown(other)}, but model_args has device {shown(own)}; leave one out")
+    return {name: value for name, value in more.items() if value is not None} | dict(model_args)
+
+
 def engine_options(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
     """Return the keyword arguments of an engine.
 

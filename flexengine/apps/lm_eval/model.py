@@ -11,17 +11,17 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, Self
 
 import jinja2
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import has_bos_prefix, postprocess_generated_text, resolve_max_length
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 
 from flexengine import __version__
 from flexengine.activity import message
-from flexengine.apps.lm_eval.arguments import engine_options, unused
+from flexengine.apps.lm_eval.arguments import engine_options, joined, unused
 from flexengine.apps.lm_eval.sampling import MAX_GEN_TOKS, Generation, generation_of
 from flexengine.config import Result, shown
 from flexengine.engine.engine import Engine
@@ -56,7 +56,8 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             batch_size, max_batch_size: not used, as the plan chooses the sizes of batches; a message says so.
             device: auto, cpu, cuda, cuda:0 or sim.
             max_length: most tokens of a sequence; None is the model's context.
-            enable_thinking: passed to the chat template; None leaves the template's default.
+            enable_thinking: passed to the chat template; None leaves the template's default. True needs
+                `think_end_token`, and refuses tasks that score given answers, as `hf` does.
             think_end_token: text that ends the model's thinking. The answer is the text after it.
             options: options of EngineOptions and switches of Lossy, by name.
 
@@ -65,6 +66,9 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
             FlexError: as for `Engine`.
         """
         super().__init__()
+        if enable_thinking and think_end_token is None:
+            raise InvalidInput("enable_thinking is true without think_end_token, the text that ends the model's"
+                               " thinking; set both")  # fmt: skip
         given = options if model is None else {"model": model, **options}
         self.engine = engine = Engine(**engine_options(given, device))
         self._closing = weakref.finalize(self, engine.close)
@@ -78,6 +82,16 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         self._thinking = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._think_end_token = think_end_token
         self._said_truncated = False
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> Self:
+        """Return the model of a text of arguments, `name=value,name=value`; see `create_from_arg_obj`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> Self:
+        """Return the model of --model_args. additional_config: the harness's batch_size, max_batch_size and device."""
+        return cls(**joined(arg_dict, additional_config or {}))
 
     def _length(self, given: int | None) -> int:
         """Return the most tokens of a sequence. Raise InvalidInput if more are given than the model's context has."""
@@ -135,6 +149,17 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
         return ids[-most:]
 
     # Requests.
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Answer]:
+        """Return the log probability of each continuation, and whether it is greedy."""
+        if self._thinking.get("enable_thinking"):
+            raise InvalidInput("enable_thinking is true, but a task scores given answers; leave enable_thinking out, or"
+                               " run only tasks that generate")  # fmt: skip
+        if (empty := next((r.args for r in requests if not r.args[1]), None)) is not None:
+            raise InvalidInput(f"the continuation of the context {shown(empty[0])} is empty; it must have at least one"
+                               " token")  # fmt: skip
+        answers: list[Answer] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return answers
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -248,7 +273,13 @@ class FlexLM(TemplateLM):  # type: ignore[misc]
 
         Args:
             add_generation_prompt: end with the beginning of an answer; else the last message is continued.
+
+        Raises:
+            InvalidInput: the model has no chat template.
         """
+        if getattr(self.tokenizer, "chat_template", None) is None:
+            raise InvalidInput("the model has no chat template; leave out --apply_chat_template, or take an"
+                               " instruction-tuned model")  # fmt: skip
         try:
             return self._rendered(chat_history, add_generation_prompt)
         except jinja2.TemplateError as error:

@@ -53,6 +53,8 @@ def generation_of(given: Mapping[str, Any], end_token: int | None) -> Generation
         raise InvalidInput("gen_kwargs has do_sample true and no temperature; set a temperature above 0, or do_sample"
                            " false")  # fmt: skip
     until = list(normal["until"])
+    for first in range(MAX_STOPS, len(until), MAX_STOPS):
+        SamplingParams(stop=tuple(until[first : first + MAX_STOPS]))  # raises if one of these is no text
     sampling = {name: normal[name] for name in _SAMPLING if name in normal} | {"temperature": temperature}
     ends = () if end_token is None else (end_token,)
     params = SamplingParams(normal["max_gen_toks"], stop=tuple(until[:MAX_STOPS]), stop_token_ids=ends, **sampling)
