@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
-from flexengine.commands.messages import say, say_error
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
+from flexengine.commands.messages import say
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import DTYPES, add_machine, file_name, named
 from flexengine.commands.parser import Parser
@@ -53,19 +53,7 @@ def parser() -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
     130 or 143 interrupted by SIGINT or SIGTERM."""
-    from flexengine.job.interrupt import Interrupted, Interrupts
-
-    with Interrupts() as interrupts:
-        interrupts.standing = lambda: STANDING
-
-        def finish() -> int:
-            try:
-                return run(parser().parse_args(argv), interrupts)
-            except KeyboardInterrupt as stop:
-                say_error(STANDING)
-                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
-
-        return exit_code(finish)
+    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts), STANDING)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:

@@ -6,12 +6,16 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from flexengine.commands.messages import detail, say_error
 from flexengine.commands.progress import displayed
 from flexengine.errors import FlexError, RanOut
 from flexengine.job.streams import stdout_is_open
 from flexengine.plan.words import clock
+
+if TYPE_CHECKING:
+    from flexengine.job.interrupt import Interrupts
 
 DONE, SOME_FAILED, REFUSED, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -58,6 +62,28 @@ def exit_code(command: Callable[[], int]) -> int:
         else:
             traceback.print_exc()
         return FAILED
+
+
+def run_interruptible(command: "Callable[[Interrupts], int]", standing: str | None = None) -> int:
+    """Run a command as `exit_code` does. If SIGINT or SIGTERM comes, say how the job stands and return 130 or 143.
+
+    Args:
+        standing: the message for an interrupted command; None is that of `Interrupts.standing`.
+    """
+    from flexengine.job.interrupt import Interrupted, Interrupts
+
+    with Interrupts() as interrupts:
+        if standing is not None:
+            interrupts.standing = lambda: standing
+
+        def finish() -> int:
+            try:
+                return command(interrupts)
+            except KeyboardInterrupt as stop:
+                say_error(standing or interrupts.standing())
+                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
+
+        return exit_code(finish)
 
 
 def _occupy_closed_streams() -> None:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
 from flexengine.commands.habits import command_text
-from flexengine.commands.messages import say, say_error
+from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine, open_rows
 from flexengine.commands.options import (
     INPUT,
@@ -84,20 +84,13 @@ def _add_machine(group: Group) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
     130 or 143 interrupted by SIGINT or SIGTERM."""
-    from flexengine.job.interrupt import Interrupted, Interrupts
 
-    with Interrupts() as interrupts:
+    def command(interrupts: "Interrupts") -> int:
+        args = parser().parse_args(argv)
+        args.argv = sys.argv[1:] if argv is None else list(argv)
+        return run(args, interrupts)
 
-        def finish() -> int:
-            try:
-                args = parser().parse_args(argv)
-                args.argv = sys.argv[1:] if argv is None else list(argv)
-                return run(args, interrupts)
-            except KeyboardInterrupt as stop:
-                say_error(interrupts.standing())
-                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
-
-        return exit_code(finish)
+    return run_interruptible(command)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
@@ -184,7 +177,8 @@ def _check_no_model(args: argparse.Namespace) -> None:
 def _check_files(args: argparse.Namespace) -> None:
     """Raise InvalidInput if a file that is written is also read, or written a second time."""
     from flexengine.job.overwrite import check_model_kept, check_not_overwritten
-    from flexengine.job.results import files_beside, part_path
+    from flexengine.job.results import files_beside
+    from flexengine.job.whole_file import part_path
 
     read = {"INPUT": args.input, "--policy": policy_file(args), "--calibration-text": args.calibration_text,
             "--config": args.config}  # fmt: skip

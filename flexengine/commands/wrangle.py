@@ -16,8 +16,8 @@ from flexengine.apps.wrangle.spec import (
     Spec,
     make_spec,
 )
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
-from flexengine.commands.messages import say, say_error
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
+from flexengine.commands.messages import say
 from flexengine.commands.open_engine import open_engine
 from flexengine.commands.options import (
     MODEL,
@@ -51,6 +51,8 @@ descriptions (left, right) or two tables; the others take one table. The output 
 prediction, confidence (log probability of the answer) and failure. Rows and results of the job stay beside the output,
 in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command continues.
 """
+
+STANDING = "interrupted: the same command continues"
 
 
 def parser() -> Parser:
@@ -153,18 +155,7 @@ def _add_output(group: Group) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
     130 or 143 interrupted by SIGINT or SIGTERM."""
-    from flexengine.job.interrupt import Interrupted, Interrupts
-
-    with Interrupts() as interrupts:
-
-        def finish() -> int:
-            try:
-                return run(parser().parse_args(argv), interrupts)
-            except KeyboardInterrupt as stop:
-                say_error("interrupted: the same command continues")
-                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
-
-        return exit_code(finish)
+    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts), STANDING)
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:

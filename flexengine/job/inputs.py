@@ -25,7 +25,6 @@ from flexengine.job.source import Source
 from flexengine.job.streams import STDIN
 
 MAX_LINE_BYTES = 64 * 2**20
-_DELIMITERS = {"csv": ",", "tsv": "\t"}
 _AS_TSV = "give --input-format tsv (input_format='tsv' in Python)"
 _STEP = 2**20
 
@@ -181,22 +180,18 @@ def _json(given: _Input) -> _Reader:
 
 
 def _csv(given: _Input) -> _Reader:
-    delimiter, column = _DELIMITERS[given.source.form], given.column or "prompt"
+    form, column = given.source.form, given.column or "prompt"
     if column in PROMPT_KINDS[1:]:
         raise InvalidInput(f"input {given.name}: cells are text and cannot hold {column}; use .jsonl or .parquet")
     with given.source.open() as file:
-        header = next(tables.csv_records(file, delimiter, MAX_LINE_BYTES), None)
-    if header is None or header.fault:
-        what = f"line {header.line} {header.fault}" if header else "it is empty"
-        raise InvalidInput(f"input {given.name} has no header line that names the columns: {what}")
-    columns = header.cells
+        columns, _ = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
     _check_columns(given, columns, given.wanted(("prompt",)))
 
     def rows() -> Iterator[Row]:
         with given.source.open() as file:
-            records = islice(tables.csv_records(file, delimiter, MAX_LINE_BYTES), 1, None)
+            _, records = tables.csv_table(file, given.name, form, MAX_LINE_BYTES)
             for index, record in enumerate(records):
-                yield _table_row(index, tables.named(record, columns), column, tables.parsed_cell)
+                yield _table_row(index, record, column, tables.parsed_cell)
 
     return rows
 
@@ -225,7 +220,7 @@ def _check_columns(given: _Input, columns: list[str], wanted: tuple[str, ...]) -
     if set(wanted) & set(columns):
         return
     lacks = f"input {given.name} has no column {' or '.join(wanted)}; its columns are {columns}"
-    other = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and given.source.form in _DELIMITERS else None
+    other = re.search(r"[;\t|]", columns[0]) if len(columns) == 1 and given.source.form in tables.DELIMITERS else None
     if other:
         tabs = other[0] == "\t"
         raise InvalidInput(f"{lacks}: they seem to be separated by {'tabs' if tabs else repr(other[0])};"

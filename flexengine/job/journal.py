@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from flexengine.config import Completion, Result, Score
 from flexengine.errors import InvalidInput
-from flexengine.job.results import sync_directory
+from flexengine.job.whole_file import sync_directory
 
 TODO, DONE, FAILED = 0, 1, 2
 SYNC_SECONDS = 1.0

@@ -5,7 +5,6 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -16,6 +15,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.openai import batch_line
 from flexengine.job.rows import Row
 from flexengine.job.streams import descriptor, is_stream, stdout_is_open
+from flexengine.job.whole_file import part_path, whole_file
 
 Encode = Callable[[Row, Result], bytes]
 _OPTIONAL = ("logprobs", "samples", "scores")  # fields that are left out if they are None
@@ -66,12 +66,6 @@ def journal_path(output: str | os.PathLike[str] | None) -> Path | None:
         return None
     target = Path(output).resolve()
     return target.with_name(target.name + ".journal")
-
-
-def part_path(output: str | os.PathLike[str]) -> Path:
-    """Return the temporary path at which an output file is written before it is renamed."""
-    target = Path(output).resolve()
-    return target.with_name(target.name + ".part")
 
 
 def files_beside(output: str | os.PathLike[str], name: str) -> dict[str, Path]:
@@ -224,35 +218,13 @@ def write_output(
 ) -> None:
     """Write the output file: a line per row, in order.
 
-    The file is written under a temporary name, fsynced and renamed, so that it appears complete or not at all. The
-    temporary file is removed after an exception.
+    The file appears complete or not at all.
 
     Args:
         results: the results, in the order of `rows`.
         encode: return the output line of a row.
     """
-    part, target = part_path(output), Path(output).resolve()
-    try:
-        part.unlink(missing_ok=True)  # if `part` is a link, the file must not be written to the link's target
-        with part.open("xb") as file:
-            for row, result in zip(rows, results, strict=True):
-                file.write(encode(row, result))
-                advance()
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
-    sync_directory(target.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Sync the names in a directory to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
+    with whole_file(output) as file:
+        for row, result in zip(rows, results, strict=True):
+            file.write(encode(row, result))
+            advance()

@@ -16,6 +16,7 @@ from flexengine.errors import InvalidInput
 from flexengine.job.lines import read_lines, too_long, utf8_fault
 
 _WHOLE = re.compile(r"\s*([+-]?[0-9]{1,4000})(\.0*)?\s*", re.ASCII)
+DELIMITERS = {"csv": ",", "tsv": "\t"}  # by format
 _BATCH_ROWS = 256  # rows converted to Python at a time
 
 
@@ -94,7 +95,27 @@ class _Feed(Iterator[str]):
         del self.taken[1:]
 
 
-def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:
+def csv_table(file: BinaryIO, name: Path, form: str, most: int) -> tuple[list[str], Iterator[Record]]:
+    """Return the names of the columns of a CSV or TSV file, and its rows, which are read as they are iterated.
+
+    Args:
+        file: the file, at its beginning.
+        name: name of the file in messages.
+        form: csv or tsv.
+        most: most bytes of a row.
+
+    Raises:
+        InvalidInput: the file has no header.
+    """
+    records = _csv_records(file, DELIMITERS[form], most)
+    header = next(records, None)
+    if header is None or header.fault:
+        fault = f"line {header.line} {header.fault}" if header else "it is empty"
+        raise InvalidInput(f"input {name} has no header line that names the columns: {fault}")
+    return header.cells, (_named(record, header.cells) for record in records)
+
+
+def _csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:
     """Yield the records of a CSV file, header first, without blank lines.
 
     If a record breaks the rules of quoting, only its first line is dropped and reading continues with the next line.
@@ -121,7 +142,7 @@ def csv_records(file: BinaryIO, delimiter: str, most: int) -> Iterator[Cells]:
         yield Cells(feed.taken[0][0], cells, utf8_fault(raw) or fault)
 
 
-def named(record: Cells, columns: list[str]) -> Record:
+def _named(record: Cells, columns: list[str]) -> Record:
     """Return a record with the header's column names."""
     fault = record.fault
     if fault is None and len(record.cells) != len(columns):

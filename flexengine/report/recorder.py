@@ -14,8 +14,8 @@ from flexengine.config import Completion, Result
 from flexengine.engine.state import Progress
 from flexengine.engine.summary import JobCounts
 from flexengine.errors import InvalidInput
-from flexengine.job.results import part_path
 from flexengine.job.resume import Job
+from flexengine.job.whole_file import part_path
 from flexengine.plan.feedback import Watch
 from flexengine.report.base import NoReport
 from flexengine.report.errors import Errors

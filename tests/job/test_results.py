@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from flexengine.config import Completion, Result
 from flexengine.errors import InvalidInput
 from flexengine.job.openai import batch_line
-from flexengine.job.results import ResultWriter, check_output, journal_path, line_encoder, part_path, write_output
+from flexengine.job.results import ResultWriter, check_output, journal_path, line_encoder, write_output
 from flexengine.job.rows import Row
+from flexengine.job.whole_file import part_path
 
 FIELDS = ["index", "generated_text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "error"]
 

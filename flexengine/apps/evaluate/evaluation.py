@@ -9,7 +9,6 @@ from typing import Any
 from flexengine import __version__
 from flexengine.activity import message
 from flexengine.apps.evaluate.figures import Draws, figures
-from flexengine.apps.evaluate.files import replace_file
 from flexengine.apps.evaluate.instances import Built
 from flexengine.apps.evaluate.report import Evaluation
 from flexengine.apps.evaluate.requests import answers_of, rows_of
@@ -17,6 +16,7 @@ from flexengine.apps.evaluate.runs import Finished, Jobs, Run, run_job
 from flexengine.apps.evaluate.throughput import Throughput, throughput
 from flexengine.config import read_object
 from flexengine.errors import InvalidInput
+from flexengine.job.whole_file import write_whole
 
 JOBS, THROUGHPUT = "jobs", "throughput.json"
 Open = Callable[[Run], AbstractContextManager[Jobs]]
@@ -63,7 +63,7 @@ def note_throughput(run: Run, finished: Finished, path: Path) -> None:
     tokens = throughput(finished.results)
     if finished.seconds is not None or run.name not in kept:
         kept[run.name] = tokens.to_json(finished.seconds)
-        replace_file(path, (json.dumps(kept, indent=1) + "\n").encode())
+        write_whole(path, (json.dumps(kept, indent=1) + "\n").encode())
     message(f"run {run.name}: {described(tokens, finished.seconds)}")
 
 

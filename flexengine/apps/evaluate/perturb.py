@@ -100,17 +100,17 @@ def extra_space(text: str, random: Random, most: int) -> str:
     return re.sub(" +", lambda _: " " * random.randint(1, most), text)
 
 
-_SUBJECTS = "i you he she it we they that there what where when who why how"
+_SUBJECTS = "i you he she it we they that there what where when who why how"  # of "will" and "would"
 _SHORT = {"am": "'m", "are": "'re", "is": "'s", "will": "'ll", "would": "'d", "have": "'ve"}
 _NEGATED = "are could did do does had has have is might must need ought should was were would"
-_AGREE = {"am": "i", "are": "you we they", "is": "he she it that there what where when who why how",
-          "will": _SUBJECTS, "would": _SUBJECTS, "have": "i you we they"}  # fmt: skip
+_SUBJECTS_BY_VERB = {"am": "i", "are": "you we they", "is": "he she it that there what where when who why how",
+                     "will": _SUBJECTS, "would": _SUBJECTS, "have": "i you we they"}  # fmt: skip
 
 
 def _contractions() -> dict[str, str]:
     """Return contractions by their two words in lower case."""
     pairs = {f"{subject} {verb}": subject + _SHORT[verb]
-             for verb, subjects in _AGREE.items() for subject in subjects.split()}  # fmt: skip
+             for verb, subjects in _SUBJECTS_BY_VERB.items() for subject in subjects.split()}  # fmt: skip
     pairs |= {f"{verb} not": f"{verb}n't" for verb in _NEGATED.split()}
     pairs |= {f"{modal} have": f"{modal}'ve" for modal in ("could", "might", "must", "should", "would")}
     return pairs | {"cannot": "can't", "will not": "won't", "shall not": "shan't"}

@@ -11,12 +11,12 @@ from typing import Any
 from flexengine.apps.evaluate.answers import CHOICE, GENERATION, Answer
 from flexengine.apps.evaluate.bootstrap import LEVEL
 from flexengine.apps.evaluate.figures import Draws, Figure
-from flexengine.apps.evaluate.files import replace_file
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import METRICS
 from flexengine.apps.evaluate.page import page
 from flexengine.apps.evaluate.runs import Run
 from flexengine.job.results import encode_fields
+from flexengine.job.whole_file import write_whole
 
 RESULTS = ("results.json", "results.csv", "results.html", "instances.jsonl")
 
@@ -46,7 +46,7 @@ def write_files(evaluation: Evaluation, folder: Path) -> None:
     """Write the files RESULTS."""
     texts = (as_json(evaluation), as_csv(evaluation.figures), page(summary(evaluation)))
     for name, data in zip(RESULTS, [*(text.encode() for text in texts), _instances(evaluation)], strict=True):
-        replace_file(folder / name, data)
+        write_whole(folder / name, data)
 
 
 def summary(evaluation: Evaluation) -> dict[str, Any]:

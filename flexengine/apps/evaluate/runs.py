@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexengine.apps.evaluate.files import replace_file
 from flexengine.config import SamplingParams, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
+from flexengine.job.whole_file import write_whole
 from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "compute", "cache", "sparse-attention", "calibrate", "dtype")
@@ -155,4 +155,4 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]], restart: bool) -> Non
     if not restart and path.exists() and path.read_bytes() != data:
         raise InvalidInput(f"{path} was written for other scenarios: they, or their data, have changed since; give"
                            " --restart to start over, or another --output")  # fmt: skip
-    replace_file(path, data)
+    write_whole(path, data)

@@ -11,8 +11,6 @@ from flexengine.job.inputs import MAX_LINE_BYTES, Rows
 from flexengine.job.rows import Row
 from flexengine.job.source import Source
 
-_DELIMITERS = {"csv": ",", "tsv": "\t"}
-
 
 @dataclass(frozen=True)
 class Table:
@@ -42,7 +40,7 @@ def read_table(path: Path) -> Table:
     source = Source(path, None)
     try:
         form = source.form
-        if form in _DELIMITERS:
+        if form in tables.DELIMITERS:
             columns, rows = _csv(path, source)
         elif form in ("parquet", "arrow"):
             columns = tuple(tables.arrow_columns(source.file, path, form))
@@ -60,15 +58,10 @@ def read_table(path: Path) -> Table:
 
 def _csv(path: Path, source: Source) -> tuple[tuple[str, ...], list[Row]]:
     with source.open() as file:
-        records = tables.csv_records(file, _DELIMITERS[source.form], MAX_LINE_BYTES)
-        header = next(records, None)
-        if header is None or header.fault:
-            what = f"line {header.line} {header.fault}" if header else "it is empty"
-            raise InvalidInput(f"{path} has no header line that names the columns: {what}")
-        columns = header.cells
+        columns, records = tables.csv_table(file, path, source.form, MAX_LINE_BYTES)
         if double := sorted({name for name in columns if columns.count(name) > 1}):
-            raise InvalidInput(f"{path}, line {header.line}: several columns are named {double[0]!r}; rename them")
-        return tuple(columns), [_row(index, tables.named(each, columns)) for index, each in enumerate(records)]
+            raise InvalidInput(f"{path}: several columns are named {double[0]!r}; rename them")
+        return tuple(columns), [_row(index, record) for index, record in enumerate(records)]
 
 
 def _lines(path: Path, form: str) -> Iterator[Row]:

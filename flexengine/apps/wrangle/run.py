@@ -13,7 +13,8 @@ from flexengine.apps.wrangle.plan import Plan
 from flexengine.apps.wrangle.spec import TRANSFORM
 from flexengine.apps.wrangle.tables import Added, check_output, write_table
 from flexengine.errors import InvalidInput
-from flexengine.job.results import encode_fields, files_beside, journal_path, part_path, sync_directory
+from flexengine.job.results import encode_fields, files_beside, journal_path
+from flexengine.job.whole_file import part_path, write_whole
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,7 @@ def prepare(plan: Plan, output: str, restart: bool) -> None:
             raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
                                " name another output, or give --restart to start over")  # fmt: skip
         return
-    part = part_path(rows)
-    with part.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(part, rows)
-    sync_directory(rows.parent)
+    write_whole(rows, data)
 
 
 def finish(plan: Plan, output: str, replace: bool = False) -> Report:

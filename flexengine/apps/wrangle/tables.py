@@ -5,7 +5,7 @@ import filecmp
 import io
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -15,11 +15,11 @@ from flexengine.apps.wrangle.serialise import text_of
 from flexengine.errors import InvalidInput
 from flexengine.job import tables
 from flexengine.job.inputs import MAX_LINE_BYTES
-from flexengine.job.results import encode_fields, part_path, sync_directory
+from flexengine.job.results import encode_fields
 from flexengine.job.source import Source
 from flexengine.job.tables import Record
+from flexengine.job.whole_file import whole_file
 
-DELIMITERS = {"csv": ",", "tsv": "\t"}
 _FORMS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 _ACCEPTED = ".csv, .tsv, .parquet, .arrow and .feather (.csv and .tsv also with .gz or .zst)"
 
@@ -90,7 +90,7 @@ def form_of(name: str, what: str) -> str:
     path = Path(name)
     inner = Path(path.stem).suffix.lower() if path.suffix.lower() in (".gz", ".zst") else path.suffix.lower()
     form = _FORMS.get(inner)
-    if form is None or (path.suffix.lower() != inner and form not in DELIMITERS):
+    if form is None or (path.suffix.lower() != inner and form not in tables.DELIMITERS):
         raise InvalidInput(f"{what} {name} has suffix {path.suffix!r}; accepted are {_ACCEPTED}")
     return form
 
@@ -107,7 +107,7 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Tabl
     """
     form = form_of(name, what)
     with closing(Source(Path(name), form)) as source:
-        table = _read_text(source, limit) if form in DELIMITERS else _read_arrow(source, limit)
+        table = _read_text(source, limit) if form in tables.DELIMITERS else _read_arrow(source, limit)
     if double := sorted({c for c in table.columns if table.columns.count(c) > 1}):
         raise InvalidInput(f"{what} {name} has several columns named {double[0]!r}; rename them")
     if "" in table.columns:
@@ -119,13 +119,8 @@ def read_table(name: str, what: str = "table", limit: int | None = None) -> Tabl
 
 def _read_text(source: Source, limit: int | None) -> Table:
     with source.open() as file:
-        records = tables.csv_records(file, DELIMITERS[source.form], MAX_LINE_BYTES)
-        header = next(records, None)
-        if header is None or header.fault:
-            fault = f"line {header.line} {header.fault}" if header else "it is empty"
-            raise InvalidInput(f"table {source.name} has no header line that names the columns: {fault}")
-        rows = tuple(tables.named(record, header.cells) for record in islice(records, limit))
-    return Table(str(source.name), source.form, tuple(header.cells), rows)
+        columns, records = tables.csv_table(file, source.name, source.form, MAX_LINE_BYTES)
+        return Table(str(source.name), source.form, tuple(columns), tuple(islice(records, limit)))
 
 
 def _read_arrow(source: Source, limit: int | None) -> Table:
@@ -177,27 +172,17 @@ def write_table(name: str, table: Table, added: Sequence[Added], replace: bool =
     Raises:
         InvalidInput: the file has other contents.
     """
-    part, target = part_path(name), Path(name).resolve()
-    part.unlink(missing_ok=True)
-    try:
-        with part.open("xb") as file:
-            if target.suffix.lower() == ".jsonl":
-                file.writelines(_json_lines(table, added))
-            elif table.form in DELIMITERS:
-                file.writelines(_text_lines(table, added))
-            else:
-                _write_arrow(file, table, added)
-            file.flush()
-            os.fsync(file.fileno())
-        if not replace and target.exists() and not filecmp.cmp(part, target, shallow=False):
+    with whole_file(name) as file:
+        if Path(name).suffix.lower() == ".jsonl":
+            file.writelines(_json_lines(table, added))
+        elif table.form in tables.DELIMITERS:
+            file.writelines(_text_lines(table, added))
+        else:
+            _write_arrow(file, table, added)
+        file.flush()
+        if not replace and os.path.exists(name) and not filecmp.cmp(file.name, name, shallow=False):
             raise InvalidInput(f"--output {name} was changed after the run wrote it; rename it, and the same command"
                                " writes the output again")  # fmt: skip
-        os.replace(part, target)
-    except BaseException:
-        with suppress(OSError):
-            part.unlink()
-        raise
-    sync_directory(target.parent)
 
 
 def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
@@ -207,7 +192,7 @@ def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
 
 def _text_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:
     buffer = io.StringIO()
-    writer = csv.writer(buffer, delimiter=DELIMITERS[table.form], lineterminator="\n")
+    writer = csv.writer(buffer, delimiter=tables.DELIMITERS[table.form], lineterminator="\n")
     writer.writerow((*table.columns, *(column.name for column in added)))
     for i, record in enumerate(table.records):
         cells = [record.fields.get(column) for column in table.columns]
