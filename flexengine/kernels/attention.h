@@ -12,9 +12,7 @@ namespace {
 
 constexpr int SHARES = 8;    // minimum number of work items per thread
 constexpr int64_t EARLY = 8192;  // bytes; distance of prefetches ahead of reads
-
-// One part of one sequence. slot: number of the sequence's first partial result; -1 if the sequence has a single part.
-struct Item { int32_t i, part, parts, slot; };
+constexpr int64_t TOGETHER = 32;  // maximum number of query heads, of all users of an item, for one kv head
 
 inline int64_t first_token(const Decode& a, int64_t i) {
     int64_t length = a.lengths[i];
@@ -63,22 +61,25 @@ template <class F> void with_rows(const Decode& a, F f) {
     });
 }
 
-void start(const Decode& a, int64_t i, int64_t h, int64_t heads, Scratch& my) {
-    if (a.q_dtype == FP32) read_queries<float>(a, i, h, heads, my.q);
-    if (a.q_dtype == BF16) read_queries<bf16>(a, i, h, heads, my.q);
-    if (a.q_dtype == FP16) read_queries<fp16>(a, i, h, heads, my.q);
-    memset(my.acc, 0, size_t(heads * padded(a.dim)) * 4);
+void start(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), heads = J * item.users * group;
+    float* to = my.q;
+    for (int64_t h = j * group; h < (j + J) * group; h += group)
+        for (int64_t i = item.i; i < item.i + item.users; i++, to += group * width) {
+            if (a.q_dtype == FP32) read_queries<float>(a, i, h, group, to);
+            if (a.q_dtype == BF16) read_queries<bf16>(a, i, h, group, to);
+            if (a.q_dtype == FP16) read_queries<fp16>(a, i, h, group, to);
+        }
+    memset(my.acc, 0, size_t(heads * width) * 4);
     for (int64_t g = 0; g < heads; g++) my.top[g] = -FLT_MAX, my.sum[g] = 0, my.keep[g] = 1;
 }
 
-// Computes acc = sum over s of exp(score - top) * V, with top and sum, for the query heads of J kv heads from j on,
-// over one part of sequence i. A chunk of tokens is read head by head, all K before all V, as in memory within a page.
-// This order reads bf16 at 28 GB/s instead of 21 GB/s (one core of Zen 5, random pages).
-template <class R> void attend_part(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
-    const int64_t group = a.heads / a.kv_heads, begin = first_token(a, item.i) + int64_t(item.part) * PART;
-    const int64_t left = a.lengths[item.i] - begin, count = left < PART ? left : PART;
-    start(a, item.i, j * group, J * group, my);
-    R rows(a, item.i, j, J, my);
+// Updates acc = sum over s of exp(score - top) * V, with top and sum, for the query heads of J kv heads from the k-th on,
+// over `count` tokens from `begin` on. A chunk of tokens is read head by head, all K before all V, as in memory within a
+// page. This order reads bf16 at 28 GB/s instead of 21 GB/s (one core of Zen 5, random pages).
+template <class R>
+void attend_tokens(const Decode& a, R& rows, int64_t first, int64_t J, int64_t begin, int64_t count, Scratch& my) {
+    if (count <= 0) return;
     rows.span(begin, count);
     const int64_t run = R::chunk * rows.row, early = run < EARLY ? EARLY / run < 2 * J ? EARLY / run : 2 * J : 1;
     for (int64_t s = 0, n; s < count; s += n) {
@@ -86,16 +87,31 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
         n = count - s < n ? count - s : n;
         auto ahead = [&](int64_t panel) {  // panels are counted from the chunk's first K
             panel += early;
-            if (panel < J) return Ahead{0, panel * rows.panel, rows.row};
-            if (panel < 2 * J) return Ahead{0, rows.value + (panel - J) * rows.panel, rows.row};
-            return Ahead{n, (panel - 2 * J) * rows.panel, rows.row};
+            if (panel < J) return Ahead{0, (first + panel) * rows.panel, rows.row};
+            if (panel < 2 * J) return Ahead{0, rows.value + (first + panel - J) * rows.panel, rows.row};
+            return Ahead{n, (first + panel - 2 * J) * rows.panel, rows.row};
         };
-        for (int64_t k = 0; k < J; k++) {
-            rows.score(k, s, int(n), ahead(k));
-            for (int64_t h = k * group; h < (k + 1) * group; h++)
+        for (int64_t k = first; k < first + J; k++) {
+            rows.score(k, s, int(n), ahead(k - first));
+            for (int64_t h = rows.head(k); h < rows.head(k) + rows.group; h++)
                 my.keep[h] = soften(my.scores + h * CHUNK, n, a.softcap, my.top[h], my.sum[h]);
         }
-        for (int64_t k = 0; k < J; k++) rows.weigh(k, s, int(n), ahead(J + k));
+        for (int64_t k = first; k < first + J; k++) rows.weigh(k, s, int(n), ahead(J + k - first));
+    }
+}
+
+// Attends over one part of an item's sequences: first all users to the tokens that they share, whose rows are read
+// once, then each user to its own. A query takes the same steps as without sharing.
+template <class R> void attend_part(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
+    const int64_t begin = first_token(a, item.i) + int64_t(item.part) * PART;
+    start(a, item, j, J, my);
+    R rows(a, item, j, J, my);
+    for (int64_t k = 0; k < J; k++)  // one head at a time: the queries of all users are as large as a core's fastest cache
+        attend_tokens(a, rows, k, 1, begin, item.shared, my);
+    for (int64_t u = 0; u < item.users; u++) {
+        const int64_t left = a.lengths[item.i + u] - begin, count = left < PART ? left : PART;
+        rows.only(u);
+        attend_tokens(a, rows, 0, J, begin + item.shared, count - item.shared, my);
     }
 }
 
@@ -147,11 +163,11 @@ int64_t choose_top(const Decode& a, int64_t i, int64_t j, int64_t k, int64_t see
 }
 
 // Does the same as attend_part over a whole sequence, with only the values of the largest weights per query head.
-template <class R> void attend_top(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my) {
-    const int64_t group = a.heads / a.kv_heads, begin = first_token(a, i), seen = a.lengths[i] - begin;
+template <class R> void attend_top(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my) {
+    const int64_t i = item.i, group = a.heads / a.kv_heads, begin = first_token(a, i), seen = a.lengths[i] - begin;
     const int64_t apart = padded(seen);
-    start(a, i, j * group, J * group, my);
-    R rows(a, i, j, J, my);
+    start(a, item, j, J, my);
+    R rows(a, item, j, J, my);
     for (int64_t from = 0; from < seen; from += PART) {
         const int64_t left = seen - from < PART ? seen - from : PART;
         rows.span(begin + from, left);
@@ -215,79 +231,121 @@ int64_t bad_sequence(const Decode& a) {
     return 0;
 }
 
+// Returns how many tokens of two sequences, from `begin` on and within a part, are in the same pages: a multiple of
+// CHUNK. 0 if the window of either begins later than at token 0.
+int64_t shared_tokens(const Decode& a, int64_t i, int64_t other, int64_t begin) {
+    if (first_token(a, i) || first_token(a, other)) return 0;
+    int64_t end = a.lengths[i] < a.lengths[other] ? a.lengths[i] : a.lengths[other], t = begin / a.page_tokens;
+    end = end < begin + PART ? end : begin + PART;
+    const int32_t *one = a.tables + i * a.max_pages, *two = a.tables + other * a.max_pages;
+    while (t * a.page_tokens < end && one[t] == two[t]) t++;
+    end = end < t * a.page_tokens ? end : t * a.page_tokens;
+    return end > begin ? (end - begin) / CHUNK * CHUNK : 0;
+}
+
 // Division of a call into items, and of each item into blocks of J heads; with many items, an item is one block.
-// `bytes` is the memory for the list of items, the partial results and the scratch of each thread.
+// `bytes` is the memory for the lists of items and slots, the partial results and the scratch of each thread.
 struct Work {
     bool some;  // top-k, or only its mask: an item is a whole sequence
-    int64_t items = 0, slots = 0, longest = 0, J, blocks, step;
-    size_t listed, partial, scratch, bytes;
+    int64_t items = 0, slots = 0, longest = 0, most_parts = 0, users, J, blocks, step;
+    size_t listed, slotted, partial, scratch, bytes;
 
     explicit Work(const Decode& a) : some(a.topk < 1 || a.chosen) {
-        const int64_t group = a.heads / a.kv_heads;
+        const int64_t group = a.heads / a.kv_heads, shares = int64_t(SHARES) * a.threads;
+        const int64_t fit = TOGETHER / group, even = a.n * a.kv_heads / shares;  // even: leaves each thread its shares
+        users = some ? 1 : fit < even ? fit : even;
+        users = users < 1 ? 1 : users;
         for (int64_t i = 0; i < a.n; i++) {
             const int64_t seen = a.lengths[i] - first_token(a, i), n = parts(a, i);
-            items += n, slots += n > 1 ? n : 0, longest = some && seen > longest ? seen : longest;
+            slots += n > 1 ? n : 0, most_parts = n > most_parts ? n : most_parts;
+            longest = some && seen > longest ? seen : longest;
         }
-        const int64_t most = items ? (SHARES * a.threads + items - 1) / items : 1;
+        for_items(a, [&](const Item&) { items++; });
+        const int64_t most = items ? (shares + items - 1) / items : 1;
         J = (a.kv_heads + most - 1) / most, blocks = (a.kv_heads + J - 1) / J, step = group * (padded(a.dim) + 2);
-        listed = (size_t(items) * sizeof(Item) + 63) / 64 * 64;
+        listed = (size_t(items) * sizeof(Item) + 63) / 64 * 64, slotted = (size_t(a.n) * 4 + 63) / 64 * 64;
         partial = (size_t(slots * a.kv_heads * step) * 4 + 63) / 64 * 64;
-        scratch = Scratch(a, J, longest, nullptr).used;
-        bytes = listed + partial + size_t(a.threads) * scratch;
+        scratch = Scratch(a, J, users, longest, nullptr).used;
+        bytes = listed + slotted + partial + size_t(a.threads) * scratch;
     }
     int64_t parts(const Decode& a, int64_t i) const {
         return some ? 1 : (a.lengths[i] - first_token(a, i) + PART - 1) / PART;
     }
-    void list(const Decode& a, Item* to) const {
-        for (int64_t i = 0, slot = 0; i < a.n; i++) {
+    // Calls f with all items. Neighbouring sequences that share most of a part are one item.
+    template <class F> void for_items(const Decode& a, F f) const {
+        for (int64_t p = 0; p < most_parts; p++)
+            for (int64_t i = 0; i < a.n; i++) {
+                if (p >= parts(a, i)) continue;
+                Item item{int32_t(i), 1, int32_t(p), 0};
+                for (; item.users < users && i + 1 < a.n; item.users++, i++) {
+                    const int64_t same = shared_tokens(a, item.i, i + 1, p * PART);
+                    if (same == 0 || 2 * same < item.shared) break;
+                    item.shared = item.users == 1 || same < item.shared ? int32_t(same) : item.shared;
+                }
+                f(item);
+            }
+    }
+    // Writes the items, and the number of each sequence's first partial result; -1 for a sequence of a single part.
+    void list(const Decode& a, Item* to, int32_t* slot) const {
+        for_items(a, [&](const Item& item) { *to++ = item; });
+        int64_t used = 0;
+        for (int64_t i = 0; i < a.n; i++) {
             const int64_t n = parts(a, i);
-            for (int64_t p = 0; p < n; p++) *to++ = {int32_t(i), int32_t(p), int32_t(n), n > 1 ? int32_t(slot) : -1};
-            slot += n > 1 ? n : 0;
+            slot[i] = n > 1 ? int32_t(used) : -1, used += n > 1 ? n : 0;
         }
     }
 };
 
-// Computes J heads of one item, from head j on. to: receives the item's partial results, per head acc [group, width],
-// top [group], sum [group]; null if the item is the only one of its sequence.
-void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j, float* to, Scratch& my) {
-    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), J = a.kv_heads - j < work.J ? a.kv_heads - j : work.J;
+// Computes J heads of one item, from head j on. place(i, j) returns where the partial results of sequence i go: acc
+// [group, width], top [group], sum [group]; null if the sequence has no other part.
+template <class F>
+void decode_block(const Decode& a, const Work& work, const Item& item, int64_t j, F place, Scratch& my) {
+    const int64_t group = a.heads / a.kv_heads, width = padded(a.dim), left = a.kv_heads - j;
+    const int64_t J = left < work.J ? left : work.J;
     with_rows(a, [&](auto* kind) {
         typedef std::remove_pointer_t<decltype(kind)> R;
-        work.some ? attend_top<R>(a, item.i, j, J, my) : attend_part<R>(a, item, j, J, my);
+        work.some ? attend_top<R>(a, item, j, J, my) : attend_part<R>(a, item, j, J, my);
     });
-    for (int64_t h = 0; h < J * group && !to && !a.chosen; h++)
-        finish_head(a, item.i, j * group + h, 1, my.acc + h * width, my.top + h, my.sum + h, 0);
-    for (int64_t k = 0; k < J && to; k++, to += work.step) {
-        memcpy(to, my.acc + k * group * width, size_t(group * width) * 4);
-        memcpy(to + group * width, my.top + k * group, size_t(group) * 4);
-        memcpy(to + group * width + group, my.sum + k * group, size_t(group) * 4);
-    }
+    int64_t from = 0;  // query head in the scratch
+    for (int64_t k = 0; k < J && !a.chosen; k++)
+        for (int64_t i = item.i; i < item.i + item.users; i++, from += group) {
+            float* to = place(i, j + k);
+            for (int64_t g = 0; g < group && !to; g++)
+                finish_head(a, i, (j + k) * group + g, 1, my.acc + (from + g) * width, my.top + from + g,
+                            my.sum + from + g, 0);
+            if (!to) continue;
+            memcpy(to, my.acc + from * width, size_t(group * width) * 4);
+            memcpy(to + group * width, my.top + from, size_t(group) * 4);
+            memcpy(to + group * width + group, my.sum + from, size_t(group) * 4);
+        }
 }
 
 // Computes a whole call. memory: work.bytes bytes.
 void decode(const Decode& a, const Work& work, char* memory) {
     const int64_t group = a.heads / a.kv_heads, width = padded(a.dim);
     Item* list = (Item*)memory;
-    float* partial = (float*)(memory + work.listed);  // [slot, j] of the partial results that decode_block writes
-    work.list(a, list);
-    auto place = [&](const Item& item, int64_t j) { return partial + ((item.slot + item.part) * a.kv_heads + j) * work.step; };
+    int32_t* slot = (int32_t*)(memory + work.listed);
+    float* partial = (float*)(memory + work.listed + work.slotted);  // [slot, j] of the results of decode_block
+    char* scratch = (char*)partial + work.partial;
+    work.list(a, list, slot);
+    auto place = [&](int64_t i, int64_t part, int64_t j) {
+        return slot[i] < 0 ? nullptr : partial + ((slot[i] + part) * a.kv_heads + j) * work.step;
+    };
 #pragma omp parallel num_threads(a.threads)
     {
-        Scratch my(a, work.J, work.longest, memory + work.listed + work.partial + size_t(omp_get_thread_num()) * work.scratch);
+        Scratch my(a, work.J, work.users, work.longest, scratch + size_t(omp_get_thread_num()) * work.scratch);
 #pragma omp for schedule(dynamic)
         for (int64_t w = 0; w < work.items * work.blocks; w++) {
             const Item& item = list[w / work.blocks];
-            const int64_t j = w % work.blocks * work.J;
-            decode_block(a, work, item, j, item.parts > 1 ? place(item, j) : nullptr, my);
+            auto to = [&](int64_t i, int64_t j) { return place(i, item.part, j); };
+            decode_block(a, work, item, w % work.blocks * work.J, to, my);
         }
 #pragma omp for schedule(dynamic)
-        for (int64_t w = 0; w < (work.slots ? work.items * a.kv_heads : 0); w++) {
-            const Item& item = list[w / a.kv_heads];
-            if (item.parts == 1 || item.part > 0) continue;
-            const int64_t j = w % a.kv_heads;
-            float* from = place(item, j);
-            for (int64_t g = 0; g < group; g++)
-                finish_head(a, item.i, j * group + g, item.parts, from + g * width, from + group * width + g,
+        for (int64_t w = 0; w < (work.slots ? a.n * a.kv_heads : 0); w++) {
+            const int64_t i = w / a.kv_heads, j = w % a.kv_heads;
+            float* from = place(i, 0, j);
+            for (int64_t g = 0; g < group && from; g++)
+                finish_head(a, i, j * group + g, int(work.parts(a, i)), from + g * width, from + group * width + g,
                             from + group * width + group + g, a.kv_heads * work.step);
         }
     }

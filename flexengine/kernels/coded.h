@@ -89,14 +89,13 @@ inline void weigh_groups(const float* p, const float* base, const float* keep, T
 
 // Rows of codes with their scales and minima.
 template <int BITS> struct Scaled : Place {
-    const int64_t R, group, width;
+    const int64_t R, width;
     const Panels panels;
     const int32_t* picked = nullptr;  // null if the tokens are neighbours, from `begin` on
     int64_t begin = 0;
 
-    Scaled(const Decode& a, int64_t i, int64_t j, Scratch& my, const Panels& panels)
-        : Place(a, i, j, my, panels.row, panels.panel), R(a.dim / a.group), group(a.heads / a.kv_heads),
-          width(padded(a.dim)), panels(panels) {}
+    Scaled(const Decode& a, const Item& item, int64_t j, Scratch& my, const Panels& panels)
+        : Place(a, item, j, my, panels.row, panels.panel), R(a.dim / a.group), width(padded(a.dim)), panels(panels) {}
 
     void span(int64_t first, int64_t count) { picked = nullptr, begin = first, Place::span(first, count); }
     void pick(const int32_t* tokens, int64_t count) { picked = tokens, Place::pick(tokens, count); }
@@ -122,10 +121,10 @@ template <int BITS> struct Scaled : Place {
 // Rows with groups of WIDE elements, which are multiplied as codes.
 template <int BITS> struct CodedRows : Scaled<BITS> {
     static constexpr int chunk = CHUNK;
-    using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::group, Scaled<BITS>::width, Place::panel, Place::value;
+    using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::width, Place::group, Place::panel, Place::value, Place::head;
 
-    CodedRows(const Decode& a, int64_t i, int64_t j, int64_t J, Scratch& my)
-        : Scaled<BITS>(a, i, j, my, Panels(BITS, a.kv_heads, a.page_tokens, a.dim, WIDE<BITS>)) {
+    CodedRows(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my)
+        : Scaled<BITS>(a, item, j, my, Panels(BITS, a.kv_heads, a.page_tokens, a.dim, WIDE<BITS>)) {
         for (int64_t h = 0; h < J * group; h++)
             for (int64_t r = 0; r < R; r++) {
                 vf sum = vset(0.f);
@@ -136,13 +135,13 @@ template <int BITS> struct CodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         this->read_scales(s, n, k * panel);
-        for_heads<SCORED>(k * group, group, [&](auto H, int64_t h) {
+        for_heads<SCORED>(head(k), group, [&](auto H, int64_t h) {
             for (int t = 0; t < n; t += tokens_of(H))
                 score_codes<BITS, H>(my.q + h * width, width, my.rows + s + t, k * panel, R, my.scale + t,
                                          my.scores + h * CHUNK + t, ahead);
             ahead.bytes = 0;
         });
-        for (int64_t h = k * group; h < (k + 1) * group; h++)
+        for (int64_t h = head(k); h < head(k) + group; h++)
             for (int t = 0; t < n; t += W) {
                 vf all = vload(my.scores + h * CHUNK + t);
                 for (int64_t r = 0; r < R; r++)
@@ -151,7 +150,7 @@ template <int BITS> struct CodedRows : Scaled<BITS> {
             }
     }
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {
-        const int64_t first = k * group;
+        const int64_t first = head(k);
         this->read_scales(s, n, value + k * panel);
         for (int64_t g = 0; g < group; g++)
             for (int64_t r = 0; r < R; r++) {
@@ -174,11 +173,11 @@ template <int BITS> struct CodedRows : Scaled<BITS> {
 // Rows with smaller groups: a chunk of rows is decoded to fp32 first.
 template <int BITS, int G> struct DecodedRows : Scaled<BITS> {
     static constexpr int chunk = CHUNK / 2;
-    using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::group, Scaled<BITS>::width, Place::panel, Place::value;
+    using Scaled<BITS>::my, Scaled<BITS>::R, Scaled<BITS>::width, Place::group, Place::panel, Place::value, Place::head;
     const char* wide[chunk];
 
-    DecodedRows(const Decode& a, int64_t i, int64_t j, int64_t, Scratch& my)
-        : Scaled<BITS>(a, i, j, my, Panels(BITS, a.kv_heads, a.page_tokens, a.dim, G)) {
+    DecodedRows(const Decode& a, const Item& item, int64_t j, int64_t, Scratch& my)
+        : Scaled<BITS>(a, item, j, my, Panels(BITS, a.kv_heads, a.page_tokens, a.dim, G)) {
         memset(my.wide, 0, size_t(chunk * width) * 4);
         for (int s = 0; s < chunk; s++) wide[s] = (const char*)(my.wide + s * width);
     }
@@ -192,14 +191,14 @@ template <int BITS, int G> struct DecodedRows : Scaled<BITS> {
     }
     __attribute__((noinline)) void score(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, k * panel, ahead);
-        for_heads<SCORED>(k * group, group, [&](auto H, int64_t h) {
+        for_heads<SCORED>(head(k), group, [&](auto H, int64_t h) {
             for (int t = 0; t < n; t += tokens_of(H))
                 score_tile<float, H>(my.q + h * width, width, wide + t, 0, width, my.scores + h * CHUNK + t, {});
         });
     }
     __attribute__((noinline)) void weigh(int64_t k, int64_t s, int n, Ahead ahead) {
         decode(s, n, value + k * panel, ahead);
-        for_heads<WEIGHED>(k * group, group, [&](auto H, int64_t h) {
+        for_heads<WEIGHED>(head(k), group, [&](auto H, int64_t h) {
             ::weigh<float, H>(my.scores + h * CHUNK, my.keep + h, wide, 0, n, my.acc + h * width, width, width, {});
         });
     }

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from flexengine.apps.evaluate import files
 from flexengine.apps.evaluate.report import RESULTS
 from flexengine.commands import evaluate
 from flexengine.config import Result
+from flexengine.job import whole_file
 from flexengine.job.journal import Journal
 from tests.helpers.pages import ROOT
 from tests.helpers.speaker import make_byte_llama
@@ -134,7 +134,7 @@ def test_an_interrupted_evaluation_ends_with_the_same_files(
 ) -> None:
     whole = tmp_path / "whole"
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
-    add, replace_file = Journal.add, files.replace_file
+    add, write_whole = Journal.add, whole_file.write_whole
     for stop in (0, 5, 17, "results.csv"):
         folder, count = tmp_path / f"stop-{stop}", 0
 
@@ -145,13 +145,13 @@ def test_an_interrupted_evaluation_ends_with_the_same_files(
             count += 1
             add(journal, result)
 
-        def failing_replace(path: Path, data: bytes, stop: object = stop) -> None:
+        def failing_write(path: Path, data: bytes, stop: object = stop) -> None:
             if path.name == stop:
                 raise KeyboardInterrupt
-            replace_file(path, data)
+            write_whole(path, data)
 
         monkeypatch.setattr(Journal, "add", failing_add)
-        monkeypatch.setattr("flexengine.apps.evaluate.report.replace_file", failing_replace)
+        monkeypatch.setattr("flexengine.apps.evaluate.report.write_whole", failing_write)
         assert evaluate.main(arguments(given, tiny, folder, "-q")) == 130
         monkeypatch.undo()
         assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
