@@ -74,9 +74,9 @@ void start(const Decode& a, const Item& item, int64_t j, int64_t J, Scratch& my)
     for (int64_t g = 0; g < heads; g++) my.top[g] = -FLT_MAX, my.sum[g] = 0, my.keep[g] = 1;
 }
 
-// Updates acc = sum over s of exp(score - top) * V, with top and sum, for the query heads of J kv heads from the k-th on,
-// over `count` tokens from `begin` on. A chunk of tokens is read head by head, all K before all V, as in memory within a
-// page. This order reads bf16 at 28 GB/s instead of 21 GB/s (one core of Zen 5, random pages).
+// Updates acc = sum over s of exp(score - top) * V, with top and sum, for the query heads of J kv heads from head `first`
+// on, over `count` tokens from `begin` on. A chunk of tokens is read head by head, all K before all V, as in memory
+// within a page. This order reads bf16 at 28 GB/s instead of 21 GB/s (one core of Zen 5, random pages).
 template <class R>
 void attend_tokens(const Decode& a, R& rows, int64_t first, int64_t J, int64_t begin, int64_t count, Scratch& my) {
     if (count <= 0) return;
@@ -106,7 +106,7 @@ template <class R> void attend_part(const Decode& a, const Item& item, int64_t j
     const int64_t begin = first_token(a, item.i) + int64_t(item.part) * PART;
     start(a, item, j, J, my);
     R rows(a, item, j, J, my);
-    for (int64_t k = 0; k < J; k++)  // one head at a time: the queries of all users are as large as a core's fastest cache
+    for (int64_t k = 0; k < J; k++)  // one head at a time: queries and sums of all users fill a core's fastest cache
         attend_tokens(a, rows, k, 1, begin, item.shared, my);
     for (int64_t u = 0; u < item.users; u++) {
         const int64_t left = a.lengths[item.i + u] - begin, count = left < PART ? left : PART;

@@ -103,26 +103,30 @@ class Cost:
     def peak(self, policy: Policy, share: float = 0.0) -> float:
         """Return the most page tokens that the job holds if memory has no limit. share: as in `sweeps`."""
         shape = (policy.gpu_batch_size, policy.num_gpu_batches)
-        return self._walks(policy.schedule, shape).peak(self._units(policy.prefill_tokens, share))
+        return self._walks(policy.schedule, shape).peak(self._units(policy.prefill_tokens, share, self._sharing(shape)))
 
     def _profile(
         self, prefill_tokens: int, share: float, schedule: str, shape: tuple[int, int], room: float
     ) -> Profile:
-        each, rows = self._units(prefill_tokens, share), max(1, self.workload.count)
+        each, rows = self._units(prefill_tokens, share, self._sharing(shape)), max(1, self.workload.count)
         if never_waits(each, rows, schedule, shape, room):
             return summed(each, self._walks(schedule, shape), rows)
         return profile(each, rows, schedule, shape, room)
 
     def _walk(self, schedule: str, shape: tuple[int, int]) -> Walk:
-        each = self._units(PAGE_TOKENS, 0.0)  # without limits, the result does not depend on page size and share
+        each = self._units(PAGE_TOKENS, 0.0, 1)  # without limits, the result does not depend on page size and share
         return walk(each, max(1, self.workload.count), schedule, shape)
 
-    def _unit(self, prefill_tokens: int, share: float) -> Unit:
-        return unit(self.workload, prefill_tokens, Pages(self.pages, share), self.windows)
+    def _unit(self, prefill_tokens: int, share: float, batch: int) -> Unit:
+        return unit(self.workload, prefill_tokens, Pages(self.pages, share, batch), self.windows)
+
+    def _sharing(self, shape: tuple[int, int]) -> int:
+        """Return the sequences that may share a load of pages. shape: sequences of a gpu_batch, gpu_batches."""
+        return shape[0] if self.workload.stems else 1  # 1: one unit for all shapes
 
     def _prompt(self, gpu_batch_size: int, prefill_tokens: int) -> Prompts:
         policy = Policy(gpu_batch_size, 1, prefill_tokens=prefill_tokens)
-        return Prompts.of(self.workload, self.rates, policy, float(self._units(prefill_tokens, 0.0).prompt))
+        return Prompts.of(self.workload, self.rates, policy, float(self._units(prefill_tokens, 0.0, 1).prompt))
 
     # Seconds by lane.
 

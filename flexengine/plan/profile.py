@@ -88,10 +88,12 @@ class Pages:
     Attributes:
         groups: one per group of layers.
         share: share of the sequences whose cache is off the device.
+        batch: sequences of a gpu_batch, which loads a page that they share once.
     """
 
     groups: tuple[LayerPages, ...]
     share: float
+    batch: int = 1
 
 
 def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
@@ -181,9 +183,16 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
         return (1 - paging.share) * on_device + paging.share * off_device
 
     held_tokens, at_end = held_by(np.minimum(p + age + stride - 1, p + n - 1)), held_by(p + n - 1)
-    prompt_loaded = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(spared))
+    users = max(1.0, workload.count / max(1, workload.stems))  # of a shared page
+    shared = spared * users / max(1.0, users - 1)
+    again = 1 - 1 / min(paging.batch, users)  # share of the reads of shared pages that find the page loaded
+    prompt_loaded = mean(
+        lambda pool: moved_pages(pool, p - spared, prefill_tokens)[0] + pool.num_read(shared)
+        - again * pool.num_shared(shared)
+    )  # fmt: skip
     prompt_stored = mean(lambda pool: moved_pages(pool, p - spared, prefill_tokens)[1])
-    loaded = np.where(age > 0, mean(lambda pool: pool.num_read(p + age - 1)), prompt_loaded / stride)
+    decode_loaded = mean(lambda pool: pool.num_read(p + age - 1) - again * pool.num_shared(shared))
+    loaded = np.where(age > 0, decode_loaded, prompt_loaded / stride)
     stored = np.where(age > 0, mean(lambda pool: np.ones_like(p)), prompt_stored / stride)
     seen = {w: (np.where(age > 0, np.minimum(p + age, w), 0.0) * step).sum(1) for w in windows}
     any_window = (None, *windows)

@@ -341,6 +341,19 @@ def test_a_prompt_is_computed_once_and_its_full_pages_are_shared(
         assert counted[home] <= booked.pages
 
 
+def test_a_gpu_batch_loads_shared_pages_once(families: Any, tmp_path: Any) -> None:
+    """Full pages in RAM cross the link once for all samples of a gpu_batch."""
+    known, prompt, batches = families("llama"), prompts_of(601, (205,)), 2
+    params = SamplingParams(max_tokens=20, n=8, ignore_eos=True)
+    with Engine(known.directory, policy=Policy(4, batches, cache=H), device="sim", offload_dir=tmp_path) as engine:
+        assert engine.generate([{"prompt_token_ids": prompt[0]}], params)[0].error is None
+        layout = engine.plan(Workload({(205, 20): 8}, {(205, 20): 204 * 7 / 8}, 1, 204))
+        (pool,), (page,), moved = layout.pools["host"], layout.page_bytes["host"], engine.summary.bytes["h2d"]
+        shared = 204 // pool.page_tokens
+        own = sum(-(-(204 + step) // pool.page_tokens) - shared for step in range(20))
+        assert moved == 4 * page * (20 * shared * batches + 8 * own)
+
+
 @pytest.mark.slow
 def test_sharing_lets_more_samples_in(families: Any, counted: Counter[str]) -> None:
     """A pool for two sequences of their own: all eight samples are alive at once, as one page of 13 is their own."""

@@ -298,3 +298,17 @@ def test_classes_keep_means() -> None:
     assert shares.sum() == pytest.approx(1)
     assert (prompts * shares).sum() == pytest.approx(np.mean([p for p, _ in rows]), rel=0.01)
     assert (outputs * shares).sum() == pytest.approx(np.mean([n for _, n in rows]), rel=0.01)
+
+
+@pytest.mark.parametrize("batch", [1, 4, 8, 32])
+def test_a_gpu_batch_loads_shared_pages_once(batch: int) -> None:
+    """Against the pages that gpu_batches load, counted one by one: eight sequences share 192 of 205 prompt tokens."""
+    workload = Workload({(205, 20): 8}, {(205, 20): 192 * 7 / 8}, 1, 192)
+    pages = Pages((LayerPages(1.0, Pool(0, 16), Pool(0, 16)),), 1.0, batch)
+    loaded = 0
+    for step in range(20):
+        for first in range(0, 8, batch):
+            cached = 192 if step == 0 else 205 + step - 1
+            loaded += len({page if page < 12 else (page, i) for i in range(first, min(8, first + batch))
+                           for page in range(-(-cached // 16))})  # fmt: skip
+    assert 8 * float(unit(workload, 512, pages).loaded.sum()) == pytest.approx(16 * loaded, rel=0.1)

@@ -113,6 +113,8 @@ class _Moved:
         rows: whether decode steps store rows in place of pages.
         load, keys, store: as in `Tables`.
         tokens: (page in the pool, page in the buffer, offset in the page) of each token that is stored as rows.
+
+    A page that several pieces share is loaded once, as long as none of them writes to it.
     """
 
     def __init__(self, pool: Pool, keys_only: bool, rows: bool) -> None:
@@ -120,6 +122,7 @@ class _Moved:
         self.load, self.keys, self.store = Runs(), Runs(), Runs()
         self.tokens: list[tuple[int, int, int]] = []
         self._used = 0  # pages of the buffer
+        self._loaded: dict[int, int] = {}  # by page in the pool that is only read, the page in the buffer
 
     def add(self, piece: Piece, ids: list[int], shared: Shared | None) -> list[int]:
         """Add the loads and stores of a piece. Return the buffer's page for each of the sequence's page ids.
@@ -130,13 +133,7 @@ class _Moved:
             shared: as in `tables_of`.
         """
         pool, size = self.pool, self.pool.page_tokens
-        buffer_pages = list(range(self._used, self._used + pool.held(piece.start + piece.count)))
-        self._used += len(buffer_pages)
-
-        def pairs(numbers: range, ids: list[int] = ids) -> Pairs:
-            return [(ids[i], buffer_pages[i]) for i in pool.entries(numbers)]
-
-        read, filling = pool.read(piece.start), piece.start // size
+        read, filling, end = pool.read(piece.start), piece.start // size, piece.start + piece.count
         sources = ids
         if shared is not None:
             tokens, before = shared
@@ -144,16 +141,30 @@ class _Moved:
             # The sequence's first piece also loads the page that it continues. It stores the page under its new id.
             for number in range(read.start, read.stop if piece.start == tokens else tokens // size):
                 sources[pool.entry(number)] = before[pool.entry(number)]
-        if self.keys_only and piece.single:
+        keys_only = self.keys_only and piece.single
+        full = [] if keys_only else pool.entries(range(read.start, filling))
+        unchanged = {*full} - {*pool.entries(pool.written(piece.start, end))}
+        loaded = {i: self._loaded[sources[i]] for i in unchanged if sources[i] in self._loaded}
+        buffer_pages = [loaded[i] if i in loaded else self._next() for i in range(pool.held(end))]
+        self._loaded |= {sources[i]: buffer_pages[i] for i in unchanged}
+
+        def pairs(numbers: range, ids: list[int] = ids) -> Pairs:
+            return [(ids[i], buffer_pages[i]) for i in pool.entries(numbers)]
+
+        if keys_only:
             self.keys += _runs(pairs(range(read.start, filling)))
             read = range(max(read.start, filling), read.stop)
-        self.load += _runs(pairs(read, sources))
+        self.load += _runs([(sources[i], buffer_pages[i]) for i in pool.entries(read) if i not in loaded])
         if piece.decodes and self.rows and shared is None:
             (pair,) = pairs(range(filling, filling + 1))
             self.tokens.append((*pair, piece.start % size))
         else:
-            self.store += _runs(pairs(pool.written(piece.start, piece.start + piece.count)))
+            self.store += _runs(pairs(pool.written(piece.start, end)))
         return buffer_pages
+
+    def _next(self) -> int:
+        self._used += 1
+        return self._used - 1
 
 
 def tables_of(
