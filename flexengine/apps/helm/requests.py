@@ -15,8 +15,8 @@ from flexengine.errors import InvalidInput
 ID = "request"  # field of a row: the digest of its request
 _USED = ("prompt", "messages", "temperature", "num_completions", "max_tokens", "stop_sequences", "echo_prompt", "top_p",
          "presence_penalty", "frequency_penalty", "random")  # fmt: skip
-# Fields that do not change what is computed. HELM's HuggingFaceClient reads top_k_per_token as little: it is no top_k of
-# sampling, but the number of likely tokens that some services return.
+# Fields that do not change what is computed. top_k_per_token is no top_k of sampling: it is the number of likely tokens
+# that some services return, and HELM's HuggingFaceClient does not read it.
 _UNUSED = ("model", "model_deployment", "top_k_per_token")
 _REFUSED = ("embedding", "multimodal_prompt", "image_generation_parameters", "response_format")
 _SAMPLING = {f.name for f in fields(SamplingParams)}

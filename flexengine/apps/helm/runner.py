@@ -7,40 +7,65 @@ requests and stops where HELM would execute them. When all runs have stopped, th
 job, and the runs continue with its results.
 """
 
-import dataclasses
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dacite
 from greenlet import getcurrent, greenlet
 from helm.benchmark.adaptation.scenario_state import ScenarioState
-from helm.benchmark.executor import Executor, ExecutorError
+from helm.benchmark.executor import Executor
 from helm.benchmark.model_deployment_registry import get_model_deployment
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner, RunnerError
 from helm.common.hierarchical_logger import hlog, htrack_block
-from helm.common.request import RequestResult
 
-from flexengine.apps.helm.batch import rows_of, run_batch
+from flexengine.apps.helm.batch import Row, rows_of, run_batch
 from flexengine.apps.helm.engines import encoding_of, engine_of
 from flexengine.apps.helm.plugin import CLIENT
-from flexengine.apps.helm.requests import digest_of
+from flexengine.apps.helm.requests import ID, digest_of
 from flexengine.apps.helm.results import result_of
+from flexengine.apps.helm.states import Results, requests_of, with_results
 
-Results = dict[str, dict[str, Any]]  # of requests, by their digests
 FOLDER = "flexengine"  # in HELM's output path: the files of jobs
 
 
+@dataclass(frozen=True)
+class Stopped:
+    """What a run needs before it continues.
+
+    Attributes:
+        deployment: name of the deployment.
+        arguments: its arguments.
+        requests: requests of the run.
+        rows: their rows.
+    """
+
+    deployment: str
+    arguments: dict[str, Any]
+    requests: list[dict[str, Any]]
+    rows: list[Row]
+
+
 class StoppingExecutor(Executor):  # type: ignore[misc]
-    """Hands the requests of a run to the greenlet that began it, and returns what that greenlet sends back."""
+    """Sends the requests of a run to the greenlet that began it, and takes their results from there."""
 
     def execute(self, scenario_state: ScenarioState) -> ScenarioState:
-        """Return the state with results. States of dry runs and of other clients are executed at once, by HELM."""
-        if self.execution_spec.dry_run or _arguments(scenario_state) is None:
+        """Return the state with results. States of dry runs and of other clients are executed at once, by HELM.
+
+        Raises:
+            InvalidInput: the engine cannot serve a request.
+            ExecutorError: a request has failed.
+        """
+        deployment = scenario_state.adapter_spec.model_deployment
+        spec = get_model_deployment(deployment).client_spec
+        if self.execution_spec.dry_run or spec.class_name != CLIENT:
             return super().execute(scenario_state)
-        results: Results = getcurrent().parent.switch(scenario_state)
+        arguments, requests = dict(spec.args), requests_of(scenario_state)
+        rows = rows_of(requests, encoding_of(arguments))
+        results: Results = getcurrent().parent.switch(Stopped(deployment, arguments, requests, rows))
         return with_results(scenario_state, results)
 
 
@@ -53,66 +78,52 @@ class FlexRunner(Runner):  # type: ignore[misc]
         self._folder = Path(output_path) / FOLDER / suite
 
     def run_all(self, run_specs: list[RunSpec]) -> None:
-        """Run a suite. Raise as HELM's runner."""
-        failed: dict[str, None] = {}
-        waiting: list[tuple[RunSpec, greenlet, ScenarioState]] = []
+        """Run a suite.
 
-        def attempt(spec: RunSpec, what: str, step: Callable[[], Any]) -> Any:
-            with htrack_block(f"{what} {spec.name}"):
-                try:
-                    return step()
-                except Exception:
-                    if self.exit_on_error:
-                        raise
-                    hlog(f"Error when running {spec.name}:\n{traceback.format_exc()}")
-                    failed[spec.name] = None
-
+        Raises:
+            RunnerError: runs have failed, the others are finished.
+            Exception: the error of the first run that fails, with --exit-on-error.
+        """
+        failed: list[str] = []
+        waiting: list[tuple[str, greenlet, Stopped]] = []
         for spec in run_specs:
             run = greenlet(self.run_one)
-            state = attempt(spec, "Preparing", lambda run=run, spec=spec: run.switch(spec))
-            if not run.dead:
-                waiting.append((spec, run, state))
+            stopped = self._step("Preparing", spec.name, partial(run.switch, spec), failed)
+            if isinstance(stopped, Stopped):
+                waiting.append((spec.name, run, stopped))
         with htrack_block(f"Computing the requests of {len(waiting)} runs"):
-            results = self._compute([state for _, _, state in waiting])
-        for spec, run, state in waiting:
-            own = results[state.adapter_spec.model_deployment]
-            attempt(spec, "Measuring", lambda run=run, own=own: run.switch(own))
+            results = self._compute([stopped for _, _, stopped in waiting])
+        for name, run, stopped in waiting:
+            self._step("Measuring", name, partial(run.switch, results[stopped.deployment]), failed)
         if failed:
-            raise RunnerError(f"Failed runs: [{', '.join(map(repr, failed))}]")
+            raise RunnerError(f"Failed runs: [{', '.join(failed)}]")
 
-    def _compute(self, states: Sequence[ScenarioState]) -> dict[str, Results]:
+    def _step(self, what: str, name: str, step: Callable[[], Any], failed: list[str]) -> Any:
+        """Return what the greenlet of a run sends next. If the run fails, add its name to `failed`, or raise its error
+        with --exit-on-error."""
+        try:
+            with htrack_block(f"{what} {name}"):
+                return step()
+        except Exception:
+            if self.exit_on_error:
+                raise
+            hlog(f"Error when running {name}:\n{traceback.format_exc()}")
+            failed.append(name)
+            return None
+
+    def _compute(self, runs: Sequence[Stopped]) -> dict[str, Results]:
         """Return the results of all requests, by deployment."""
-        by_deployment: dict[str, list[ScenarioState]] = {}
-        for state in states:
-            by_deployment.setdefault(state.adapter_spec.model_deployment, []).append(state)
+        by_deployment: dict[str, list[Stopped]] = {}
+        for run in runs:
+            by_deployment.setdefault(run.deployment, []).append(run)
         return {name: self._compute_one(name, own) for name, own in by_deployment.items()}
 
-    def _compute_one(self, deployment: str, states: Sequence[ScenarioState]) -> Results:
-        arguments = _arguments(states[0])
-        assert arguments is not None
-        requests = {digest_of(given): given for state in states for each in state.request_states
-                    for given in [dataclasses.asdict(each.request)]}  # fmt: skip
+    def _compute_one(self, deployment: str, runs: Sequence[Stopped]) -> Results:
+        arguments = runs[0].arguments
         encoding = encoding_of(arguments)
-        rows = rows_of(requests.values(), encoding)
-        total = sum(len(state.request_states) for state in states)
-        hlog(f"{deployment}: {total} requests of {len(states)} runs, {len(rows)} different ones, in one job")
-        output = run_batch(engine_of(arguments), rows, self._folder, arguments)
+        rows = {row[ID]: row for run in runs for row in run.rows}
+        requests = {digest_of(request): request for run in runs for request in run.requests}
+        total = sum(len(run.requests) for run in runs)
+        hlog(f"{deployment}: {total} requests of {len(runs)} runs, {len(rows)} different ones, are one job")
+        output = run_batch(engine_of(arguments), list(rows.values()), self._folder, arguments)
         return {digest: result_of(request, output[digest], encoding) for digest, request in requests.items()}
-
-
-def _arguments(state: ScenarioState) -> dict[str, Any] | None:
-    """Return the arguments of a state's deployment; None if its client is not this engine's."""
-    spec = get_model_deployment(state.adapter_spec.model_deployment).client_spec
-    return dict(spec.args) if spec.class_name == CLIENT else None
-
-
-def with_results(state: ScenarioState, results: Results) -> ScenarioState:
-    """Return a state with results. Raise ExecutorError if a request has none, or has failed."""
-    done = []
-    for each in state.request_states:
-        found = results.get(digest_of(dataclasses.asdict(each.request)))
-        if found is None or not found["success"]:
-            why = "There is no result." if found is None else found["error"]
-            raise ExecutorError(f"{why} Request: {each.request}")
-        done.append(dataclasses.replace(each, result=dacite.from_dict(RequestResult, found)))
-    return dataclasses.replace(state, request_states=done)
