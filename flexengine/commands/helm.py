@@ -54,8 +54,8 @@ def parser(files: bool = True) -> Parser:
                        help="write prompts as a user's message, with the model's chat template (default: %(default)s:"
                             " if the model has one, as HELM does)")  # fmt: skip
     model.add_argument("--model-logprobs", action="store_true",
-                       help="run and import: tokens generated at temperature 0 have the model's own log probabilities, for"
-                            " HELM's metrics of calibration (default: 0, as with HELM's own client)")  # fmt: skip
+                       help="run and import: tokens generated at temperature 0 have the model's own log probabilities,"
+                            " for HELM's metrics of calibration (default: 0, as with HELM's own client)")  # fmt: skip
     add_machine(p.add_argument_group("machine", "for run; export and import only read the tokenizer"))
     add_lossy(p.add_argument_group("fewer bits", "for run; results change"))
     return p
