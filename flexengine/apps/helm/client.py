@@ -4,15 +4,15 @@ import dataclasses
 import threading
 from typing import Any
 
-import dacite
 from helm.clients.client import CachingClient
 from helm.common.cache import CacheConfig
-from helm.common.request import Request, RequestResult, wrap_request_time
+from helm.common.request import ErrorFlags, Request, RequestResult, wrap_request_time
 
 from flexengine.apps.helm.batch import PARAMS
 from flexengine.apps.helm.engines import encoding_of, engine_of
 from flexengine.apps.helm.requests import row_of
 from flexengine.apps.helm.results import result_of
+from flexengine.apps.helm.states import helm_result
 from flexengine.errors import FlexError
 
 _LOCK = threading.Lock()  # an engine runs one job at a time
@@ -45,8 +45,9 @@ class FlexClient(CachingClient):  # type: ignore[misc]
             key = {**row, "options": {name: str(value) for name, value in self._args.items()}}
             output, cached = self.cache.get(key, wrap_request_time(lambda: self._compute(row)))
         except FlexError as error:
-            return RequestResult(success=False, embedding=[], completions=[], cached=False, error=str(error))
-        found = dacite.from_dict(RequestResult, result_of(given, row | output, self._encoding))
+            return RequestResult(success=False, embedding=[], completions=[], cached=False, error=str(error),
+                                 error_flags=ErrorFlags(is_retriable=False))  # fmt: skip
+        found = helm_result(result_of(given, row | output, self._encoding))
         return dataclasses.replace(found, cached=cached, request_time=output["request_time"],
                                    request_datetime=output["request_datetime"])  # fmt: skip
 

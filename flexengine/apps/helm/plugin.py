@@ -21,7 +21,7 @@ from helm.benchmark.tokenizer_config_registry import (
     tokenizer_config_generator,
 )
 
-from flexengine.apps.helm.engines import engine_of
+from flexengine.apps.helm.engines import encoding_of, engine_of
 
 PREFIX, DEMO = "flexengine", "demo"
 CLIENT = "flexengine.apps.helm.client.FlexClient"
@@ -62,9 +62,12 @@ def _args(name: str) -> dict[str, Any]:
 
 
 def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
-    engine = engine_of(args)
+    """Return a deployment. HELM cuts prompts so that they fit into the model's context with the tokens that are added
+    to them."""
+    skeleton, tokenizer = engine_of(args).core.skeleton, engine_of(args).tokenizer
+    context = skeleton.context_length or tokenizer.model_max_length
     return ModelDeployment(name, ClientSpec(CLIENT, dict(args)), name, name,
-                           max_sequence_length=engine.core.skeleton.context_length)  # fmt: skip
+                           max_sequence_length=context - encoding_of(args).added_tokens())  # fmt: skip
 
 
 def _tokenizer(name: str, args: Mapping[str, Any]) -> TokenizerConfig:

@@ -80,6 +80,12 @@ class Encoding:
             raise InvalidInput("the request's prompt is empty, and the tokenizer adds no token that begins a sequence")
         return ids
 
+    def added_tokens(self) -> int:
+        """Return how many tokens a prompt has besides those that HELM counts: special tokens and the chat template's.
+        """
+        text = "a"
+        return len(self.prompt_ids({"prompt": text})) - len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
     def _templated(self, messages: Any) -> str:
         text: str = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         return text
