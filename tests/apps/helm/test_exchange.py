@@ -1,5 +1,5 @@
-"""flexengine helm export and import, on files that HELM 0.5.16 wrote: `dry` by helm-run --dry-run, `hf` by the same runs
-with its own HuggingFaceClient and the demo model. No test here needs HELM."""
+"""flexengine helm export and import, on files that HELM 0.5.16 wrote: `dry` by helm-run --dry-run, `hf` by the same
+runs with its own HuggingFaceClient and the demo model. No test here needs HELM."""
 
 import json
 import shutil
@@ -140,7 +140,8 @@ def test_refusals(
     (tmp_path / "wrong").write_text('{\n"a": 1}')
     (tmp_path / "one").write_text('{"a": 1}\n')
     state = states(suite)["choice"]
-    for name, change in (("two", {"model_deployment": "huggingface/other"}), ("image", {"multimodal_prompt": {"a": 1}})):
+    changes = {"two": {"model_deployment": "huggingface/other"}, "image": {"multimodal_prompt": {"a": 1}}}
+    for name, change in changes.items():
         shutil.copytree(suite, tmp_path / name)
         changed = json.loads(json.dumps(state))
         changed["request_states"][1]["request"] |= change

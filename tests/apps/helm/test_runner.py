@@ -15,21 +15,21 @@ import pytest
 pytest.importorskip("helm.benchmark.run", reason="HELM is not installed")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from helm.benchmark.executor import ExecutorError  # noqa: E402
-from helm.benchmark.huggingface_registration import register_huggingface_model  # noqa: E402
-from helm.benchmark.run import build_parser, helm_run  # noqa: E402
-from helm.benchmark.runner import RunnerError  # noqa: E402
-from helm.clients.client import truncate_sequence  # noqa: E402
-from helm.common.request import GeneratedOutput, Request, Token  # noqa: E402
+from helm.benchmark.executor import ExecutorError
+from helm.benchmark.huggingface_registration import register_huggingface_model
+from helm.benchmark.run import build_parser, helm_run
+from helm.benchmark.runner import RunnerError
+from helm.clients.client import truncate_sequence
+from helm.common.request import GeneratedOutput, Request, Token
 
-from flexengine.apps.helm import engines  # noqa: E402
-from flexengine.apps.helm.plugin import register  # noqa: E402
-from flexengine.apps.helm.results import truncated  # noqa: E402
-from flexengine.commands.main import main  # noqa: E402
-from flexengine.engine.engine import Engine  # noqa: E402
-from flexengine.errors import InvalidInput  # noqa: E402
-from tests.helpers.speaker import TEMPLATE, make_byte_llama  # noqa: E402
-from tests.helpers.tokenizers import byte_tokenizer  # noqa: E402
+from flexengine.apps.helm import engines
+from flexengine.apps.helm.plugin import register
+from flexengine.apps.helm.results import truncated
+from flexengine.commands.main import main
+from flexengine.engine.engine import Engine
+from flexengine.errors import InvalidInput
+from tests.helpers.speaker import TEMPLATE, make_byte_llama
+from tests.helpers.tokenizers import byte_tokenizer
 
 FLEX, HF = "flexengine/tiny", "huggingface/tiny"
 RUNNER = "flexengine.apps.helm.runner.FlexRunner"
