@@ -5,8 +5,9 @@ python -m bench.helm [--cases NAME...] [--instances N] [--threads N...] [--runs 
 Cases: `three` has simple_mcqa, synthetic_reasoning and dyck_language; `scored` is multiple choice by the log
 probability of each answer, on generated questions. Each round runs flexengine once, and HELM's own client once with
 each number of threads (-n); the client's fastest number is compared. Seconds are those of whole processes, from
-Python's start to the written metrics, with empty caches of HELM. One JSON line per case: medians, their ratio, how many texts with all tokens
-are equal, and the largest relative difference of a metric. Exit code: 1 if a side failed, or anything differs.
+Python's start to the written metrics, with empty caches of HELM. One JSON line per case: medians, their ratio, how many
+completions have equal texts and tokens, and the largest relative difference of a metric. Exit code: 1 if a side failed,
+or if a completion differs, or a metric in 4 digits.
 """
 
 import argparse

@@ -49,7 +49,7 @@ def compared(ours: Path, theirs: Path) -> Outcome:
         one, two = _metrics(mine[name]), _metrics(other[name])
         metrics += len(two)
         largest = max([largest, *(_difference(one.get(key), two.get(key)) for key in one | two)])
-        accuracy |= {name: value for key in _ACCURACY if (value := two.get(key)) is not None}
+        accuracy[name] = next(value for key in _ACCURACY if (value := two.get(key)) is not None)
     return Outcome(completions, equal, metrics, largest, accuracy)
 
 
