@@ -1,1 +1,1 @@
-"""Applications of the engine: evaluation, data wrangling, the model of lm-evaluation-harness, and the runner of HELM."""
+"""Applications of the engine: evaluation, data wrangling, lm-evaluation-harness's model and HELM's runner."""
