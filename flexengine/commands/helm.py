@@ -39,7 +39,7 @@ def parser(files: bool = True) -> Parser:
     """
     p = Parser("helm", "Run scenarios of HELM. All requests of a suite are one batch.", _END,
                "run|export|import [FILE...]")  # fmt: skip
-    p.add_argument("action", choices=(RUN, EXPORT, IMPORT),
+    p.add_argument("action", nargs="?", choices=(RUN, EXPORT, IMPORT),
                    help="run HELM; export its requests to rows of flexengine run; or import the results")  # fmt: skip
     if files:
         p.add_argument("files", nargs="*", type=named, metavar="FILE",
@@ -89,6 +89,8 @@ def run(words: Sequence[str], interrupts: "Interrupts") -> int:
         own, rest = split(words)
         return _run(parser(files=False).parse_args(own), rest, interrupts)
     args = parser().parse_args(words)
+    if args.action is None or args.action == RUN:
+        raise InvalidInput(f"the first word after flexengine helm must be {RUN}, {EXPORT} or {IMPORT}")
     _check_unused(args)
     return _export(args) if args.action == EXPORT else _import(args)
 

@@ -131,6 +131,8 @@ def test_missing_results_change_no_file(
         (["export", "{state}", "--output", "{state}"], "give each a file of its own"),
         (["run", "--output", "x"], "--output has no effect with run"),
         (["measure"], "choose from"),
+        ([], "the first word after flexengine helm must be run, export or import"),
+        (["-q", "run"], "the first word after flexengine helm must be run, export or import"),
     ],
 )
 def test_refusals(
@@ -149,7 +151,7 @@ def test_refusals(
     places = {name: str(tmp_path / name) for name in ("suite", "empty", "wrong", "one", "two", "image", "rows")}
     places["state"] = str(suite / "choice" / "scenario_state.json")
     line = ["helm", *(word.format(**places) for word in words)]
-    named = [] if words[0] in ("run", "measure") else ["--model", model]
+    named = ["--model", model] if words[:1] in (["export"], ["import"]) else []
     try:
         code = main([*line, *named])
     except SystemExit as stop:
