@@ -46,7 +46,7 @@ def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[
     its results if it is finished.
 
     Args:
-        options: options of the engine.
+        options: options on which results depend.
 
     Raises:
         InvalidInput: the model has changed since the job began.

@@ -3,13 +3,16 @@
 import atexit
 import json
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from flexengine.apps.helm.requests import Encoding
 from flexengine.apps.lm_eval.arguments import engine_options
 from flexengine.engine.engine import Engine
+from flexengine.lossy import Lossy
 
 OWN = ("apply_chat_template", "end_of_text_token", "model_logprobs")  # arguments that are not the engine's
+_DECIDE = ("model", "pretrained", "device", "dtype", "lossy", "allow", *(f.name for f in fields(Lossy)))
 _ENGINES: dict[str, Engine] = {}
 
 
@@ -39,3 +42,9 @@ def encoding_of(args: Mapping[str, Any]) -> Encoding:
     one is to be applied."""
     return Encoding.of(engine_of(args).tokenizer, args.get("apply_chat_template"), args.get("end_of_text_token"),
                        bool(args.get("model_logprobs")))  # fmt: skip
+
+
+def decisive(args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that results depend on, beside the rows: those of the model and its numbers, not those of
+    memory."""
+    return {name: args[name] for name in _DECIDE if args.get(name) is not None}

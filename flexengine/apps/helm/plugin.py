@@ -1,6 +1,7 @@
 """Plugin of HELM: the names `flexengine/MODEL` of deployments and tokenizers.
 
-HELM loads it through the entry point group `helm`. MODEL is a directory or a hub id, or `demo` for the demo model.
+HELM loads it through the entry point group `helm`. MODEL is a directory or a hub id, or `demo` for the demo model. The
+engine is imported on first use: this package may be installed beside HELM without what the engine needs.
 """
 
 from collections.abc import Mapping
@@ -20,8 +21,6 @@ from helm.benchmark.tokenizer_config_registry import (
     register_tokenizer_config,
     tokenizer_config_generator,
 )
-
-from flexengine.apps.helm.engines import encoding_of, engine_of
 
 PREFIX, DEMO = "flexengine", "demo"
 CLIENT = "flexengine.apps.helm.client.FlexClient"
@@ -64,6 +63,8 @@ def _args(name: str) -> dict[str, Any]:
 def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
     """Return a deployment. HELM cuts prompts so that they fit into the model's context with the tokens that are added
     to them."""
+    from flexengine.apps.helm.engines import encoding_of, engine_of
+
     skeleton, tokenizer = engine_of(args).core.skeleton, engine_of(args).tokenizer
     context = skeleton.context_length or tokenizer.model_max_length
     return ModelDeployment(name, ClientSpec(CLIENT, dict(args)), name, name,
@@ -71,6 +72,8 @@ def _deployment(name: str, args: Mapping[str, Any]) -> ModelDeployment:
 
 
 def _tokenizer(name: str, args: Mapping[str, Any]) -> TokenizerConfig:
+    from flexengine.apps.helm.engines import engine_of
+
     engine = engine_of(args)
     spec = TokenizerSpec(_TOKENIZER, {"pretrained_model_name_or_path": str(engine.core.source.directory)})
     tokenizer = engine.tokenizer

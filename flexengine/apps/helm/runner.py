@@ -23,7 +23,7 @@ from helm.benchmark.runner import Runner, RunnerError
 from helm.common.hierarchical_logger import hlog, htrack_block
 
 from flexengine.apps.helm.batch import Row, rows_of, run_batch
-from flexengine.apps.helm.engines import encoding_of, engine_of
+from flexengine.apps.helm.engines import decisive, encoding_of, engine_of
 from flexengine.apps.helm.plugin import CLIENT
 from flexengine.apps.helm.requests import ID, digest_of
 from flexengine.apps.helm.results import result_of
@@ -125,5 +125,5 @@ class FlexRunner(Runner):  # type: ignore[misc]
         requests = {digest_of(request): request for run in runs for request in run.requests}
         total = sum(len(run.requests) for run in runs)
         hlog(f"{deployment}: {total} requests of {len(runs)} runs, {len(rows)} different ones, are one job")
-        output = run_batch(engine_of(arguments), list(rows.values()), self._folder, arguments)
+        output = run_batch(engine_of(arguments), list(rows.values()), self._folder, decisive(arguments))
         return {digest: result_of(request, output[digest], encoding) for digest, request in requests.items()}

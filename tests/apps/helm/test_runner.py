@@ -36,6 +36,7 @@ RUNNER = "flexengine.apps.helm.runner.FlexRunner"
 IMPORTED = "flexengine.apps.helm.imported.ImportedRunner"
 CONTEXT = 640  # tokens; some prompts are longer, so that HELM cuts them or leaves out examples
 ADDED = len("user:") + len(";bot:") + 1  # tokens of the template, and <s>; HELM does not count them
+LARGE = {"device": "cpu", "device_mem": "200M", "progress": False}
 TIMES = ("inference_runtime", "batch_size")
 QUESTIONS = [
     {"id": f"id{number}", "input": {"text": text}, "split": "test" if number else "train",
@@ -54,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     make_byte_llama(made / "tiny", len(tokenizer), seed=3, width=32, context=CONTEXT + ADDED, spread=0.3)
     (made / "questions.jsonl").write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
     register_huggingface_model(HF, str(made / "tiny"))
-    register(FLEX, {"model": str(made / "tiny"), "device": "cpu", "device_mem": "200M", "progress": False})
+    register(FLEX, LARGE | {"model": str(made / "tiny")})
     before = Path.cwd()
     os.chdir(made)
     yield made
@@ -127,6 +128,35 @@ def test_all_runs_are_one_job(folder: Path, theirs: Path, monkeypatch: pytest.Mo
     helm("ours", FLEX, entries(folder), "--exit-on-error", "--runner-class-name", RUNNER)
     assert jobs[1] == jobs[0]  # finished: its results are read
     assert {path: path.read_bytes() for path in before} == before
+
+
+def test_a_suite_that_was_interrupted_has_the_same_bytes(folder: Path) -> None:
+    """The first try has less memory than the second."""
+    options = ("--exit-on-error", "--runner-class-name", RUNNER)
+    whole = helm("whole", FLEX, entries(folder), *options)
+    sweeps: list[object] = []
+
+    def stop(progress: object) -> None:
+        sweeps.append(progress)
+        if len(sweeps) == 3:
+            raise KeyboardInterrupt
+
+    small = LARGE | {"model": str(folder / "tiny"), "device_mem": "3M"}
+    register(FLEX, small)
+    engines.engine_of(small).on_sweep = stop
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            helm("broken", FLEX, entries(folder), *options)
+    finally:
+        register(FLEX, LARGE | {"model": str(folder / "tiny")})
+    (journal,) = Path("benchmark_output/flexengine/broken").glob("*.journal")
+    rows = journal.read_text().count('"index"')
+    assert 0 < rows < 8
+    broken = helm("broken", FLEX, entries(folder), *options)
+    assert list(journal.parent.glob("*.journal")) == [journal]
+    files = [path.relative_to(whole) for path in whole.rglob("*.json")]
+    assert len(files) == 15
+    assert all((broken / file).read_bytes() == (whole / file).read_bytes() for file in files)
 
 
 def test_the_client_gives_the_same_results(folder: Path, theirs: Path) -> None:
@@ -230,9 +260,10 @@ def test_helm_finds_the_plugin(tmp_path: Path) -> None:
     assert json.loads(state.read_text())["request_states"][0]["result"]["success"]
 
 
-def test_imported_runner_needs_nothing_but_helm() -> None:
+@pytest.mark.parametrize("module", ["imported", "plugin"])
+def test_modules_that_need_nothing_but_helm(module: str) -> None:
     """flexengine may be installed beside HELM without its own dependencies."""
-    code = ("import sys, helm.benchmark.runner; before = set(sys.modules); import flexengine.apps.helm.imported;"
+    code = (f"import sys, helm.benchmark.runner; before = set(sys.modules); import flexengine.apps.helm.{module};"
             "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))")  # fmt: skip
     found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
     assert set(found.split()) - set(sys.stdlib_module_names) <= {"flexengine", "helm"}
