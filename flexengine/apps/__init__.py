@@ -1,1 +1,1 @@
-"""Applications of the engine: evaluation, data wrangling, and the model of lm-evaluation-harness."""
+"""Applications of the engine: evaluation, data wrangling, lm-evaluation-harness's model and HELM's runner."""

@@ -1,6 +1,6 @@
 """The arguments of lm-evaluation-harness as options of an engine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -37,24 +37,28 @@ def joined(model_args: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, 
     return {name: value for name, value in more.items() if value is not None} | dict(model_args)
 
 
-def engine_options(given: Mapping[str, Any], device: str | None) -> dict[str, Any]:
+def engine_options(
+    given: Mapping[str, Any], device: str | None, place: str = "model_args", own: Sequence[str] = OWN
+) -> dict[str, Any]:
     """Return the keyword arguments of an engine.
 
     Args:
         given: options of EngineOptions and switches of Lossy by name. The harness has converted numbers, true, false
             and none. A policy and a hardware may be names of files; `allow` may be one name.
         device: --device of lm-evaluation-harness.
+        place: what has the options, for messages.
+        own: options that are not the engine's, for messages.
 
     Raises:
         InvalidInput: a name is unknown, a value is wrong, or the switches are given twice.
     """
     if unknown := [name for name in given if name not in (*_OPTIONS, *_LOSSY, "pretrained")]:
-        known = ", ".join(sorted({*_OPTIONS, *_LOSSY, *OWN, "pretrained"}))
-        raise InvalidInput(f"model_args has {shown(unknown[0])}, which is no option; the options are {known}")
+        known = ", ".join(sorted({*_OPTIONS, *_LOSSY, *own, "pretrained"}))
+        raise InvalidInput(f"{place} has {shown(unknown[0])}, which is no option; the options are {known}")
     options = {name: value for name, value in given.items() if name in _OPTIONS and value is not None}
     if given.get("pretrained") is not None:
         if "model" in options:
-            raise InvalidInput(f"model_args has model {shown(options['model'])} and pretrained"
+            raise InvalidInput(f"{place} has model {shown(options['model'])} and pretrained"
                                f" {shown(given['pretrained'])}, which mean the same; leave one out")  # fmt: skip
         options["model"] = given["pretrained"]
     switches = {name: value for name, value in given.items() if name in _LOSSY and value not in (None, False)}

@@ -1,0 +1,84 @@
+"""All requests of a suite as one job, which continues after an interruption."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from flexengine.apps.evaluate.files import replace_file
+from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
+from flexengine.config import SamplingParams, shown
+from flexengine.errors import InvalidInput
+from flexengine.job.results import encode_fields
+
+Request = Mapping[str, Any]
+Row = dict[str, Any]
+PARAMS = SamplingParams(logprobs=0)  # the log probability of each token
+
+
+class Jobs(Protocol):
+    """The part of an engine that a batch needs."""
+
+    def run_job(
+        self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool, retry_errors: bool
+    ) -> Any:
+        """Run the rows of a file; see `Engine.run_job`."""
+
+
+def rows_of(requests: Iterable[Request], encoding: Encoding) -> list[Row]:
+    """Return the rows of requests, one for equal requests. Raise InvalidInput if the engine cannot serve one."""
+    unique = {digest_of(request): request for request in requests}
+    rows = []
+    for request in unique.values():
+        try:
+            rows.append(row_of(request, encoding))
+        except InvalidInput as error:
+            start = shown(request.get("prompt") or request.get("messages"))
+            raise InvalidInput(f"the request with the prompt {start} cannot be run: {error}") from error
+    return rows
+
+
+def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[str, Any]) -> dict[str, Row]:
+    """Run rows as one job, and return the rows of its output by the digests of their requests.
+
+    The job's files are in `folder`, named by a digest of rows and options: the same call continues the job, or reads
+    its results if it is finished.
+
+    Args:
+        options: options on which results depend.
+
+    Raises:
+        InvalidInput: the model has changed since the job began.
+        FlexError: as for `Engine.run_job`.
+    """
+    data = b"".join(map(encode_fields, rows))
+    digest = hashlib.sha256(json.dumps(options, sort_keys=True, default=str).encode() + b"\n" + data).hexdigest()[:16]
+    path, output = folder / f"{digest}.jsonl", folder / f"{digest}.results.jsonl"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_bytes() != data:
+        replace_file(path, data)
+    try:
+        engine.run_job(path, output, PARAMS, score=True, retry_errors=True)
+    except InvalidInput as error:
+        raise InvalidInput(f"{error}; to start over, delete the files {folder / digest}.*") from error
+    return read_output(output)
+
+
+def read_output(path: Path) -> dict[str, Row]:
+    """Return the rows of an output by the digests of their requests. Raise InvalidInput if the file is none of a batch.
+    """
+    found: dict[str, Row] = {}
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                row = json.loads(line)
+                if not isinstance(row, dict) or not isinstance(row.get(ID), str) or "error" not in row:
+                    raise InvalidInput(f"{path}, line {number}: there is no field {ID} or error; name the output of"
+                                       " flexengine run with rows of flexengine helm export")  # fmt: skip
+                found[row[ID]] = row
+    except OSError as error:
+        raise InvalidInput(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise InvalidInput(f"{path} is not JSON lines: {error}") from error
+    return found
