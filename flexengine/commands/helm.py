@@ -1,12 +1,13 @@
 """flexengine helm run|export|import: HELM with this engine, in one environment or in two."""
 
 import argparse
+import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, INTERRUPTED, SOME_FAILED, exit_code
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
 from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL, add_lossy, add_machine, allowed, lossy_of, named
@@ -64,22 +65,8 @@ def parser(files: bool = True) -> Parser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 done with failed runs or requests, 2 refused, 3 failed
     while running, 130 or 143 interrupted by SIGINT or SIGTERM."""
-    import sys
-
-    from flexengine.job.interrupt import Interrupted, Interrupts
-
     words = list(sys.argv[1:] if argv is None else argv)
-    with Interrupts() as interrupts:
-        interrupts.standing = lambda: STANDING
-
-        def finish() -> int:
-            try:
-                return run(words, interrupts)
-            except KeyboardInterrupt as stop:
-                say_error(STANDING)
-                return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
-
-        return exit_code(finish)
+    return run_interruptible(lambda interrupts: run(words, interrupts), STANDING)
 
 
 def run(words: Sequence[str], interrupts: "Interrupts") -> int:

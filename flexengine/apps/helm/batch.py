@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from flexengine.apps.evaluate.files import replace_file
 from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
 from flexengine.config import SamplingParams, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
+from flexengine.job.whole_file import write_whole
 
 Request = Mapping[str, Any]
 Row = dict[str, Any]
@@ -57,7 +57,7 @@ def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[
     path, output = folder / f"{digest}.jsonl", folder / f"{digest}.results.jsonl"
     folder.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_bytes() != data:
-        replace_file(path, data)
+        write_whole(path, data)
     try:
         engine.run_job(path, output, PARAMS, score=True, retry_errors=True)
     except InvalidInput as error:

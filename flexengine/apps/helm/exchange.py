@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from flexengine.apps.evaluate.files import replace_file
 from flexengine.apps.helm.batch import Row, read_output, rows_of
 from flexengine.apps.helm.requests import Encoding, digest_of
 from flexengine.apps.helm.results import result_of
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
+from flexengine.job.whole_file import write_whole
 
 STATE = "scenario_state.json"
 
@@ -74,7 +74,7 @@ def export(states: States, encoding: Encoding, output: Path) -> int:
     rows = rows_of(states.requests(), encoding)
     if not rows:
         raise InvalidInput(f"there are no requests in {', '.join(map(str, states.by_file))}")
-    replace_file(output, b"".join(map(encode_fields, rows)))
+    write_whole(output, b"".join(map(encode_fields, rows)))
     return len(rows)
 
 
@@ -96,7 +96,7 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
             failed += not each["result"]["success"]
             done += 1
     for path, state in states.by_file.items():
-        replace_file(path, json.dumps(state, indent=2).encode())
+        write_whole(path, json.dumps(state, indent=2).encode())
     return done, failed
 
 
