@@ -20,7 +20,7 @@ import numpy as np
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, Table, at, values_at
 from flexengine.plan.page_size import EXTENT
-from flexengine.plan.profile import Array
+from flexengine.plan.paging import Array
 
 DEQUANTIZE_FLOP = 4.0  # per encoded element: unpack, scale, add the minimum
 

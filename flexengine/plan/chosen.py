@@ -13,7 +13,8 @@ from flexengine.places import is_disk
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.hardware import Hardware, at
 from flexengine.plan.layout import CHOSEN
-from flexengine.plan.profile import Array, LayerPages, Profile
+from flexengine.plan.paging import Array, LayerPages
+from flexengine.plan.profile import Profile
 
 MAX_GAP_BYTES = 64 << 10  # rows at most this far apart share one disk read; equal to GAP in tier/disk.py
 PICK_SECONDS = 1e-7  # to find a row, gather it and store it; assumed, not measured

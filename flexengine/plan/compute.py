@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from flexengine.places import DEVICE, TIERS, place_names
-from flexengine.plan.profile import Array, Profile
+from flexengine.plan.paging import Array
+from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
 from flexengine.plan.sizes import SCORED_ROWS
 from flexengine.plan.workload import Workload

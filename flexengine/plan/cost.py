@@ -23,22 +23,11 @@ from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
 from flexengine.plan.loading import load_resident, reading, touched
 from flexengine.plan.page_size import PAGE_TOKENS
+from flexengine.plan.paging import Array, Pages, layer_pages
 from flexengine.plan.phases import phases
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, Phase, fraction
-from flexengine.plan.profile import (
-    Array,
-    Pages,
-    Profile,
-    Unit,
-    Walk,
-    layer_pages,
-    never_waits,
-    profile,
-    summed,
-    unit,
-    walk,
-)
+from flexengine.plan.profile import Profile, Unit, Walk, never_waits, profile, summed, unit, walk
 from flexengine.plan.rates import Rates
 from flexengine.plan.terms import Lanes, Sweeping, Term, Work, by_lane, embedding, routes
 from flexengine.plan.workload import Workload

@@ -17,7 +17,7 @@ import numpy as np
 
 from flexengine.places import off_device
 from flexengine.plan.facts import ModelFacts, TensorFact
-from flexengine.plan.profile import Array
+from flexengine.plan.paging import Array
 from flexengine.schedule.demand import Demand
 
 MAX_CHOSEN_SHARE = 0.5  # share of a layer's experts expected in a sweep, up to which they are loaded on demand

@@ -8,8 +8,9 @@ import numpy as np
 
 from flexengine.plan.cost import Cost
 from flexengine.plan.layout import Layout
+from flexengine.plan.paging import Array
 from flexengine.plan.problem import CACHE, HIDDEN, fraction
-from flexengine.plan.profile import Array, Profile
+from flexengine.plan.profile import Profile
 from flexengine.schedule.order import Batch
 from flexengine.schedule.program import LOADING
 

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from flexengine.plan.paging import Array
 from flexengine.plan.problem import Linear, Phase
-from flexengine.plan.profile import Array, Profile
+from flexengine.plan.profile import Profile
 from flexengine.plan.terms import Lanes
 
 PHASES_PER_KIND = 3  # phases of prefill sweeps, and as many of decode sweeps

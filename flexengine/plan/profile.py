@@ -9,18 +9,15 @@ is exact if all rows have equal sizes.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from flexengine.plan.facts import ModelFacts
-from flexengine.plan.page_size import page_tokens
+from flexengine.plan.paging import Array, Pages, moved_pages
 from flexengine.plan.workload import Workload
 from flexengine.schedule.admission import entrants
 from flexengine.schedule.pages import Pool
 
-Array = NDArray[np.float64]
 Indices = NDArray[np.intp]
 Flags = NDArray[np.bool_]
 
@@ -66,46 +63,6 @@ class Unit:
     logits: float = 0.0
     alike: bool = False
     together: bool = False
-
-
-class LayerPages(NamedTuple):
-    """Pages of the layers that see equally many tokens.
-
-    Attributes:
-        layers: share of all layers.
-        device, away: pools on the device and off it; only their page sizes and windows count.
-    """
-
-    layers: float
-    device: Pool
-    away: Pool
-
-
-@dataclass(frozen=True)
-class Pages:
-    """KV pages of a model.
-
-    Attributes:
-        groups: one per group of layers.
-        share: share of the sequences whose cache is off the device.
-        batch: sequences of a gpu_batch, which loads a page that they share once.
-    """
-
-    groups: tuple[LayerPages, ...]
-    share: float
-    batch: int = 1
-
-
-def layer_pages(model: ModelFacts, longest: int) -> tuple[LayerPages, ...]:
-    """Return the pages of a model's layers. longest: tokens of the longest sequence."""
-    return tuple(
-        LayerPages(
-            len(group.layers) / len(model.layers),
-            *(Pool(0, page_tokens(model, tier, longest, group.window), None, group.window)
-              for tier in ("device", "host")),
-        )
-        for group in model.cache_groups(longest)
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -205,20 +162,6 @@ def unit(workload: Workload, prefill_tokens: int, paging: Pages, windows: frozen
         float((prompt_loaded * share).sum()), float((prompt_stored * share).sum()),
         (workload.scored or 0) / max(1, workload.count), len(np.unique(at_end)) == 1, len(np.unique(n)) == 1,
     )  # fmt: skip
-
-
-def moved_pages(pool: Pool, prompts: Array, prefill_tokens: int) -> tuple[Array, Array]:
-    """Return the numbers of pages that prefill in pieces loads and stores, in one layer, by prompt.
-
-    Args:
-        prompts: tokens of each prompt.
-        prefill_tokens: most tokens of a piece.
-    """
-    before = np.ceil(prompts / prefill_tokens) - 1  # whole pieces before the last
-    starts = np.arange(0, before.max() + 1) * prefill_tokens
-    read, written = pool.num_read(starts), pool.num_written(starts, starts + prefill_tokens)
-    last, index = pool.num_written(before * prefill_tokens, prompts), before.astype(int)
-    return np.cumsum(read)[index], (np.cumsum(written) - written)[index] + last
 
 
 def _pairs(tokens: Array, window: int | None) -> Array:

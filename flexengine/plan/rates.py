@@ -18,7 +18,7 @@ from flexengine.plan.attention import DEQUANTIZE_FLOP, Attention
 from flexengine.plan.experts import share
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware, Table, at, values_at
-from flexengine.plan.profile import Array
+from flexengine.plan.paging import Array
 
 _TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # points at which a layer's seconds are computed
 _DTYPES = {2: ("float16", "bfloat16"), 4: ("float32",)}  # names by bytes per element

@@ -26,8 +26,9 @@ from flexengine.plan.experts import unused
 from flexengine.plan.facts import ENCODED_ROWS, ModelFacts
 from flexengine.plan.hardware import Hardware
 from flexengine.plan.layout import Layout
+from flexengine.plan.paging import Array, LayerPages
 from flexengine.plan.problem import CACHE, HIDDEN, WEIGHTS, fraction
-from flexengine.plan.profile import Array, LayerPages, Profile
+from flexengine.plan.profile import Profile
 from flexengine.plan.rates import Rates
 from flexengine.policy import Policy
 from flexengine.schedule.routes import Routes

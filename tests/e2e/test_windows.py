@@ -14,8 +14,9 @@ from flexengine.lossy import EXACT, Lossy
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.layout import lay_out
+from flexengine.plan.paging import LayerPages, Pages
 from flexengine.plan.pools import shared_out
-from flexengine.plan.profile import LayerPages, Pages, profile, unit
+from flexengine.plan.profile import profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import split_prompt
 from flexengine.schedule.pages import Pool

@@ -11,7 +11,8 @@ from flexengine.plan.attention import Attention
 from flexengine.plan.capacity import Capacity
 from flexengine.plan.facts import ModelFacts, TensorFact
 from flexengine.plan.hardware import Hardware
-from flexengine.plan.profile import LayerPages, Pages, unit
+from flexengine.plan.paging import LayerPages, Pages
+from flexengine.plan.profile import unit
 from flexengine.plan.rates import Rates, derived
 from flexengine.plan.workload import Workload
 from flexengine.schedule.order import split_prompt

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 
 from flexengine.plan import profile as profiles
-from flexengine.plan.profile import MAX_SIZES, LayerPages, Pages, Profile, classes, profile, unit
+from flexengine.plan.paging import LayerPages, Pages
+from flexengine.plan.profile import MAX_SIZES, Profile, classes, profile, unit
 from flexengine.plan.workload import Workload
 from flexengine.policy import SCHEDULES, Policy
 from flexengine.schedule.admission import entrants
