@@ -20,6 +20,7 @@ from bench.report.lines import (
     spread,
     table,
 )
+from bench.report.uses import uses_block
 
 
 def compare_block(folder: Path = RESULTS) -> str:
@@ -219,5 +220,5 @@ def faults_block(folder: Path = RESULTS) -> str:
 
 BLOCKS: dict[str, Callable[[], str]] = {
     "compare": compare_block, "attention": attention_block, "plan": plan_block, "rows": rows_block,
-    "faults": faults_block, "scale": scale_block, "resident": resident_block,
+    "faults": faults_block, "scale": scale_block, "resident": resident_block, "uses": uses_block,
 }  # fmt: skip
