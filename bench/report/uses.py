@@ -55,8 +55,8 @@ def _helm(folder: Path) -> Iterator[Row]:
               "scored": "multiple choice by log probability"}  # fmt: skip
     for line in _newest("helm", folder):
         found = line["outcome"]
-        results = (f"{found['equal_completions']} of {found['completions']} completions equal, metrics differ by at most"
-                   f" {found['largest_difference']:.1g}")  # fmt: skip
+        results = (f"{found['equal_completions']} of {found['completions']} completions equal, metrics differ by at"
+                   f" most {found['largest_difference']:.1g}")  # fmt: skip
         yield _row(f"HELM: {suites[line['case']['name']]}", *_sides(line, f"its own client, `-n {line['threads']}`"),
                    results, line["time"])  # fmt: skip
 

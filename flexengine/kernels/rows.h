@@ -95,7 +95,8 @@ struct Place {
         : a(a), my(my), item(item), j(j), P(a.page_tokens), row(row), panel(panel), value(a.kv_heads * panel),
           apart(a.heads / a.kv_heads * item.users), i(item.i), at(0), group(apart) {}
 
-    // Limits what follows to the rows and queries of one user. Before, queries of all users meet the first one's rows.
+    // Limits the next calls to the rows and queries of one user. Before, the queries of all users read the rows of the
+    // first user.
     void only(int64_t user) {
         group = a.heads / a.kv_heads;
         i = item.i + user, at = user * group;

@@ -13,6 +13,7 @@ from tests.helpers.held import held
 from tests.helpers.softmax import dense
 
 KINDS: tuple[Any, ...] = (torch.float32, torch.bfloat16, torch.float16, 8, 4, 2)  # dtype or bits
+Cache = tuple[CacheFormat | None, Tensor, Tensor, Tensor]  # format, pool, tables, lengths
 # By sequence: tokens that it shares with the sequence before it, and its tokens. Parts of the kernels have 1024 tokens.
 TREES: dict[str, list[tuple[int, int]]] = {
     "a prefix": [(0, 230), (192, 201), (192, 193), (192, 400), (192, 192 + 64)],
@@ -31,7 +32,7 @@ def seed(two_threads: None) -> None:
 
 def cached(
     kind: Any, tree: list[tuple[int, int]], kv_heads: int, dim: int, page_tokens: int
-) -> tuple[CacheFormat | None, Tensor, Tensor, Tensor]:
+) -> Cache:
     """Return the format, the pool, the tables and the lengths of sequences on shuffled pages."""
     form = CacheFormat(kind, kv_heads, page_tokens, dim) if isinstance(kind, int) else None
     counts = [-(-length // page_tokens) for _, length in tree]
@@ -51,30 +52,40 @@ def cached(
     return form, pool, tables, torch.tensor([length for _, length in tree], dtype=torch.int32)
 
 
+def grown(cache: Cache) -> Cache:
+    """Return a cache with at least 40 sequences, on the same pages: kernels share rows only if each thread keeps 8
+    pairs of a sequence and a KV head."""
+    form, pool, tables, lengths = cache
+    order = torch.arange(len(lengths)).repeat_interleave(-(-40 // len(lengths)))
+    return form, pool, tables[order], lengths[order]
+
+
 @pytest.mark.parametrize("tree", TREES.values(), ids=list(TREES))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree: list[tuple[int, int]]) -> None:
     """Bitwise for any number of threads, and close to a softmax in float64."""
     for dim, kv_heads, group, page_tokens in ((64, 2, 3, 32), (80, 1, 1, 16), (32, 3, 8, 64)):
-        form, pool, tables, lengths = cached(kind, tree, kv_heads, dim, page_tokens)
-        q, threads = torch.randn(len(tree), kv_heads * group, dim), torch.get_num_threads()
+        form, pool, tables, lengths = grown(cached(kind, tree, kv_heads, dim, page_tokens))
+        n = len(lengths)
+        q, threads = torch.randn(n, kv_heads * group, dim), torch.get_num_threads()
 
         def call(part: slice) -> tuple[Tensor, Tensor]:
             return kernel.decode_attention(
                 q[part], pool, tables[part], lengths[part], dim**-0.5, form=form, with_lse=True  # noqa: B023
             )
 
-        out, lse = call(slice(None))
         try:
+            torch.set_num_threads(1)
+            out, lse = call(slice(None))
             for count in (1, 5):
                 torch.set_num_threads(count)
-                for i in range(len(tree)):
+                for i in range(n):
                     alone = call(slice(i, i + 1))
                     assert torch.equal(alone[0], out[i : i + 1]), (dim, count, i)
                     assert torch.equal(alone[1], lse[i : i + 1]), (dim, count, i)
         finally:
             torch.set_num_threads(threads)
-        for i in range(0, len(tree), 7):
+        for i in range(0, n, 7):
             k, v = held(pool, tables[i], int(lengths[i]), form)
             torch.testing.assert_close(out[i].double(), dense(q[i : i + 1], k, v, dim**-0.5)[0], atol=3e-6, rtol=3e-6)
 
@@ -83,7 +94,7 @@ def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree:
 @pytest.mark.parametrize("options", [{"window": 100}, {"window": 1500}, {"softcap": 2.0}, {"topk": 0.3}], ids=str)
 def test_options_do_not_depend_on_sharing(kernel: Kernels, options: dict[str, Any]) -> None:
     """Sequences that are longer than the window begin at positions of their own."""
-    form, pool, tables, lengths = cached(torch.float32, TREES["prefixes of prefixes"], 2, 64, 32)
+    form, pool, tables, lengths = grown(cached(torch.float32, TREES["prefixes of prefixes"], 2, 64, 32))
     q = torch.randn(len(lengths), 6, 64)
     out = kernel.decode_attention(q, pool, tables, lengths, 0.125, form=form, **options)
     for i in range(len(lengths)):
