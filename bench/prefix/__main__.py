@@ -23,6 +23,7 @@ from bench.harness import Record
 from bench.models import demo_model
 
 SIDE = Path(__file__).with_name("side.py")
+DEVICE_MEM = "8G"
 TOLERANCE = 0.01  # nats, of sums of log probabilities
 
 
@@ -60,7 +61,7 @@ CASES = {case.kind: case for case in (Case("generate", 200, 500, 50, 5), Case("s
 
 def run(case: Case, options: Record, checkout: Path) -> Record:
     """Return what a job took in a process of its own. checkout: of the version to run."""
-    job = {**asdict(case), "model": str(demo_model()), "device_mem": "8G", "options": options}
+    job = {**asdict(case), "model": str(demo_model()), "device_mem": DEVICE_MEM, "options": options}
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
     made = subprocess.run(
         [sys.executable, str(SIDE)], input=json.dumps(job), text=True, capture_output=True, env=environment,
@@ -79,6 +80,8 @@ def measure(case: Case, before: Path | None, turns: int) -> tuple[Record, bool]:
     if case.kind == "score" and before is not None:
         sides["before"] = ({}, before)
     runs: dict[str, list[Record]] = {name: [] for name in sides}
+    words = ["measure", "--model", str(demo_model()), "--device-mem", DEVICE_MEM, "--quiet"]  # rates for predictions
+    subprocess.run([sys.executable, "-m", "flexengine", *words], cwd=here, check=True, stdout=subprocess.DEVNULL)
     for _ in range(turns):
         for name, (options, checkout) in sides.items():
             runs[name].append(run(case, options, checkout))
