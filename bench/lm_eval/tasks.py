@@ -7,20 +7,22 @@ from typing import Any
 
 from bench.harness import REPO
 
-TASKS = {"three": ("bench_choice", "bench_text", "bench_rolling"), "shared": ("bench_shared",)}
+TASKS = {"three": ("bench_choice", "bench_text", "bench_rolling"), "word": ("bench_word",), "shared": ("bench_shared",)}
 _TEXT = REPO / "flexengine" / "texts" / "alice.txt"
-_CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{passage}}\nQuestion: Which word comes next?\nAnswer:",
+_CHOICE = {"output_type": "multiple_choice", "doc_to_text": "{{passage}}\nQuestion: What comes next?\nAnswer:",
            "doc_to_choice": "{{choices}}", "doc_to_target": "gold", "fewshot_split": "train",
            "fewshot_config": {"sampler": "first_n"}, "metric_list": [{"metric": "acc"}]}  # fmt: skip
 _KINDS: dict[str, dict[str, Any]] = {
     "choice": {**_CHOICE, "num_fewshot": 0},
+    "word": {**_CHOICE, "num_fewshot": 0},
     "shared": {**_CHOICE, "num_fewshot": 8},
     "text": {"output_type": "generate_until", "doc_to_text": "{{passage}}", "doc_to_target": "{{answer}}",
              "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 16}, "metric_list": [{"metric": "exact_match"}]},
     "rolling": {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{passage}}",
                 "metric_list": [{"metric": "word_perplexity"}]},
 }  # fmt: skip
-_WORDS = {"choice": 120, "shared": 40, "text": 100, "rolling": 250}  # words of a passage
+_WORDS = {"choice": 120, "word": 120, "shared": 40, "text": 100, "rolling": 250}  # words of a passage
+_ANSWER_WORDS = {"choice": 6}  # words of an answer; else 1
 
 
 def write(folder: Path, rows: int, seed: int) -> None:
@@ -35,7 +37,7 @@ def write(folder: Path, rows: int, seed: int) -> None:
         files = {}
         for part, number in (("train", 8), ("test", count)):
             files[part] = str(folder / f"{kind}-{part}.jsonl")
-            lines = [json.dumps(_document(words, _WORDS[kind], draw)) + "\n" for _ in range(number)]
+            lines = [json.dumps(_document(words, _WORDS[kind], _ANSWER_WORDS.get(kind, 1), draw)) + "\n" for _ in range(number)]
             Path(files[part]).write_text("".join(lines), "utf-8")
         whole = {"task": f"bench_{kind}", "dataset_path": "json", "training_split": "train", "test_split": "test",
                  "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
@@ -43,11 +45,15 @@ def write(folder: Path, rows: int, seed: int) -> None:
         (folder / f"{kind}.yaml").write_text(json.dumps(whole), "utf-8")
 
 
-def _document(words: list[str], length: int, draw: random.Random) -> dict[str, Any]:
-    """Return a passage, the word that follows it, and four choices with this word among them."""
-    start = draw.randrange(len(words) - length - 1)
-    answer = words[start + length]
-    choices = [answer, *draw.sample(words, 3)]
+def _document(words: list[str], length: int, answer_words: int, draw: random.Random) -> dict[str, Any]:
+    """Return a passage, the words that follow it, and four choices with these words among them."""
+    start = draw.randrange(len(words) - length - answer_words)
+
+    def some(first: int) -> str:
+        return " ".join(words[first : first + answer_words])
+
+    answer = some(start + length)
+    choices = [answer, *(some(draw.randrange(len(words) - answer_words)) for _ in range(3))]
     draw.shuffle(choices)
     passage = " ".join(words[start : start + length])
     return {"passage": passage, "answer": answer, "choices": choices, "gold": choices.index(answer)}

@@ -43,7 +43,8 @@ def _prefix(folder: Path) -> Iterator[Row]:
 
 
 def _lm_eval(folder: Path) -> Iterator[Row]:
-    tasks = {"three": "a task of each type of request", "shared": "multiple choice after 8 examples"}
+    tasks = {"three": "a task of each type of request", "word": "choices of one word",
+             "shared": "choices of one word after 8 examples"}  # fmt: skip
     for line in _newest("lm_eval", folder):
         results = f"metrics differ by at most {line['largest_difference']:.1g} of their value"
         yield _row(f"lm-eval: {tasks[line['case']['name']]}", *_sides(line, f"its `hf` model, batch {line['batch']}"),
