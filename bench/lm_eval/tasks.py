@@ -37,8 +37,9 @@ def write(folder: Path, rows: int, seed: int) -> None:
         files = {}
         for part, number in (("train", 8), ("test", count)):
             files[part] = str(folder / f"{kind}-{part}.jsonl")
-            lines = [json.dumps(_document(words, _WORDS[kind], _ANSWER_WORDS.get(kind, 1), draw)) + "\n" for _ in range(number)]
-            Path(files[part]).write_text("".join(lines), "utf-8")
+            sizes = _WORDS[kind], _ANSWER_WORDS.get(kind, 1)
+            documents = [_document(words, *sizes, draw) for _ in range(number)]
+            Path(files[part]).write_text("".join(json.dumps(each) + "\n" for each in documents), "utf-8")
         whole = {"task": f"bench_{kind}", "dataset_path": "json", "training_split": "train", "test_split": "test",
                  "dataset_kwargs": {"data_files": files, "cache_dir": str(folder / "cache")},
                  "metadata": {"version": 0}, **task}  # fmt: skip

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from flexengine.codec.cache import CacheFormat
 from flexengine.kernels import Kernels, ReferenceKernels
-from tests.helpers.builds import ONE_BUILD
+from tests.helpers.builds import NATIVE
 from tests.helpers.held import held
 from tests.helpers.softmax import dense
 
@@ -62,6 +62,7 @@ def grown(cache: Cache) -> Cache:
 
 @pytest.mark.parametrize("tree", TREES.values(), ids=list(TREES))
 @pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kernel", NATIVE, indirect=True)
 def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree: list[tuple[int, int]]) -> None:
     """Bitwise for any number of threads, and close to a softmax in float64."""
     for dim, kv_heads, group, page_tokens in ((64, 2, 3, 32), (80, 1, 1, 16), (32, 3, 8, 64)):
@@ -90,7 +91,7 @@ def test_result_is_that_of_each_sequence_alone(kernel: Kernels, kind: Any, tree:
             torch.testing.assert_close(out[i].double(), dense(q[i : i + 1], k, v, dim**-0.5)[0], atol=3e-6, rtol=3e-6)
 
 
-@ONE_BUILD
+@pytest.mark.parametrize("kernel", NATIVE[:1], indirect=True)
 @pytest.mark.parametrize("options", [{"window": 100}, {"window": 1500}, {"softcap": 2.0}, {"topk": 0.3}], ids=str)
 def test_options_do_not_depend_on_sharing(kernel: Kernels, options: dict[str, Any]) -> None:
     """Sequences that are longer than the window begin at positions of their own."""
