@@ -86,6 +86,12 @@ def run_interruptible(command: "Callable[[Interrupts], int]", standing: str | No
         return exit_code(finish)
 
 
+def raised_in(package: str, error: Exception) -> bool:
+    """Return whether a package's own code raised an error, not a library that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
+
+
 def _occupy_closed_streams() -> None:
     """Open /dev/null in place of standard streams that were closed (`>&-`), so that no file that is opened later gets
     their numbers and receives messages. Reading stdin and writing to stdout still fail, as they are opened the other

@@ -3,11 +3,10 @@
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.exit_codes import DONE, exit_code, raised_in
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
@@ -54,7 +53,7 @@ def run(words: Sequence[str]) -> int:
 def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Return the options that are this command's own, and the words for lm-eval."""
     made = parser()
-    own, rest = made.parse_known_args(list(words))
+    own, rest = made.parse_known(words)
     mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
     mine += [] if own.model is None else ["--model", own.model]
     if own.config is not None and own.config.endswith(".toml"):
@@ -93,15 +92,9 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
     except FlexError:
         raise
     except ValueError as error:
-        if not _of_harness(error):
+        if not raised_in("lm_eval", error):
             raise
         raise InvalidInput(f"lm-eval: {error}") from error
-
-
-def _of_harness(error: Exception) -> bool:
-    """Return whether the harness's own code raised an error, not a library that it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("lm_eval.")
 
 
 def _fill(args: argparse.Namespace, model: str | None) -> None:

@@ -7,8 +7,9 @@ from random import Random
 def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[int]:
     """Return the numbers of `count` rows, in the order in which they are shown.
 
-    If balanced, labels take turns, the most frequent first and those of equal count in random order, until each has been drawn as often as it occurs. So the
-    numbers of rows of two labels differ by at most one, unless a label has too few rows.
+    If balanced, labels take turns, the most frequent first and those of equal count in random order, until each has
+    been drawn as often as it occurs. So the numbers of rows of two labels differ by at most one, unless a label has too
+    few rows.
 
     Args:
         labels: label of each row.
