@@ -106,8 +106,8 @@ def _build(files: Sequence[str]) -> "list[Built]":
 
 
 def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
-    """Raise InvalidInput if the folder cannot be used, or a file in it is one that a scenario reads."""
-    from flexengine.apps.evaluate.evaluation import THROUGHPUT
+    """Raise InvalidInput if the folder cannot be used, or a scenario reads a file that is replaced."""
+    from flexengine.apps.evaluate.evaluation import JOBS, THROUGHPUT
     from flexengine.apps.evaluate.report import RESULTS
 
     if folder.exists() and not folder.is_dir():
@@ -118,6 +118,9 @@ def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
     written = {name: str(folder / name) for name in (*RESULTS, THROUGHPUT)}
     for name, path in read.items():
         check_not_overwritten({name: path}, written)
+        if (folder / JOBS).resolve() == Path(path).resolve().parent:
+            raise InvalidInput(f"{name} is in {folder / JOBS}, whose files this command"
+                               " replaces; name another --output")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

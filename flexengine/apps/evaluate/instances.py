@@ -167,8 +167,8 @@ def _check_single(scenario: Scenario, row: dict[str, Any], place: str) -> None:
     """Raise InvalidInput if the label of a choice scenario is a list."""
     label = scenario.label
     if scenario.kind == CHOICE and label is not None and isinstance(value := row.get(label.column), list):
-        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one right"
-                           " answer, so the label must be text or a number")  # fmt: skip
+        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
+                           " right answer: text or a number")  # fmt: skip
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:
