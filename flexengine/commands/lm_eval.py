@@ -58,8 +58,8 @@ def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     is wrong; raise InvalidInput if -v has a value."""
     for option, value in pairwise(words):
         if option == "-v" and value.upper() in _LEVELS:
-            raise InvalidInput(f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's log"
-                               " level")  # fmt: skip
+            raise InvalidInput(f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's"
+                               " log level")  # fmt: skip
     made = parser()
     own, rest = made.parse_known(words)
     mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
