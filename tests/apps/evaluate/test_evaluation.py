@@ -72,7 +72,8 @@ class Fake:
 
 
 def summary(seconds: float, rows: int, before: int) -> Summary:
-    return Summary("m", "cpu", "float32", load_seconds=seconds / 4, prefill_seconds=seconds * 3 / 4, job=JobCounts(rows, rows, 0, before))
+    return Summary("m", "cpu", "float32", load_seconds=seconds / 4, prefill_seconds=seconds * 3 / 4,
+                   job=JobCounts(rows, rows, 0, before))  # fmt: skip
 
 
 def score_of(text: str, more: float) -> dict[str, Any]:

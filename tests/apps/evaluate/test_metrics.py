@@ -129,8 +129,9 @@ def test_the_worst_variant_of_each_instance() -> None:
 
 
 def test_impossible_choices() -> None:
-    some = Answer(choices=("a", "b"), logprobs=(-math.inf, -5.0), tokens=(1, 1), unconditional=(-math.inf, -1.0), gold=1)
-    all_of_them = Answer(choices=("a", "b"), logprobs=(-math.inf,) * 2, tokens=(1, 2), unconditional=(-1.0,) * 2, gold=1)
+    some = Answer(choices=("a", "b"), logprobs=(-math.inf, -5.0), tokens=(1, 1), unconditional=(-math.inf, -1.0))
+    all_of_them = Answer(choices=("a", "b"), logprobs=(-math.inf,) * 2, tokens=(1, 2), unconditional=(-1.0,) * 2,
+                         gold=1)  # fmt: skip
     for normalization in metrics.NORMALIZATIONS:
         assert metrics.probabilities(some, normalization).tolist() == [0, 1]
         assert metrics.probabilities(all_of_them, normalization).tolist() == [0.5, 0.5]
