@@ -329,7 +329,7 @@ def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.Capture
     ([], "no task is given; write flexengine lm-eval --model MODEL --tasks TASK"),
     (["--tasks", "t", "--model", "m", "--model_args", "model=n"], "--model is 'm', but model_args names 'n'"),
     (["ls", "tasks", "--model", "m"], "lm-eval ls uses no model; leave it out"),
-    (["--tasks", "t", "-v", "DEBUG"], "-v is --verbose here, which takes no value; write --verbosity DEBUG for lm-eval's log"),
+    (["--tasks", "t", "-v", "DEBUG"], "-v is --verbose here, which takes no value; write --verbosity DEBUG"),
 ])  # fmt: skip
 def test_refused_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lm-eval", *words]) == 2

@@ -126,9 +126,9 @@ def test_remedies_of_a_batch_that_cannot_be_continued(tmp_path: Path, model: str
         with Journal(journal), pytest.raises(InvalidInput, match="is writing this output already") as caught:
             run_batch(engine, rows, tmp_path / "jobs", {})
         assert "delete" not in str(caught.value)
-    with Engine(model, dtype="bfloat16", progress=False) as engine:
-        with pytest.raises(InvalidInput, match="holds results of another job: .*; to start over, delete the files"):
-            run_batch(engine, rows, tmp_path / "jobs", {})
+    other = r"holds results of another job: .*; to start over, delete the files"
+    with Engine(model, dtype="bfloat16", progress=False) as engine, pytest.raises(InvalidInput, match=other):
+        run_batch(engine, rows, tmp_path / "jobs", {})
 
 
 def test_missing_results_change_no_file(
@@ -154,7 +154,8 @@ def test_missing_results_change_no_file(
         (["export", "{wrong}", "--output", "{rows}"], "is an object without request_states"),
         (["export", "{two}", "--output", "{rows}"], "deployments huggingface/other, huggingface/smollm2; name the"),
         (["export", "{image}", "--output", "{rows}"], "the request has multimodal_prompt, which the engine does not"),
-        (["export", "{suite}", "--output", "{rows}", "--weights", "int4"], "--weights has no effect with export; give it to flexengine run"),
+        (["export", "{suite}", "--output", "{rows}", "--weights", "int4"],
+         "--weights has no effect with export; give it to flexengine run"),
         (["export", "{suite}", "--output", "{rows}", "--model-logprobs"],
          "--model-logprobs has no effect with export; give it to flexengine helm run or flexengine helm import"),
         (["export", "{suite}", "--output", "{rows}", "--name", "x"],
