@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from flexengine.job.interrupt import Interrupts
 
 STANDING = "interrupted: finished rows are stored; run the same command again to continue"
+# From the time at which --restart has deleted the earlier results.
+STANDING_RESTARTED = "interrupted: finished rows are stored; run the same command without --restart to continue"
 
 
 def parser() -> Parser:
@@ -36,7 +39,8 @@ def parser() -> Parser:
                         help="folder for results.json, results.csv, results.html, instances.jsonl and throughput.json;"
                              " its folder jobs holds the rows of each run, from which the same command"
                              " continues")  # fmt: skip
-    output.add_argument("--restart", action="store_true", help="delete the results of earlier calls, and start over")
+    output.add_argument("--restart", action="store_true",
+                        help="delete all earlier results in DIR, also of other runs, and start over")  # fmt: skip
     runs = p.add_argument_group("runs", "the first run is the one that the others are compared with")
     runs.add_argument("-m", "--model", action="append", default=[], type=named, metavar="MODEL",
                       help="directory, .gguf file or hub id (default: the demo model); may be repeated")  # fmt: skip
@@ -72,6 +76,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     runs, folder = runs_of(args.model, args.run), Path(args.output)
     if wrong := next((each for each in runs if each.dtype not in (None, *DTYPES)), None):
         raise InvalidInput(f"--run {wrong.name}: dtype is {wrong.dtype!r}; it must be one of {', '.join(DTYPES)}")
+    runs = [replace(each, dtype=each.dtype or args.dtype) for each in runs]
     scenarios = _build(args.scenario)
     _check_folder(folder, scenarios)
     engine_class = load_libraries()
@@ -79,10 +84,13 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     options = {name: getattr(args, name) for name in machine}
 
     def make(each: "Run") -> "Engine":
-        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype or args.dtype,
-                            on_sweep=lambda _: interrupts.check(), **options)  # fmt: skip
+        return engine_class(each.model, lossy=each.lossy, dtype=each.dtype, on_sweep=lambda _: interrupts.check(),
+                            **options)  # fmt: skip
 
-    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), args.restart)
+    def restarted() -> None:
+        interrupts.standing = lambda: STANDING_RESTARTED
+
+    done = evaluate(scenarios, runs, folder, make, Draws(args.resamples), restarted if args.restart else None)
     write_files(done, folder)
     print(text(done))
     say(f"results are in {folder / 'results.html'}, results.json, results.csv and instances.jsonl")
@@ -98,8 +106,8 @@ def _build(files: Sequence[str]) -> "list[Built]":
 
 
 def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
-    """Raise InvalidInput if the folder cannot be used, or a file in it is one that a scenario reads."""
-    from flexengine.apps.evaluate.evaluation import THROUGHPUT
+    """Raise InvalidInput if the folder cannot be used, or a scenario reads a file that is replaced."""
+    from flexengine.apps.evaluate.evaluation import JOBS, THROUGHPUT
     from flexengine.apps.evaluate.report import RESULTS
 
     if folder.exists() and not folder.is_dir():
@@ -110,6 +118,9 @@ def _check_folder(folder: Path, scenarios: "Sequence[Built]") -> None:
     written = {name: str(folder / name) for name in (*RESULTS, THROUGHPUT)}
     for name, path in read.items():
         check_not_overwritten({name: path}, written)
+        if (folder / JOBS).resolve() == Path(path).resolve().parent:
+            raise InvalidInput(f"{name} is in {folder / JOBS}, whose files this command"
+                               " replaces; name another --output")  # fmt: skip
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -68,7 +68,7 @@ def run_interruptible(command: "Callable[[Interrupts], int]", standing: str | No
     """Run a command as `exit_code` does. If SIGINT or SIGTERM comes, say how the job stands and return 130 or 143.
 
     Args:
-        standing: the message for an interrupted command; None is that of `Interrupts.standing`.
+        standing: the message for an interrupted command, unless the command sets `Interrupts.standing`.
     """
     from flexengine.job.interrupt import Interrupted, Interrupts
 
@@ -80,10 +80,16 @@ def run_interruptible(command: "Callable[[Interrupts], int]", standing: str | No
             try:
                 return command(interrupts)
             except KeyboardInterrupt as stop:
-                say_error(standing or interrupts.standing())
+                say_error(interrupts.standing())
                 return stop.code if isinstance(stop, Interrupted) else INTERRUPTED
 
         return exit_code(finish)
+
+
+def raised_in(package: str, error: Exception) -> bool:
+    """Return whether a package's own code raised an error, not a library that it calls."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith(f"{package}.")
 
 
 def _occupy_closed_streams() -> None:

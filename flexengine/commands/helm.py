@@ -2,12 +2,11 @@
 
 import argparse
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flexengine.commands.exit_codes import DONE, SOME_FAILED, run_interruptible
+from flexengine.commands.exit_codes import DONE, SOME_FAILED, raised_in, run_interruptible
 from flexengine.commands.messages import say, say_error
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL, add_lossy, add_machine, allowed, lossy_of, named
@@ -30,6 +29,8 @@ helm-run --dry-run writes the requests, and its metrics are computed with
 --runner-class-name flexengine.apps.helm.imported.ImportedRunner (docs/helm.md).
 """
 _RUNNER = "flexengine.apps.helm.runner.FlexRunner"
+# Commands of the options that export or import do not have; others belong to flexengine run.
+_PLACES = {"name": "flexengine helm run", "model_logprobs": "flexengine helm run or flexengine helm import"}
 
 
 def parser(files: bool = True) -> Parser:
@@ -106,7 +107,8 @@ def _check_unused(args: argparse.Namespace) -> None:
     for name, value in vars(args).items():
         if name not in used and value != getattr(plain, name):
             option = name.replace("_", "-")
-            raise InvalidInput(f"--{option} has no effect with {args.action}; give it to flexengine run")
+            raise InvalidInput(f"--{option} has no effect with {args.action}; give it to"
+                               f" {_PLACES.get(name, 'flexengine run')}")  # fmt: skip
 
 
 def _run(args: argparse.Namespace, words: Sequence[str], interrupts: "Interrupts") -> int:
@@ -142,7 +144,7 @@ def _run(args: argparse.Namespace, words: Sequence[str], interrupts: "Interrupts
         say_error(str(error))
         return SOME_FAILED
     except ValueError as error:
-        if not _of_helm(error):
+        if not raised_in("helm", error):
             raise
         raise InvalidInput(f"helm-run: {error}") from error
     return DONE
@@ -172,12 +174,6 @@ def _model_name(args: argparse.Namespace, arguments: dict[str, Any]) -> str:
         raise InvalidInput(f"the model's name in HELM would be {shown(name)}; it may have letters, digits, dots,"
                            " dashes and underscores: give --name NAME")  # fmt: skip
     return str(name)
-
-
-def _of_helm(error: Exception) -> bool:
-    """Return whether HELM's own code raised an error, not a library that it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("helm.")
 
 
 def _check_library() -> None:

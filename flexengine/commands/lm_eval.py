@@ -3,11 +3,11 @@
 import argparse
 import os
 import sys
-import traceback
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
-from flexengine.commands.exit_codes import DONE, exit_code
+from flexengine.commands.exit_codes import DONE, exit_code, raised_in
 from flexengine.commands.open_engine import load_libraries
 from flexengine.commands.options import MODEL
 from flexengine.commands.parser import Parser
@@ -15,11 +15,13 @@ from flexengine.errors import FlexError, InvalidInput
 
 _PROGRAM = "lm-eval"
 _PARTS = ("run", "ls", "validate")  # sub-commands of lm-eval
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _END = """\
 All other options are those of lm-eval run, such as --num_fewshot, --limit, --include_path, --apply_chat_template,
 --use_cache, --output_path and --log_samples; flexengine lm-eval run --help lists them, and flexengine lm-eval ls tasks
 the tasks. --model_args takes the options of the engine by their Python names, such as device_mem=8G weights=int4
 (docs/lm-eval.md). A --config file whose name does not end in .toml is lm-eval's own.
+The log level of lm-eval is --verbosity LEVEL, as -v is --verbose.
 """
 
 
@@ -52,9 +54,14 @@ def run(words: Sequence[str]) -> int:
 
 
 def split(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options that are this command's own, and the words for lm-eval."""
+    """Return the options that are this command's own, and the words for lm-eval. Exit with code 2 if one of the former
+    is wrong; raise InvalidInput if -v has a value."""
+    for option, value in pairwise(words):
+        if option == "-v" and value.upper() in _LEVELS:
+            raise InvalidInput(f"-v is --verbose here, which takes no value; write --verbosity {value} for lm-eval's"
+                               " log level")  # fmt: skip
     made = parser()
-    own, rest = made.parse_known_args(list(words))
+    own, rest = made.parse_known(words)
     mine = [f"--{name}" for name in ("quiet", "verbose") if getattr(own, name)]
     mine += [] if own.model is None else ["--model", own.model]
     if own.config is not None and own.config.endswith(".toml"):
@@ -93,15 +100,9 @@ def _run_harness(model: str | None, words: Sequence[str]) -> None:
     except FlexError:
         raise
     except ValueError as error:
-        if not _of_harness(error):
+        if not raised_in("lm_eval", error):
             raise
         raise InvalidInput(f"lm-eval: {error}") from error
-
-
-def _of_harness(error: Exception) -> bool:
-    """Return whether the harness's own code raised an error, not a library that it calls."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__")).startswith("lm_eval.")
 
 
 def _fill(args: argparse.Namespace, model: str | None) -> None:

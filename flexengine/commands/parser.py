@@ -66,6 +66,14 @@ class Parser(argparse.ArgumentParser):
         except _Invalid as error:
             self._refuse(str(error), words)
 
+    def parse_known(self, words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, without those of --config, and the words of other options. Exit with code 2 if an option
+        is wrong."""
+        try:
+            return super().parse_known_args(list(words))
+        except _Invalid as error:
+            self._refuse(str(error), words)
+
     def _parse(self, words: list[str]) -> argparse.Namespace:
         given = super().parse_intermixed_args(words, self._unset())
         if given.config is not _UNSET:

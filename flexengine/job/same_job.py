@@ -28,6 +28,10 @@ _MOST_FILES = 4  # most file names in a message
 Manifest = dict[str, Any]
 
 
+class OtherJob(InvalidInput):
+    """A journal holds results of another job."""
+
+
 def make_manifest(
     sampling: SamplingParams, given: Mapping[str, Any], engine: Mapping[str, Any], lossy: Mapping[str, Any]
 ) -> Manifest:
@@ -75,19 +79,19 @@ def rewritten(was: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def check_same(was: Mapping[str, Any], now: Mapping[str, Any], journal: object) -> None:
-    """Raise InvalidInput, with the differences, if results of the two jobs must not be in one output.
+    """Raise OtherJob, with the differences, if results of the two jobs must not be in one output.
 
     Args:
         journal: path of the journal, for messages.
     """
     if was.get("format") != now.get("format"):
-        raise InvalidInput(
+        raise OtherJob(
             f"{journal} was begun by another version of flexengine (format {_shown(was, 'format')}, now"
             f" {_shown(now, 'format')}), whose manifest cannot be compared with this version's; finish the job with"
             " that version, give --restart (restart=True in Python) to start over, or name another output"
         )
     if changed := differences(was, now):
-        raise InvalidInput(
+        raise OtherJob(
             f"{journal} holds results of another job: {'; '.join(changed)}."
             " Give the same options, input and model to continue that job, give --restart (restart=True in Python) to"
             " start over, or name another output"

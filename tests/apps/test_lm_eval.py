@@ -329,9 +329,21 @@ def test_command(model: str, tasks: Path, tmp_path: Path, capsys: pytest.Capture
     ([], "no task is given; write flexengine lm-eval --model MODEL --tasks TASK"),
     (["--tasks", "t", "--model", "m", "--model_args", "model=n"], "--model is 'm', but model_args names 'n'"),
     (["ls", "tasks", "--model", "m"], "lm-eval ls uses no model; leave it out"),
+    (["--tasks", "t", "-v", "DEBUG"], "-v is --verbose here, which takes no value; write --verbosity DEBUG"),
 ])  # fmt: skip
 def test_refused_commands(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["lm-eval", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    (["--tasks", "t", "--model"], "--model needs a value; flexengine lm-eval --help lists the options"),
+    (["--tasks", "t", "--quiet=x"], "--quiet takes no value, but 'x' is given"),
+])  # fmt: skip
+def test_options_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["lm-eval", *words])
+    assert stop.value.code == 2
     assert message in capsys.readouterr().err
 
 

@@ -8,7 +8,7 @@ KINDS = (CHOICE, GENERATION, PERPLEXITY)
 
 @dataclass(frozen=True)
 class Answer:
-    """A model's answer, with what it is judged by.
+    """A model's answer, and the right one.
 
     Attributes:
         choices: the answers among which the model chose; the scored text of a perplexity scenario.

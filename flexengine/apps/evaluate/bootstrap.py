@@ -17,9 +17,9 @@ def interval(values: Sequence[Floats], aggregate: Aggregate, resamples: int, see
     """Return the ends of the interval of a metric, or of the difference of two runs, with confidence LEVEL.
 
     Args:
-        values: one array [instances, numbers], from which the metric is computed. Of two such arrays, of the same
-            instances in the same order, the interval is that of the second's metric minus the first's; each draw takes
-            the same instances from both.
+        values: one array [instances, numbers], from which the metric is computed. With two arrays, of the
+            same instances in the same order, the interval is that of the second's metric minus the first's; each draw
+            takes the same instances from both.
         aggregate: return the metrics, [...], of arrays [..., instances, numbers].
         resamples: number of draws.
         seed: seed of the draws.

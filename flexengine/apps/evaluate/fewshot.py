@@ -7,8 +7,9 @@ from random import Random
 def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[int]:
     """Return the numbers of `count` rows, in the order in which they are shown.
 
-    If balanced, labels take turns, the most frequent first, until each has been drawn as often as it occurs. So the
-    numbers of rows of two labels differ by at most one, unless a label has too few rows.
+    If balanced, labels take turns, the most frequent first and those of equal count in random order, until each has
+    been drawn as often as it occurs. So the numbers of rows of two labels differ by at most one, unless a label has too
+    few rows.
 
     Args:
         labels: label of each row.
@@ -19,7 +20,9 @@ def draw(labels: Sequence[str], count: int, seed: int, balanced: bool) -> list[i
     groups: dict[str, list[int]] = {}
     for number, label in enumerate(labels):
         groups.setdefault(label if balanced else "", []).append(number)
-    queues = sorted(groups.values(), key=len, reverse=True)
+    queues = list(groups.values())
+    random.shuffle(queues)  # the sort keeps this order among labels of equal count
+    queues.sort(key=len, reverse=True)
     for queue in queues:
         random.shuffle(queue)
     turns = max(map(len, queues), default=0)

@@ -73,7 +73,7 @@ def build(scenario: Scenario) -> Built:
         pool = _table(scenario, "few_shot.file", name, columns)
         digests[name] = pool.digest
     shots = _shots(scenario, pool)
-    used = {row.number for row in shots} if pool is table else set()
+    used = {row.number for row in shots} if pool.digest == table.digest else set()  # few_shot.file may be data.file
     rows = [row for row in table.rows if row.index not in used][: scenario.data.limit]
     if not rows:
         raise scenario.origin.fault("few_shot.count", f"few_shot takes all {len(used)} rows of {table.path}, so none is"
@@ -138,16 +138,17 @@ def _variants(scenario: Scenario, table: Table, row: Row, columns: tuple[str, ..
 
 
 def _instance(scenario: Scenario, table: Table, row: Row, fields: dict[str, Any], before: str) -> Instance:
-    """Return the instance of a row, with an error if a value is missing. Raise InvalidInput if the label is none of the
-    choices, as the whole column may be read wrongly then.
+    """Return the instance of a row, with an error if a value is missing. Raise InvalidInput if the label is a list or
+    none of the choices, as the whole column may be read wrongly then.
 
     Args:
         fields: values of the template, possibly perturbed. Choices and labels are those of `row`.
         before: text before the prompt.
     """
-    empty = Instance(row.index, row.line)
+    empty, place = Instance(row.index, row.line), f"{table.path}, line {row.line}"
     if row.error is not None:
         return replace(empty, error=row.error)
+    _check_single(scenario, row.fields, place)
     try:
         made = replace(empty, context=before + filled(scenario.prompt.template, fields))
         if scenario.kind == PERPLEXITY and not made.context:
@@ -159,7 +160,15 @@ def _instance(scenario: Scenario, table: Table, row: Row, fields: dict[str, Any]
         return replace(empty, error=row.refused(str(error)).error)
     if scenario.label is None or scenario.kind != CHOICE:
         return replace(made, references=answers)
-    return replace(made, gold=_gold(scenario.label, answers[0], made.choices, f"{table.path}, line {row.line}"))
+    return replace(made, gold=_gold(scenario.label, answers[0], made.choices, place))
+
+
+def _check_single(scenario: Scenario, row: dict[str, Any], place: str) -> None:
+    """Raise InvalidInput if the label of a choice scenario is a list."""
+    label = scenario.label
+    if scenario.kind == CHOICE and label is not None and isinstance(value := row.get(label.column), list):
+        raise InvalidInput(f"{place}: the label in column {label.column} is {shown(value)}; a {CHOICE} row has one"
+                           " right answer: text or a number")  # fmt: skip
 
 
 def _choices(scenario: Scenario, row: dict[str, Any]) -> tuple[str, ...]:

@@ -96,21 +96,23 @@ def scores(answer: Answer, normalization: str) -> Floats:
     if normalization == "per_byte":
         return np.asarray(logprobs / np.array([len(choice.encode()) for choice in answer.choices]))
     if normalization == UNCONDITIONAL:
-        return np.asarray(logprobs - np.array(answer.unconditional))
+        with np.errstate(invalid="ignore"):
+            return np.where(np.isneginf(logprobs), -np.inf, logprobs - np.array(answer.unconditional))
     return logprobs
 
 
 def probabilities(answer: Answer, normalization: str = "") -> Floats:
-    """Return the softmax of the scores."""
-    shifted = scores(answer, normalization)
-    powers = np.exp(shifted - shifted.max())
+    """Return the softmax of the scores. Choices that share an infinite maximum are equally likely."""
+    values = scores(answer, normalization)
+    with np.errstate(invalid="ignore"):
+        powers = np.where(values == values.max(), 1.0, np.exp(values - values.max()))
     return np.asarray(powers / powers.sum())
 
 
 def _right(answer: Answer, normalization: str) -> tuple[float, ...]:
     """Return 1 if the choice with the highest score is right. Choices of equal score share the 1."""
-    found = scores(answer, normalization)
-    best = np.flatnonzero(found == found.max())
+    values = scores(answer, normalization)
+    best = np.flatnonzero(values == values.max())
     return (float(answer.gold in best) / len(best),)
 
 
@@ -194,6 +196,7 @@ def worst(metric: Metric, variants: Sequence[Floats]) -> Floats:
     """
     stacked = np.stack(variants)
     single = metric.aggregate(stacked[:, :, None, :])
-    single = np.where(np.isnan(stacked).any(axis=-1), -math.inf if metric.higher_is_better else math.inf, single)
+    missing = np.isnan(stacked).any(axis=-1)
     chosen = single.argmin(axis=0) if metric.higher_is_better else single.argmax(axis=0)
+    chosen = np.where(missing.any(axis=0), missing.argmax(axis=0), chosen)
     return np.asarray(stacked[chosen, np.arange(stacked.shape[1])])

@@ -23,7 +23,7 @@ RESULTS = ("results.json", "results.csv", "results.html", "instances.jsonl")
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that the files hold.
+    """The contents of the files.
 
     Attributes:
         version: version of the program.

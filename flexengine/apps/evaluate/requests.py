@@ -1,6 +1,6 @@
 """One job for all scenarios: the rows of its input, and the answers in its results."""
 
-import re
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +8,9 @@ from flexengine.apps.evaluate.answers import CHOICE, GENERATION, Answer
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import METRICS
 from flexengine.apps.evaluate.scenario import Scenario
+from flexengine.job.rows import without_place
 
 Row = Mapping[str, Any]
-_LINE = re.compile(r"^line \d+: ")  # of the job's input, which the user did not write
 
 
 def rows_of(scenarios: Sequence[Built]) -> list[dict[str, Any]]:
@@ -67,15 +67,21 @@ def _answer(scenario: Scenario, instance: Instance, result: Row, alone: Mapping[
     after = alone.get(tuple(_continuations(scenario, instance.choices)))
     for row in (result, after):
         if row is not None and row["error"] is not None:
-            return Answer(error=_LINE.sub(f"line {instance.line}: ", row["error"]))
+            # The engine names lines of the job's input, which the user did not write.
+            return Answer(error=f"line {instance.line}: {without_place(row['error'])}")
     if scenario.kind == GENERATION:
         return Answer(text=result["generated_text"], generated=result["completion_tokens"],
                       references=instance.references)  # fmt: skip
     scores = result["scores"]
     return Answer(
         choices=instance.choices or (instance.context,),
-        logprobs=tuple(score["logprob"] for score in scores),
+        logprobs=_logprobs(scores),
         tokens=tuple(score["tokens"] for score in scores),
-        unconditional=tuple(score["logprob"] for score in after["scores"]) if after is not None else (),
+        unconditional=_logprobs(after["scores"]) if after is not None else (),
         gold=instance.gold,
     )  # fmt: skip
+
+
+def _logprobs(scores: Sequence[Row]) -> tuple[float, ...]:
+    """Return the log probabilities of scores. The output of a job has null for minus infinity."""
+    return tuple(-math.inf if score["logprob"] is None else score["logprob"] for score in scores)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from flexengine.config import SamplingParams, shown
 from flexengine.errors import InvalidInput
@@ -15,6 +15,7 @@ from flexengine.lossy import EXACT, Lossy
 
 OPTIONS = ("model", "weights", "compute", "cache", "sparse-attention", "calibrate", "dtype")
 PLAIN = "exact"  # the run without options
+_JOURNAL = ".results.jsonl.journal"  # end of the name of a job's journal
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Run:
         name: name in all results.
         model: as in --model; None is the demo model.
         lossy: lossy switches.
-        dtype: as in --dtype; None leaves it to that option.
+        dtype: as in --dtype; None until that option is known.
     """
 
     name: str
@@ -115,10 +116,32 @@ def _name(spec: Run, model: str, several: bool) -> str:
 class Jobs(Protocol):
     """The part of an engine that a run needs."""
 
-    def run_job(
-        self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool, restart: bool
-    ) -> Any:
+    def run_job(self, input: Path, output: Path, params: SamplingParams | None = None, *, score: bool) -> Any:
         """Run the rows of a file; see `Engine.run_job`."""
+
+
+class JobFiles(NamedTuple):
+    """The files of a run's job.
+
+    Attributes:
+        rows: its input.
+        output: its results.
+        journal: the journal beside the results.
+    """
+
+    rows: Path
+    output: Path
+    journal: Path
+
+
+def job_files(folder: Path, stem: str) -> JobFiles:
+    """Return the files in a folder of jobs, by the `stem` of a run."""
+    return JobFiles(*(folder / f"{stem}{end}" for end in (".jsonl", ".results.jsonl", _JOURNAL)))
+
+
+def stems_of(folder: Path) -> set[str]:
+    """Return the stems of all runs that have a journal in a folder of jobs."""
+    return {path.name.removesuffix(_JOURNAL) for path in folder.glob(f"*{_JOURNAL}")}
 
 
 @dataclass(frozen=True)
@@ -127,32 +150,35 @@ class Finished:
 
     Attributes:
         results: rows of the job with the fields of its output.
-        seconds: seconds of all sweeps; None if an earlier call of the command computed some of the rows.
+        seconds: seconds of the job, from the reading of weights on; None if an earlier call of the command computed
+            some of the rows.
     """
 
     results: list[dict[str, Any]]
     seconds: float | None
 
 
-def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path, restart: bool) -> Finished:
+def run_job(engine: Jobs, run: Run, rows: Sequence[dict[str, Any]], folder: Path) -> Finished:
     """Run the rows as one job, whose files are in `folder`, and return its results. If the job was interrupted, it is
     continued; if it is finished, its results are read.
 
     Raises:
         InvalidInput: the folder holds a job of this name with other rows.
     """
-    path, output = folder / f"{run.stem}.jsonl", folder / f"{run.stem}.results.jsonl"
-    write_rows(path, rows, restart)
-    summary = engine.run_job(path, output, SamplingParams(), score=True, restart=restart)
-    with output.open(encoding="utf-8") as file:
+    files = job_files(folder, run.stem)
+    write_rows(files.rows, rows)
+    summary = engine.run_job(files.rows, files.output, SamplingParams(), score=True)
+    with files.output.open(encoding="utf-8") as file:
         results = [row | json.loads(line) for row, line in zip(rows, file, strict=True)]
-    return Finished(results, summary.total_seconds if summary.job.done_before == 0 else None)
+    seconds = summary.load_seconds + summary.total_seconds
+    return Finished(results, seconds if summary.job.done_before == 0 else None)
 
 
-def write_rows(path: Path, rows: Sequence[dict[str, Any]], restart: bool) -> None:
+def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write the input of a job, unless it is there. Raise InvalidInput if the file has other rows."""
     data = b"".join(map(encode_fields, rows))
-    if not restart and path.exists() and path.read_bytes() != data:
+    if not path.exists():
+        write_whole(path, data)
+    elif path.read_bytes() != data:
         raise InvalidInput(f"{path} was written for other scenarios: they, or their data, have changed since; give"
                            " --restart to start over, or another --output")  # fmt: skip
-    write_whole(path, data)

@@ -19,20 +19,26 @@ def exact_match(text: str, reference: str) -> float:
 
 
 def quasi_exact_match(text: str, reference: str) -> float:
-    """Return 1 if the normalized texts are equal. No text matches nothing."""
-    return float(bool(text) and normalized(text) == normalized(reference))
+    """Return 1 if the words are equal."""
+    return float(_words(text, reference) == _words(reference, reference))
 
 
 def f1(text: str, reference: str) -> float:
-    """Return the F1 of the normalized words, with repetitions, as SQuAD does."""
-    return _f1(Counter(normalized(text).split()), Counter(normalized(reference).split()))
+    """Return the F1 of the words, with repetitions, as SQuAD does."""
+    return _f1(Counter(_words(text, reference)), Counter(_words(reference, reference)))
 
 
 def set_f1(text: str, reference: str) -> float:
-    """Return the F1 of the sets of normalized words, as HELM does."""
-    return _f1(Counter(set(normalized(text).split())), Counter(set(normalized(reference).split())))
+    """Return the F1 of the sets of words, as HELM does."""
+    return _f1(Counter(set(_words(text, reference))), Counter(set(_words(reference, reference))))
 
 
-def _f1(found: Counter[str], right: Counter[str]) -> float:
-    shared = (found & right).total()
-    return 2 * shared / (found.total() + right.total()) if shared else 0.0
+def _words(text: str, reference: str) -> list[str]:
+    """Return the normalized words of a text. If normalization leaves nothing of the reference, such as "A" or "!",
+    return the text in lower case as one word."""
+    return normalized(text).split() if normalized(reference) else [text.strip().lower()]
+
+
+def _f1(given: Counter[str], right: Counter[str]) -> float:
+    shared = (given & right).total()
+    return 2 * shared / (given.total() + right.total()) if shared else 0.0

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+COUNTS = ("rows", "useful_tokens", "padded_tokens")  # of `Throughput.to_json`
+
 
 @dataclass(frozen=True)
 class Throughput:
@@ -24,7 +26,7 @@ class Throughput:
         """Return the tokens, and their rates.
 
         Args:
-            seconds: seconds of the whole run; None if unknown.
+            seconds: seconds of the whole run, loading included; None if unknown.
         """
         rates = {name: getattr(self, name) / seconds if seconds else None for name in ("useful", "padded")}
         return {"rows": self.rows, "useful_tokens": self.useful, "padded_tokens": self.padded, "seconds": seconds,

@@ -10,6 +10,7 @@ from flexengine.apps.helm.requests import ID, Encoding, digest_of, row_of
 from flexengine.config import SamplingParams, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
+from flexengine.job.same_job import OtherJob
 from flexengine.job.whole_file import write_whole
 
 Request = Mapping[str, Any]
@@ -60,7 +61,7 @@ def run_batch(engine: Jobs, rows: Sequence[Row], folder: Path, options: Mapping[
         write_whole(path, data)
     try:
         engine.run_job(path, output, PARAMS, score=True, retry_errors=True)
-    except InvalidInput as error:
+    except OtherJob as error:
         raise InvalidInput(f"{error}; to start over, delete the files {folder / digest}.*") from error
     return read_output(output)
 

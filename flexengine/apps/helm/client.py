@@ -61,4 +61,5 @@ class FlexClient(CachingClient):  # type: ignore[misc]
         if result.error is not None:
             raise FlexError(result.error)  # HELM's cache holds no errors
         columns = result.columns()
-        return {**columns, "samples": [vars(sample) for sample in columns["samples"] or ()]}
+        # Plain values, as HELM's caches store JSON or pickles.
+        return columns | {name: [vars(each) for each in columns[name] or ()] for name in ("samples", "scores")}

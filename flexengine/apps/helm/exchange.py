@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.helm.batch import Row, read_output, rows_of
-from flexengine.apps.helm.requests import Encoding, digest_of
+from flexengine.apps.helm.requests import STATE, Encoding, digest_of
 from flexengine.apps.helm.results import result_of
 from flexengine.config import json_kind, shown
 from flexengine.errors import InvalidInput
 from flexengine.job.results import encode_fields
 from flexengine.job.whole_file import write_whole
-
-STATE = "scenario_state.json"
 
 
 class States:
@@ -87,7 +85,7 @@ def complete(states: States, results: Path, encoding: Encoding) -> tuple[int, in
         encoding: that of the export.
 
     Raises:
-        InvalidInput: a request has no result; no file is changed then.
+        InvalidInput: a request has no result, or none with log probabilities; no file is changed then.
     """
     output, failed, done = read_output(results), 0, 0
     for path, state in states.by_file.items():
@@ -107,4 +105,7 @@ def _result(
     if row is None:
         raise InvalidInput(f"the request with the prompt {shown(request.get('prompt'))} of {path} has no result in"
                            f" {results}; export its suite again, and run the rows")  # fmt: skip
-    return result_of(request, row, encoding)
+    try:
+        return result_of(request, row, encoding)
+    except InvalidInput as error:
+        raise InvalidInput(f"{results}: {error}") from error

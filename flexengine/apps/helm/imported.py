@@ -14,10 +14,8 @@ from helm.benchmark.executor import Executor, ExecutorError
 from helm.benchmark.run_spec import RunSpec
 from helm.benchmark.runner import Runner
 
-from flexengine.apps.helm.requests import digest_of
+from flexengine.apps.helm.requests import STATE, digest_of
 from flexengine.apps.helm.states import Results, with_results
-
-STATE = "scenario_state.json"  # in the folder of a run; also in `exchange`, which must not import HELM
 
 
 class ImportedExecutor(Executor):  # type: ignore[misc]

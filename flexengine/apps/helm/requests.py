@@ -12,6 +12,7 @@ from typing import Any
 from flexengine.config import MAX_STOPS, SamplingParams, shown
 from flexengine.errors import InvalidInput
 
+STATE = "scenario_state.json"  # HELM's file of requests and results, in the folder of a run
 ID = "request"  # field of a row: the digest of its request
 _USED = ("prompt", "messages", "temperature", "num_completions", "max_tokens", "stop_sequences", "echo_prompt", "top_p",
          "presence_penalty", "frequency_penalty", "random")  # fmt: skip

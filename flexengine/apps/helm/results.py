@@ -4,10 +4,12 @@ Texts, tokens and log probabilities are those of HELM's own HuggingFaceClient. T
 request in a batch is not defined, and an interrupted job gives the same bytes.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexengine.apps.helm.requests import Encoding, is_scored
+from flexengine.errors import InvalidInput
 
 Token = dict[str, Any]
 
@@ -18,6 +20,9 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
     Args:
         row: row of the output.
         encoding: the encoding with which the row of the input was made.
+
+    Raises:
+        InvalidInput: the job computed no log probabilities, and the result needs them.
     """
     if row["error"] is not None:
         return {"success": False, "embedding": [], "completions": [], "cached": False, "error": row["error"]}
@@ -32,7 +37,7 @@ def result_of(request: Mapping[str, Any], row: Mapping[str, Any], encoding: Enco
 def _scored(row: Mapping[str, Any], encoding: Encoding) -> dict[str, Any]:
     """Return the prompt with the log probability of each token. The first token has 0."""
     ids = [*row["context"], *row["token_ids"]]
-    logprobs = [0.0, *(entry["logprob"] for entry in row["logprobs"])]
+    logprobs = [0.0, *_logprobs(row)]
     return _completion(encoding.tokenizer.decode(ids), _tokens(ids, logprobs, encoding))
 
 
@@ -40,7 +45,7 @@ def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: 
     ids = sample["token_ids"]
     logprobs = [0.0] * len(ids)
     if request.get("temperature", 1.0) != 0 or encoding.model_logprobs:
-        logprobs = [entry["logprob"] for entry in sample["logprobs"]]
+        logprobs = _logprobs(sample)
     tokens = _tokens(ids, logprobs, encoding)
     if request.get("echo_prompt"):
         prompt = encoding.prompt_ids(request)
@@ -48,6 +53,14 @@ def _generated(request: Mapping[str, Any], sample: Mapping[str, Any], encoding: 
         return _completion(encoding.tokenizer.decode([*prompt, *ids]), before + tokens)
     ends = [*(request.get("stop_sequences") or []), *([encoding.end_of_text] if encoding.end_of_text else [])]
     return truncated(encoding.tokenizer.decode(ids), tokens, ends)
+
+
+def _logprobs(result: Mapping[str, Any]) -> list[float]:
+    """Return the log probability of each token."""
+    if not isinstance(entries := result.get("logprobs"), list):
+        raise InvalidInput("the results have no log probabilities; run the rows again with flexengine run --score"
+                           " --logprobs 0 --restart")  # fmt: skip
+    return [-math.inf if entry["logprob"] is None else entry["logprob"] for entry in entries]
 
 
 def _tokens(ids: Sequence[int], logprobs: Sequence[float], encoding: Encoding) -> list[Token]:

@@ -34,7 +34,7 @@ FOLDER = "flexengine"  # in HELM's output path: the files of jobs
 
 @dataclass(frozen=True)
 class Stopped:
-    """What a run needs before it continues.
+    """A run that waits for results of its requests.
 
     Attributes:
         deployment: name of the deployment.

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ from flexengine.apps.evaluate.evaluation import evaluate
 from flexengine.apps.evaluate.figures import Draws
 from flexengine.apps.evaluate.instances import Built, build
 from flexengine.apps.evaluate.report import Evaluation, write_files
-from flexengine.apps.evaluate.requests import rows_of
-from flexengine.apps.evaluate.runs import Run
+from flexengine.apps.evaluate.requests import answers_of, rows_of
+from flexengine.apps.evaluate.runs import Run, write_rows
 from flexengine.apps.evaluate.scenario import load
 from flexengine.engine.summary import JobCounts, Summary
 from flexengine.errors import InvalidInput
+from flexengine.job.journal import Journal
 from tests.helpers.pages import ROOT
 
 SCENARIOS = {
@@ -40,7 +43,7 @@ class Fake:
 
     def __init__(self, shift: float = 0.0) -> None:
         self.shift = shift
-        self.calls: list[bool] = []
+        self.calls: list[Path] = []
 
     def __enter__(self) -> "Fake":
         return self
@@ -48,9 +51,9 @@ class Fake:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def run_job(self, input: Path, output: Path, params: Any = None, *, score: bool, restart: bool) -> Any:
+    def run_job(self, input: Path, output: Path, params: Any = None, *, score: bool) -> Any:
         assert score
-        self.calls.append(restart)
+        self.calls.append(input)
         rows = [json.loads(line) for line in input.read_text().splitlines()]
         output.write_text("".join(json.dumps({**row, **self.answer(row)}) + "\n" for row in rows))
         return summary(2.0, len(rows), 0)
@@ -69,7 +72,8 @@ class Fake:
 
 
 def summary(seconds: float, rows: int, before: int) -> Summary:
-    return Summary("m", "cpu", "float32", prefill_seconds=seconds, job=JobCounts(rows, rows, 0, before))
+    return Summary("m", "cpu", "float32", load_seconds=seconds / 4, prefill_seconds=seconds * 3 / 4,
+                   job=JobCounts(rows, rows, 0, before))  # fmt: skip
 
 
 def score_of(text: str, more: float) -> dict[str, Any]:
@@ -198,13 +202,70 @@ def test_throughput_of_a_continued_run_is_not_claimed(scenarios: list[Built], tm
     assert exact["useful_tok_s"] is None
 
 
+def test_throughput_of_other_scenarios_is_replaced(scenarios: list[Built], tmp_path: Path) -> None:
+    class Continued(Fake):
+        def run_job(self, *args: Any, **options: Any) -> Any:
+            super().run_job(*args, **options)
+            return summary(0.1, 9, 3)
+
+    evaluated(scenarios, folder := tmp_path / "out")
+    shutil.rmtree(folder / "jobs")
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Continued(), Draws(10, 0))
+    entries = json.loads((folder / "throughput.json").read_text())
+    assert entries["exact"]["useful_tokens"] == 4 * 4 + 10 + 2 * 3
+    assert entries["exact"]["seconds"] is None
+
+
+def test_a_restart_deletes_the_files_of_all_runs_first(scenarios: list[Built], tmp_path: Path) -> None:
+    evaluated(scenarios, folder := tmp_path / "out")
+    for name in ("other", "third"):
+        with Journal(folder / "jobs" / f"{name}.results.jsonl.journal"):
+            pass
+    (folder / "jobs" / "notes.jsonl").write_text("kept\n")
+    left: list[set[str]] = []
+
+    def restarted() -> None:
+        left.append({str(path.relative_to(folder)) for path in folder.rglob("*")})
+
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: Fake(), Draws(10, 0), restarted)
+    assert left == [{"jobs", "jobs/notes.jsonl"}]
+    assert set(json.loads((folder / "throughput.json").read_text())) == {"exact"}
+    evaluated(scenarios[:2], folder)  # the other run is added, as its old rows are gone
+
+
+def test_a_restart_beside_another_process_deletes_nothing(scenarios: list[Built], tmp_path: Path) -> None:
+    evaluated(scenarios, folder := tmp_path / "out")
+    with Journal(folder / "jobs" / "other.results.jsonl.journal"):
+        before = {path: path.stat().st_size for path in folder.rglob("*")}
+        with pytest.raises(InvalidInput, match="is writing this output already"):
+            evaluate(scenarios, RUNS[:1], folder, lambda run: Fake(), Draws(10, 0), lambda: None)
+        assert {path: path.stat().st_size for path in folder.rglob("*")} == before
+
+
+def test_rows_that_are_there_are_not_written_again(tmp_path: Path) -> None:
+    write_rows(path := tmp_path / "rows.jsonl", [{"text": "a"}])
+    before = path.stat()
+    write_rows(path, [{"text": "a"}])
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_places_of_errors_and_impossible_choices(scenarios: list[Built]) -> None:
+    rows = rows_of(scenarios[:1])
+    results = [{**row, "error": None, "scores": [{"logprob": None, "tokens": 1}, {"logprob": -2.0, "tokens": 1}]}
+               for row in rows]  # fmt: skip
+    results[2]["error"] = "row 2 (line 3): line 3: memory ran out"
+    (answers,) = answers_of(scenarios[:1], results)
+    assert answers[2].error == "line 2: memory ran out"
+    assert answers[0].logprobs == answers[0].unconditional == (-math.inf, -2.0)
+
+
 def test_changed_scenarios_are_refused_until_restart(scenarios: list[Built], tmp_path: Path) -> None:
     evaluated(scenarios, folder := tmp_path / "out")
     with pytest.raises(InvalidInput, match=r"jobs/exact\.jsonl was written for other scenarios: .* give --restart"):
         evaluated(scenarios[:2], folder)
     fake = Fake()
-    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: fake, Draws(10, 0), restart=True)
-    assert fake.calls == [True]
+    evaluate(scenarios[:2], RUNS[:1], folder, lambda run: fake, Draws(10, 0), restarted=lambda: None)
+    assert fake.calls == [folder / "jobs" / "exact.jsonl"]
 
 
 def test_engines_that_cannot_be_opened_are_refused_before_a_job(scenarios: list[Built], tmp_path: Path) -> None:

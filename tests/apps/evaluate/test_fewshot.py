@@ -34,3 +34,11 @@ def test_a_draw_depends_on_the_seed_alone() -> None:
     labels = [str(number % 3) for number in range(60)]
     assert draw(labels, 6, 5, True) == draw(labels, 6, 5, True)
     assert len({tuple(draw(labels, 6, seed, True)) for seed in range(20)}) == 20
+
+
+def test_rows_of_unique_labels_are_drawn() -> None:
+    """Each row is reached, as the order of labels of equal count is random, too."""
+    labels = [f"label {number}" for number in range(8)]
+    draws = {tuple(draw(labels, 2, seed, True)) for seed in range(200)}
+    assert len(draws) > 40  # of 56
+    assert {number for each in draws for number in each} == set(range(8))

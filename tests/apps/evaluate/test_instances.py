@@ -146,6 +146,21 @@ def test_a_text_that_is_no_choice_is_refused(tmp_path: Path) -> None:
     assert "with label.form text and 2 choices it must be one of 'x', 'y'" in message
 
 
+def test_a_list_of_labels_is_refused_in_a_choice_scenario(tmp_path: Path) -> None:
+    message = refusal(tmp_path, YAML, rows=[*QUESTIONS, {"q": "?", "options": ["x", "y"], "a": [0, 1]}])
+    assert message == (f"{tmp_path}/rows.jsonl, line 4: the label in column a is [0, 1]; a choice row has one right"
+                       " answer: text or a number")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["./rows.jsonl", "linked.jsonl", "copy.jsonl"])
+def test_shots_of_the_scenarios_own_file_are_not_evaluated(tmp_path: Path, name: str) -> None:
+    (tmp_path / "linked.jsonl").symlink_to("rows.jsonl")
+    (tmp_path / "copy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in QUESTIONS))
+    made = built(tmp_path, YAML + f"few_shot: {{count: 1, file: {name}}}\n")
+    assert len(made.instances) == 2
+    assert not {each.number for each in made.instances} & set(made.shots)
+
+
 def test_a_file_without_rows_is_refused(tmp_path: Path) -> None:
     assert "rows.jsonl has no rows" in refusal(tmp_path, YAML, rows="\n")
     yaml = YAML.replace("rows.jsonl", "rows.csv")

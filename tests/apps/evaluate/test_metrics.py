@@ -53,6 +53,11 @@ def test_probabilities_far_below_the_smallest_float() -> None:
         ("Rome", "Paris", 0, 0, 0, 0),
         ("", "Paris", 0, 0, 0, 0),
         ("", "the", 0, 0, 0, 0),
+        ("A", "A", 1, 1, 1, 1),  # normalization leaves nothing of the reference
+        ("a", "A", 0, 1, 1, 1),
+        ("!", "A", 0, 0, 0, 0),
+        (" ?!", "?!", 1, 1, 1, 1),
+        ("the end", "the", 0, 0, 0, 0),
         ("Theatre", "atre", 0, 0, 0, 0),  # no article inside a word
     ],
 )  # fmt: skip
@@ -121,3 +126,19 @@ def test_the_worst_variant_of_each_instance() -> None:
     chosen = worst(bits, [one, other])
     assert chosen[0].tolist() == [6.0, 3.0]  # 2 nats per byte are worse than 1
     assert np.isnan(chosen[1]).all()
+
+
+def test_impossible_choices() -> None:
+    some = Answer(choices=("a", "b"), logprobs=(-math.inf, -5.0), tokens=(1, 1), unconditional=(-math.inf, -1.0))
+    all_of_them = Answer(choices=("a", "b"), logprobs=(-math.inf,) * 2, tokens=(1, 2), unconditional=(-1.0,) * 2,
+                         gold=1)  # fmt: skip
+    for normalization in metrics.NORMALIZATIONS:
+        assert metrics.probabilities(some, normalization).tolist() == [0, 1]
+        assert metrics.probabilities(all_of_them, normalization).tolist() == [0.5, 0.5]
+        assert METRICS[f"accuracy_{normalization}".rstrip("_")].measure(all_of_them) == (0.5,)
+    text = Answer(choices=("ab",), logprobs=(-math.inf,), tokens=(1,))
+    bits = METRICS["bits_per_byte"]
+    numbers = measured(bits, [text])
+    assert bits.aggregate(numbers) == math.inf
+    left_out = np.full((1, 2), math.nan)
+    assert np.isnan(worst(bits, [numbers, left_out])).all()

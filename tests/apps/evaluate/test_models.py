@@ -90,7 +90,8 @@ def test_answers_are_those_of_transformers(
     given: list[str], tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
-    assert evaluate.main(arguments(given, tiny, folder, "--run", "exact", "--run", "8bit:cache=int8")) == 0
+    given_runs = ("--dtype", "float32", "--run", "exact", "--run", "8bit:cache=int8,dtype=auto")
+    assert evaluate.main(arguments(given, tiny, folder, *given_runs)) == 0
     out, err = capsys.readouterr()
     assert out.splitlines()[0].split() == ["scenario", "metric", "exact", "8bit", "difference"]
     assert "run exact: " in err
@@ -118,7 +119,9 @@ def test_answers_are_those_of_transformers(
             assert line["logprobs"] == pytest.approx([tiny.logprob("", line["context"])], abs=1e-4)
             assert line["metrics"]["bits_per_byte"][1] == len(line["context"].encode())
     assert len(right["accuracy"]) == len(QUESTIONS) - 1  # one row is the shot
-    results = json.loads((folder / "results.json").read_text())["results"]
+    results = json.loads((folder / "results.json").read_text())
+    assert [run["dtype"] for run in results["runs"]] == ["float32", "auto"]
+    results = results["results"]
     for name, values in right.items():
         (value,) = [r["value"] for r in results
                     if (r["run"], r["metric"], r["variant"]) == ("exact", name, "original")]  # fmt: skip
@@ -156,6 +159,56 @@ def test_an_interrupted_evaluation_ends_with_the_same_files(
         monkeypatch.undo()
         assert evaluate.main(arguments(given, tiny, folder, "-q")) == 0
         assert contents(folder) == contents(whole)
+
+
+def test_an_interrupted_restart_is_continued_without_restart(
+    given: list[str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder holds finished runs of other rows. The restart is interrupted in its first run."""
+    whole, folder = tmp_path / "whole", tmp_path / "out"
+    runs = ("-q", "--run", "exact", "--run", "cache=int8")
+    rows = (tmp_path / "generation.jsonl").read_text()
+    (tmp_path / "generation.jsonl").write_text(rows.splitlines(keepends=True)[0])
+    assert evaluate.main(arguments(given, tiny, folder, *runs, "--run", "third:cache=int8")) == 0
+    (tmp_path / "generation.jsonl").write_text(rows)
+    assert evaluate.main(arguments(given, tiny, whole, *runs)) == 0
+    assert evaluate.main(arguments(given, tiny, folder, *runs)) == 2
+    assert "give --restart to start over" in capsys.readouterr().err
+    add, count = Journal.add, 0
+
+    def failing_add(journal: Journal, result: Result) -> None:
+        nonlocal count
+        count += 1
+        if count == 5:
+            raise KeyboardInterrupt
+        add(journal, result)
+
+    monkeypatch.setattr(Journal, "add", failing_add)
+    assert evaluate.main(arguments(given, tiny, folder, *runs, "--restart")) == 130
+    monkeypatch.undo()
+    assert "run the same command without --restart to continue" in capsys.readouterr().err
+    journal = folder / "jobs" / "exact.results.jsonl.journal"
+    assert journal.read_bytes().count(b'"index"') == 4
+    assert not (folder / "results.json").exists()
+    assert evaluate.main(arguments(given, tiny, folder, *runs)) == 0
+    assert contents(folder) == contents(whole)
+    jobs = sorted((whole / "jobs").iterdir())
+    assert [path.name for path in jobs] == sorted(path.name for path in (folder / "jobs").iterdir())
+
+
+def test_an_interruption_before_the_restart_leaves_the_results(
+    given: list[str], tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    folder = tmp_path / "out"
+    assert evaluate.main(arguments(given[1:2], tiny, folder, "-q")) == 0
+    before = contents(folder)
+    monkeypatch.setattr("flexengine.apps.evaluate.evaluation.Journal", stop)
+    assert evaluate.main(arguments(given[1:2], tiny, folder, "-q", "--restart")) == 130
+    assert "run the same command again to continue" in capsys.readouterr().err
+    assert contents(folder) == before
 
 
 def test_a_second_run_is_added_without_computing_the_first_again(
@@ -233,6 +286,16 @@ def test_results_do_not_replace_the_scenarios_own_rows(
     (tmp_path / "generation.jsonl").rename(tmp_path / "instances.jsonl")
     assert evaluate.main([given[1], "-o", str(tmp_path)]) == 2
     assert "are one file" in capsys.readouterr().err
+
+
+def test_rows_in_the_folder_of_jobs_are_refused(
+    given: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "generation.jsonl").rename(tmp_path / "jobs" / "generation.jsonl")
+    Path(given[1]).write_text(Path(given[1]).read_text().replace("generation.jsonl", "jobs/generation.jsonl"))
+    assert evaluate.main([given[1], "-o", str(tmp_path)]) == 2
+    assert "whose files this command replaces; name another --output" in capsys.readouterr().err
 
 
 def test_scenarios_and_output_must_be_given(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from flexengine.apps.helm.batch import PARAMS
+from flexengine.apps.helm.batch import PARAMS, run_batch
+from flexengine.apps.helm.requests import ID
 from flexengine.commands.helm import split
 from flexengine.commands.main import main
 from flexengine.engine.engine import Engine
+from flexengine.errors import InvalidInput
+from flexengine.job.journal import Journal
 from tests.helpers.speaker import make_speaker
 
 DATA = Path(__file__).parent / "data"
@@ -100,6 +103,34 @@ def test_errors_of_rows_are_errors_of_requests(
     assert "more than the model's context of 96" in found["error"]
 
 
+def test_results_without_log_probabilities_are_refused(
+    suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
+    assert main(["helm", "export", str(suite), "--output", str(rows), "--model", model]) == 0
+    with Engine(model, progress=False) as engine:
+        engine.run_job(rows, results, score=True)
+    before = states(suite)
+    assert main(["helm", "import", str(results), str(suite), "--model", model]) == 2
+    assert (f"{results}: the results have no log probabilities; run the rows again with flexengine run --score"
+            " --logprobs 0 --restart") in capsys.readouterr().err  # fmt: skip
+    assert states(suite) == before
+
+
+def test_remedies_of_a_batch_that_cannot_be_continued(tmp_path: Path, model: str) -> None:
+    """Files are to be deleted if they are another job's, not if another process writes them."""
+    rows = [{ID: "a", "context": [0], "continuation": [5, 6]}]
+    with Engine(model, progress=False) as engine:
+        assert run_batch(engine, rows, tmp_path / "jobs", {})["a"]["error"] is None
+        (journal,) = (tmp_path / "jobs").glob("*.journal")
+        with Journal(journal), pytest.raises(InvalidInput, match="is writing this output already") as caught:
+            run_batch(engine, rows, tmp_path / "jobs", {})
+        assert "delete" not in str(caught.value)
+    other = r"holds results of another job: .*; to start over, delete the files"
+    with Engine(model, dtype="bfloat16", progress=False) as engine, pytest.raises(InvalidInput, match=other):
+        run_batch(engine, rows, tmp_path / "jobs", {})
+
+
 def test_missing_results_change_no_file(
     suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -123,8 +154,12 @@ def test_missing_results_change_no_file(
         (["export", "{wrong}", "--output", "{rows}"], "is an object without request_states"),
         (["export", "{two}", "--output", "{rows}"], "deployments huggingface/other, huggingface/smollm2; name the"),
         (["export", "{image}", "--output", "{rows}"], "the request has multimodal_prompt, which the engine does not"),
-        (["export", "{suite}", "--output", "{rows}", "--weights", "int4"], "--weights has no effect with export"),
-        (["export", "{suite}", "--output", "{rows}", "--model-logprobs"], "--model-logprobs has no effect with export"),
+        (["export", "{suite}", "--output", "{rows}", "--weights", "int4"],
+         "--weights has no effect with export; give it to flexengine run"),
+        (["export", "{suite}", "--output", "{rows}", "--model-logprobs"],
+         "--model-logprobs has no effect with export; give it to flexengine helm run or flexengine helm import"),
+        (["export", "{suite}", "--output", "{rows}", "--name", "x"],
+         "--name has no effect with export; give it to flexengine helm run"),
         (["import", "{rows}", "{suite}", "--output", "{rows}"], "--output has no effect with import"),
         (["import", "{wrong}", "{suite}"], "is not JSON lines"),
         (["import", "{one}", "{suite}"], "there is no field request or error"),

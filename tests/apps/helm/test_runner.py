@@ -1,6 +1,7 @@
 """HELM's own command line with this engine's runners and client: results and metrics are those of HELM's own
 HuggingFaceClient on the same checkpoint. HELM's prompts are text that it makes itself; nothing is downloaded."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -20,9 +21,11 @@ from helm.benchmark.huggingface_registration import register_huggingface_model
 from helm.benchmark.run import build_parser, helm_run
 from helm.benchmark.runner import RunnerError
 from helm.clients.client import truncate_sequence
+from helm.common.cache import SqliteCacheConfig, get_all_from_sqlite
 from helm.common.request import GeneratedOutput, Request, Token
 
 from flexengine.apps.helm import engines
+from flexengine.apps.helm.client import FlexClient
 from flexengine.apps.helm.plugin import register
 from flexengine.apps.helm.results import truncated
 from flexengine.commands.main import main
@@ -161,6 +164,26 @@ def test_a_suite_that_was_interrupted_has_the_same_bytes(folder: Path) -> None:
 
 def test_the_client_gives_the_same_results(folder: Path, theirs: Path) -> None:
     compare(helm("client", FLEX, entries(folder), "--exit-on-error"), theirs)
+
+
+def test_the_clients_cache_holds_plain_values(folder: Path, tmp_path: Path) -> None:
+    """HELM's caches are SQLite files of pickles and collections of MongoDB."""
+    cache = str(tmp_path / "cache.sqlite")
+    made = FlexClient(SqliteCacheConfig(cache), **LARGE, model=str(folder / "tiny"))
+    requests = [
+        Request(model=FLEX, model_deployment=FLEX, prompt="ab", max_tokens=0, echo_prompt=True),
+        Request(model=FLEX, model_deployment=FLEX, prompt="ab", max_tokens=3, num_completions=2, temperature=1.0),
+        Request(model=FLEX, model_deployment=FLEX, prompt="ab", max_tokens=3, temperature=0.0),
+    ]
+    computed = [made.make_request(request) for request in requests]
+    again = [made.make_request(request) for request in requests]
+    assert [len(each.completions) for each in computed] == [1, 2, 1]
+    assert not any(each.cached for each in computed)
+    assert all(each.cached for each in again)
+    assert [dataclasses.replace(each, cached=False) for each in again] == computed
+    stored = [value for _, value in get_all_from_sqlite(cache)]
+    assert len(stored) == 3
+    assert json.loads(json.dumps(stored)) == stored
 
 
 def test_two_environments(folder: Path, theirs: Path) -> None:
