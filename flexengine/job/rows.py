@@ -1,5 +1,6 @@
 """A row of the input. All file readers yield rows, and an engine runs them."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -8,6 +9,7 @@ from flexengine.config import json_kind
 
 PROMPT_KINDS = ("prompt", "messages", "prompt_token_ids")
 SCORED_KINDS = ("continuation", "choices", "text")  # fields of rows that are scored
+_PLACE = re.compile(r"^(row \d+ \(line \d+\)|line \d+): ")
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,9 @@ def row_of(prompt: object, index: int) -> Row:
     if isinstance(prompt, Mapping):
         return Row(index, 0, dict(prompt))
     return Row(index, 0).refused(f"is {json_kind(prompt)}; it must be a string or an object with the fields of a row")
+
+
+def without_place(message: str) -> str:
+    """Return the message of a row's error without the row's number and line, for rows of a file that the user did not
+    write."""
+    return _PLACE.sub("", message)
