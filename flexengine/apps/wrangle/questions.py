@@ -68,7 +68,7 @@ def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
     asked = Asked(table, targets)
     for row, record in enumerate(table.records):
         if record.fault:
-            asked.faults[row] = f"line {record.line}: {record.fault}"
+            asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
             continue
         asked.questions += build(row, record)
     if examples:

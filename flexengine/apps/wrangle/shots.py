@@ -81,6 +81,6 @@ def nearest_shots(
     spare = most_of_a_row(questions, pool) if own else 0
     texts = [q.text for q in pool]
     found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)
-    for question, near in zip(questions, found, strict=True):
-        examples = [pool[n.number] for n in near if not (own and pool[n.number].row == question.row)]
+    for question, neighbours in zip(questions, found, strict=True):
+        examples = [pool[n.number] for n in neighbours if not (own and pool[n.number].row == question.row)]
         yield examples[:count][::-1]

@@ -47,6 +47,7 @@ class Table:
         form: csv, tsv, parquet or arrow.
         columns: names of the columns.
         records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
+            Line 0 is a row whose fault names file and line.
         arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
     """
 
