@@ -98,7 +98,8 @@ def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Seq
     import pyarrow as pa
 
     cells = {}
-    for prefix, table, paired in ((LEFT, left, [pair[0] for pair in pairs]), (RIGHT, right, [pair[1] for pair in pairs])):
+    mine, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for prefix, table, paired in ((LEFT, left, mine), (RIGHT, right, other)):
         rows = [*paired, *(row if of is table else None for of, row in faults)]
         taken = table.as_arrow().take(pa.array(rows, pa.int64()))  # None takes a row of nulls
         cells |= {prefix + name: taken.column(name) for name in taken.column_names}
