@@ -126,8 +126,8 @@ def test_the_truth_replaces_a_filled_cell(tmp_path: Path) -> None:
 
 def test_nearest_shots_of_several_cells(tmp_path: Path) -> None:
     """Each prompt has as many examples as --shots, though the row's own cells are left out."""
-    text = "a,b,a_l,b_l\n" + "".join(f"{x}{x}{x},{x}{y}{x},{n % 2},1\n" for n, (x, y) in enumerate(zip("abc", "xyz")))
-    given = {"column": ["a", "b"], "label": "l", "pick": "nearest"}
+    text = "a,b,a_l,b_l\n" + "".join(f"{x}{x}{x},{x}{y}{x},{n % 2},1\n" for n, (x, y) in enumerate(["ax", "by", "cz"]))
+    given: dict[str, Any] = {"column": ["a", "b"], "label": "l", "pick": "nearest"}
     plan = plan_of(tmp_path, "detect", text, shots=4, **given)
     assert [prompt.count("Is there an error") for prompt in plan.prompts] == [5] * 6
     with pytest.raises(InvalidInput, match="--shots is 5, but there are 4 examples in other rows"):
