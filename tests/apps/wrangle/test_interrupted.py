@@ -70,7 +70,7 @@ def test_an_interrupted_restart_is_continued_without_it(
     monkeypatch.chdir(other)
     assert main([*given, "--noun", "Place"]) == 0
     before = contents(other)
-    assert main([*given, "--restart", "-m", "missing-model"]) == 2
+    assert main([*given, "--restart", "-m", str(other / "none")]) == 2
     assert contents(other) == before
     real, added = Journal.add, list[int]()
 

@@ -171,7 +171,7 @@ def test_an_edited_output_is_refused_before_the_job(tmp_path: Path) -> None:
     check(plan, str(output))
     whole = output.read_bytes()
     output.write_bytes(whole.replace(b"fenix", b"venix"))
-    message = r"o\.csv is not the table that o\.csv\.results\.jsonl gives, so one of them was changed; rename the output"
+    message = r"o\.csv is not the table that o\.csv\.results\.jsonl gives, so one of them was changed; rename the"
     with pytest.raises(InvalidInput, match=message):
         check(plan, str(output))
     check(plan, str(output), restart=True)
