@@ -97,7 +97,7 @@ def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Seq
         return None
     import pyarrow as pa
 
-    cells = {}
+    cells: dict[str, Any] = {}
     mine, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     for prefix, table, paired in ((LEFT, left, mine), (RIGHT, right, other)):
         rows = [*paired, *(row if of is table else None for of, row in faults)]
