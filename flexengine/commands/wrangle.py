@@ -49,10 +49,12 @@ _END = """\
 match takes a table of pairs, whose columns begin with left_ and right_, or two tables; schema takes a table of pairs of
 descriptions (left, right) or two tables; the others take one table. The output is the table with columns for
 prediction, confidence (log probability of the answer) and failure. Rows and results of the job stay beside the output,
-in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command continues.
+in OUTPUT.rows.jsonl, OUTPUT.results.jsonl and its journal; after an interruption the same command, without
+--restart, continues.
 """
 
 STANDING = "interrupted: the same command continues"
+RESTARTED = "interrupted: the same command without --restart continues; with --restart it starts over"
 
 
 def parser() -> Parser:
@@ -155,15 +157,16 @@ def _add_output(group: Group) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Return the exit code: 0 done, 1 done with row errors, 2 refused, 3 failed while running,
     130 or 143 interrupted by SIGINT or SIGTERM."""
-    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts), STANDING)
+    return run_interruptible(lambda interrupts: run(parser().parse_args(argv), interrupts))
 
 
 def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     """Run the task and return the exit code. Raise FlexError if an option, a table or the model is refused, before
     weights are read."""
     from flexengine.apps.wrangle.plan import make_plan
-    from flexengine.apps.wrangle.run import as_json, finish, prepare, rows_path
+    from flexengine.apps.wrangle.run import as_json, check, finish
 
+    interrupts.standing = lambda: STANDING
     spec = make_spec(args.task, tuple(args.tables), {name: getattr(args, name) for name in _OPTIONS})
     _check_files(args, spec)
     args.policy, args.lossy, args.trace = policy_of(args), lossy_of(args), None
@@ -172,12 +175,9 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.metrics and not plan.labelled:
         raise InvalidInput(f"--metrics {args.metrics} needs labels, and no predicted row has one; give --label COLUMN"
                            " or, to impute, --evaluate")  # fmt: skip
-    prepare(plan, args.output, args.restart)
-    table = plan.asked.table
-    say(f"{count(len(plan.questions), 'question', 'questions')} on {count(len(table.records), 'row', 'rows')} of"
-        f" {table.name}; all prompts are in {rows_path(args.output).name}")  # fmt: skip
-    _run_job(args, interrupts)
-    report = finish(plan, args.output, replace=args.restart or args.retry_errors)
+    check(plan, args.output, args.restart)
+    _run_job(args, plan, interrupts)
+    report = finish(plan, args.output)
     summary = as_json(plan, report, args.output)
     if args.metrics:
         write(args.metrics, json.dumps(summary))
@@ -185,13 +185,19 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     return SOME_FAILED if report.failed else DONE
 
 
-def _run_job(args: argparse.Namespace, interrupts: "Interrupts") -> None:
-    from flexengine.apps.wrangle.run import results_path, rows_path
+def _run_job(args: argparse.Namespace, plan: "Plan", interrupts: "Interrupts") -> None:
+    from flexengine.apps.wrangle.run import prepare, results_path, rows_path
 
     def sweep_ended(progress: "Progress") -> None:
         interrupts.check()
 
     with open_engine(args, sweep_ended) as engine:
+        if args.restart:
+            interrupts.standing = lambda: RESTARTED
+        prepare(plan, args.output, args.restart, args.retry_errors)
+        table = plan.asked.table
+        say(f"{count(len(plan.questions), 'question', 'questions')} on {count(len(table.records), 'row', 'rows')} of"
+            f" {table.name}; all prompts are in {rows_path(args.output).name}")  # fmt: skip
         done = engine.run_job(
             rows_path(args.output), results_path(args.output), score=True, restart=args.restart,
             retry_errors=args.retry_errors,

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
+from flexengine.job.rows import without_place
 
 DIGITS = 6  # of a confidence after the point; float32 sums have no more
-_LINE = re.compile(r"^line \d+: ")  # of the job's rows, not of the table
 _YES_NO = re.compile(r"\s*(yes|no)\b", re.I)
 
 
@@ -45,14 +45,22 @@ def read_answers(path: Path, choices: Sequence[str]) -> Iterator[Answer]:
 def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> Answer:
     """Return the answer in an output row of a job."""
     if (error := result.get("error")) is not None:
-        return Answer(None, failure=_LINE.sub("", str(error)))
+        return Answer(None, failure=without_place(str(error)))
     if not choices:
-        confidence = math.fsum(token["logprob"] for token in result["logprobs"])
+        confidence = math.fsum(_logprob(token) for token in result["logprobs"])
         cut = result["finish_reason"] == "length"
         return Answer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
-    logprobs = [score["logprob"] for score in result["scores"]]
+    logprobs = [_logprob(score) for score in result["scores"]]
     best = max(range(len(choices)), key=logprobs.__getitem__)
+    if logprobs[best] == -math.inf:
+        return Answer(None, failure="no choice has a probability above 0, so none can be chosen")
     return Answer(choices[best], round(logprobs[best], DIGITS))
+
+
+def _logprob(entry: Mapping[str, Any]) -> float:
+    """Return a log probability in nats. The results hold null for -inf, which JSON lacks."""
+    value = entry["logprob"]
+    return -math.inf if value is None else float(value)
 
 
 def yes_or_no(text: str) -> str | None:

@@ -69,7 +69,7 @@ def normalised(text: str) -> str:
 def value_metrics(judged: Sequence[Judged]) -> Metrics:
     """Return the accuracy of imputed values, which are compared after `normalised`. Empty answers and failed rows count
     as wrong; `without` has the accuracy without them."""
-    right = [one.answer is not None and normalised(one.answer) == normalised(one.label) for one in judged]
+    right = [bool(one.answer) and normalised(one.answer or "") == normalised(one.label) for one in judged]
     return {"accuracy": _ratio(sum(right), len(judged)), **_lost(judged, right)}
 
 

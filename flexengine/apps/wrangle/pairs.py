@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from flexengine.apps.wrangle.serialise import serialise, text_of
-from flexengine.apps.wrangle.similar import Near, nearest
+from flexengine.apps.wrangle.similar import Neighbour, nearest
 from flexengine.apps.wrangle.spec import Spec
 from flexengine.apps.wrangle.tables import Table
 from flexengine.errors import InvalidInput
@@ -46,7 +46,8 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
     """Return the candidate pairs of two tables: for each row of the first, the most similar rows of the second.
 
     Only rows with a similarity above 0 are candidates. Columns are those of the first table with left_, those of the
-    second with right_, and similarity.
+    second with right_, and similarity. A row that cannot be read has no candidate. The row follows the pairs, as a row
+    with a fault that names its file and line.
 
     Raises:
         InvalidInput: the tables have no common column, or there is no candidate.
@@ -56,9 +57,9 @@ def matching_pairs(left: Table, right: Table, spec: Spec) -> Table:
     count = spec.top_candidates
     assert count is not None  # match has a default
     pairs = [
-        (i, near.number, near.similarity)
+        (i, neighbour.number, neighbour.similarity)
         for i, found in enumerate(nearest(mine, other, count, spec.similarity))
-        for near in _similar(found)
+        for neighbour in _similar(found)
     ]
     if not pairs:
         raise InvalidInput(f"no row of {left.name} is similar to a row of {right.name} in the columns"
@@ -71,14 +72,17 @@ def cell_texts(record: Record, columns: Sequence[str]) -> str:
     return "" if record.fault else " ".join(filter(None, (text_of(record.fields[c]) for c in columns)))
 
 
-def _similar(found: list[Near]) -> Iterator[Near]:
-    return (near for near in found if near.similarity > 0)
+def _similar(found: list[Neighbour]) -> Iterator[Neighbour]:
+    return (neighbour for neighbour in found if neighbour.similarity > 0)
 
 
 def _joined(left: Table, right: Table, pairs: Sequence[_Pair]) -> Table:
     columns = (*(LEFT + c for c in left.columns), *(RIGHT + c for c in right.columns), SIMILARITY)
-    records = tuple(_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1))
-    return Table(f"{left.name} x {right.name}", left.form, columns, records, _joined_arrow(left, right, pairs))
+    faults = [(table, row) for table in (left, right) for row, record in enumerate(table.records) if record.fault]
+    records = [_record(n, left, right, pair) for n, pair in enumerate(pairs, start=1)]
+    records += [Record(0, {}, f"{table.place(row)}: {table.records[row].fault}") for table, row in faults]
+    arrow = _joined_arrow(left, right, pairs, faults)
+    return Table(f"{left.name} x {right.name}", left.form, columns, tuple(records), arrow)
 
 
 def _record(number: int, left: Table, right: Table, pair: _Pair) -> Record:
@@ -88,14 +92,19 @@ def _record(number: int, left: Table, right: Table, pair: _Pair) -> Record:
     return Record(number, {**cells, SIMILARITY: pair[2]})
 
 
-def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair]) -> Any:
+def _joined_arrow(left: Table, right: Table, pairs: Sequence[_Pair], faults: Sequence[tuple[Table, int]]) -> Any:
     if left.arrow is None:
         return None
     import pyarrow as pa
 
-    sides = [(LEFT, left.as_arrow().take([p[0] for p in pairs])), (RIGHT, right.as_arrow().take([p[1] for p in pairs]))]
-    cells = {prefix + name: table.column(name) for prefix, table in sides for name in table.column_names}
-    return pa.table({**cells, SIMILARITY: pa.array([p[2] for p in pairs], pa.float64())})
+    cells: dict[str, Any] = {}
+    mine, other = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    for prefix, table, paired in ((LEFT, left, mine), (RIGHT, right, other)):
+        rows = [*paired, *(row if of is table else None for of, row in faults)]
+        taken = table.as_arrow().take(pa.array(rows, pa.int64()))  # None takes a row of nulls
+        cells |= {prefix + name: taken.column(name) for name in taken.column_names}
+    similarities = [*(pair[2] for pair in pairs), *[None] * len(faults)]
+    return pa.table({**cells, SIMILARITY: pa.array(similarities, pa.float64())})
 
 
 # Schemas.
@@ -109,14 +118,14 @@ def schema_pairs(left: Table, right: Table, spec: Spec) -> Table:
     mine, other = (_descriptions(table, spec.values) for table in (left, right))
     extra = [SIMILARITY] if spec.top is not None else []
     columns = tuple(side + c for side in (LEFT, RIGHT) for c in mine[0]) + tuple(extra)
-    found: Any = [[Near(j, 0.0) for j in range(len(other))]] * len(mine)
+    found: Any = [[Neighbour(j, 0.0) for j in range(len(other))]] * len(mine)
     if spec.top is not None:
         queries, texts = ([" ".join(one.values()) for one in side] for side in (mine, other))
         found = nearest(queries, texts, spec.top, spec.similarity)
     rows = [
-        [*mine[i].values(), *other[near.number].values(), near.similarity][: len(columns)]
-        for i, nears in enumerate(found)
-        for near in nears
+        [*mine[i].values(), *other[neighbour.number].values(), neighbour.similarity][: len(columns)]
+        for i, neighbours in enumerate(found)
+        for neighbour in neighbours
     ]
     records = tuple(Record(n, dict(zip(columns, row, strict=True))) for n, row in enumerate(rows, start=1))
     table = Table(f"{left.name} x {right.name}", left.form, columns, records)

@@ -8,7 +8,7 @@ from typing import Any
 from flexengine.apps.wrangle import prompts
 from flexengine.apps.wrangle.pairs import matching_pairs, schema_pairs
 from flexengine.apps.wrangle.questions import Asked, Question, choices_of, questions_of, without
-from flexengine.apps.wrangle.shots import chosen, nearest_shots, shot_count
+from flexengine.apps.wrangle.shots import chosen, most_of_a_row, nearest_shots, shot_count
 from flexengine.apps.wrangle.similar import check_library
 from flexengine.apps.wrangle.spec import IMPUTE, MATCH, MAX_TOKENS, NEAREST, Spec
 from flexengine.apps.wrangle.tables import Table, read_table
@@ -104,8 +104,8 @@ def _predicted(spec: Spec, asked: Asked, examples: Asked | None) -> tuple[list[Q
     """Return the questions to predict, and the examples for shots."""
     everything = asked.questions
     labelled = [q for q in everything if q.answer is not None]
-    pool = [q for q in labelled if q.given] if spec.task == IMPUTE else labelled
-    questions = everything if spec.task != IMPUTE or spec.evaluate else [q for q in everything if not q.given]
+    pool = [q for q in labelled if q.cell is not None] if spec.task == IMPUTE else labelled
+    questions = everything if spec.task != IMPUTE or spec.evaluate else [q for q in everything if q.cell is None]
     if spec.test is not None:
         rows = sorted({q.row for q in questions if q.answer is not None})
         if spec.test > len(rows):
@@ -134,8 +134,7 @@ def _with_shots(
     made: dict[Question, str] = {}
     for group in dict.fromkeys(q.group for q in questions):
         mine, examples = ([q for q in some if q.group == group] for some in (questions, pool))
-        compared = own and not set(mine).isdisjoint(examples)
-        count = shot_count(spec, len(examples), compared)
+        count = shot_count(spec, len(examples), most_of_a_row(mine, examples) if own else 0)
         if spec.picks == NEAREST and count:
             shots = list(nearest_shots(spec, mine, examples, count, own))
         else:

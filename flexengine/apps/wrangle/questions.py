@@ -26,7 +26,7 @@ class Question:
         target: name of the answer; the output's columns begin with it.
         text: the question, without shots.
         answer: the true answer; None if it is unknown.
-        given: the answer stands in the imputed cell.
+        cell: text of the imputed cell; None if it is empty.
         group: name of the transformation.
     """
 
@@ -34,7 +34,7 @@ class Question:
     target: str
     text: str
     answer: str | None = None
-    given: bool = False
+    cell: str | None = None
     group: str = ""
 
 
@@ -68,7 +68,7 @@ def questions_of(table: Table, spec: Spec, examples: bool = False) -> Asked:
     asked = Asked(table, targets)
     for row, record in enumerate(table.records):
         if record.fault:
-            asked.faults[row] = f"line {record.line}: {record.fault}"
+            asked.faults[row] = f"line {record.line}: {record.fault}" if record.line else record.fault
             continue
         asked.questions += build(row, record)
     if examples:
@@ -99,16 +99,17 @@ def choices_of(spec: Spec, all_asked: Sequence[Asked]) -> tuple[str, ...]:
         return ()
     if spec.yes_no:
         return YES, NO
-    known = {q.answer for asked in all_asked for q in asked.questions if q.given and q.answer is not None}
+    known = {q.cell for asked in all_asked for q in asked.questions if q.cell is not None}
     choices = spec.choice or tuple(sorted(known))
     if not 2 <= len(choices) <= MAX_CHOICES:
         raise InvalidInput(f"--closed: column {spec.column[0]!r} has {len(choices)} different values; it must have 2 to"
                            f" {MAX_CHOICES}; leave --closed out to generate answers")  # fmt: skip
+    more = "list the answers by --choice instead of --closed" if spec.closed else "give it as a --choice, too"
     for asked in all_asked:
         for question in asked.questions:
             if question.answer is not None and question.answer not in choices:
                 raise InvalidInput(f"{asked.table.place(question.row)}: the answer is {question.answer!r}; allowed are"
-                                   f" {', '.join(choices)}; correct it, or give it as a --choice, too")  # fmt: skip
+                                   f" {', '.join(choices)}; correct it, or {more}")  # fmt: skip
     return choices
 
 
@@ -158,8 +159,9 @@ def _impute(table: Table, spec: Spec, examples: bool) -> tuple[list[str], _Build
     def build(row: int, record: Record) -> list[Question]:
         text = prompts.impute_question(serialise(record.fields, shown, spec.missing), column)
         cell = text_of(record.fields[column])
-        label = cell if cell is not None or truth is None else text_of(record.fields[truth])
-        return [Question(row, column, text, label and label.strip(), cell is not None)]
+        cell = cell and cell.strip()
+        true = None if truth is None else text_of(record.fields[truth])
+        return [Question(row, column, text, cell if true is None else true.strip(), cell)]
 
     return [column], build
 

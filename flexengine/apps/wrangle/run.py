@@ -11,8 +11,9 @@ from flexengine.apps.wrangle.answers import Answer, plain, read_answers
 from flexengine.apps.wrangle.metrics import Judged, Metrics, transform_metrics, value_metrics, yes_no_metrics
 from flexengine.apps.wrangle.plan import Plan
 from flexengine.apps.wrangle.spec import TRANSFORM
-from flexengine.apps.wrangle.tables import Added, check_output, write_table
+from flexengine.apps.wrangle.tables import Added, check_output, holds_table, write_table
 from flexengine.errors import InvalidInput
+from flexengine.job.journal import Journal
 from flexengine.job.results import encode_fields, files_beside, journal_path
 from flexengine.job.whole_file import part_path, write_whole
 
@@ -58,45 +59,94 @@ def work_files(output: str) -> dict[str, Path]:
     }  # fmt: skip
 
 
-def prepare(plan: Plan, output: str, restart: bool) -> None:
-    """Write the rows of the job, or check that the run that began the job wrote the same.
+def check(plan: Plan, output: str, restart: bool = False) -> None:
+    """Check that the run can begin, or continue an earlier run. Called before a model is opened.
 
     Args:
         output: name of the output.
-        restart: replace the files of an earlier run.
+        restart: the files of an earlier run are replaced.
 
     Raises:
-        InvalidInput: the output's suffix names another format, the output exists and no run wrote it, or an earlier run
-            had other rows.
+        InvalidInput: the output's suffix names another format, the output exists and no run wrote it, an earlier run
+            had other rows, or the output was changed after an earlier run wrote it.
     """
     check_output(output, plan.asked.table.form)
-    rows, journal = rows_path(output), journal_path(results_path(output))
-    assert journal is not None  # the output is a file, as its suffix names a format
-    if os.path.exists(output) and not (rows.exists() and journal.exists()) and not restart:
+    if restart:
+        return
+    rows, exists = rows_path(output), os.path.exists(output)
+    if exists and not _began(output):
         raise InvalidInput(f"--output {output} exists and would be replaced; name another output, or give --restart to"
                            " replace it")  # fmt: skip
-    data = b"".join(map(encode_fields, plan.requests()))
-    if rows.exists() and journal.exists() and not restart:
-        if rows.read_bytes() != data:
-            raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
-                               " name another output, or give --restart to start over")  # fmt: skip
-        return
-    write_whole(rows, data)
+    if _began(output) and rows.read_bytes() != _rows(plan):
+        raise InvalidInput(f"--output {output} has rows of a run with another table or other options, in {rows};"
+                           " name another output, or give --restart to start over")  # fmt: skip
+    if exists and not _is_written(plan, output):
+        raise InvalidInput(f"--output {output} is not the table that {results_path(output).name} gives, so one of them"
+                           " was changed; rename the output, and the same command writes it again")  # fmt: skip
 
 
-def finish(plan: Plan, output: str, replace: bool = False) -> Report:
-    """Write the table with predictions from the results of the job, and return the report.
+def prepare(plan: Plan, output: str, restart: bool = False, retry_errors: bool = False) -> None:
+    """Write the rows of the job, unless an earlier run has begun it. Called after `check`, when the model is open.
+
+    An output that the job will replace is removed, so that an interrupted run can be continued without these options.
 
     Args:
-        replace: replace an output of other contents.
+        output: name of the output.
+        restart: remove the files of an earlier run.
+        retry_errors: results of an earlier run may change.
 
     Raises:
-        InvalidInput: the output has other contents, as it was edited since an earlier run wrote it.
+        InvalidInput: another process writes the results.
     """
-    answers = list(read_answers(results_path(output), plan.choices))
-    if plan.spec.yes_no:
-        answers = list(plain(answers))
-    write_table(output, plan.asked.table, _columns(plan, answers), replace)
+    target = Path(output).resolve()
+    if restart:
+        with Journal(_journal(output)) as journal:
+            target.unlink(missing_ok=True)
+            results_path(output).unlink(missing_ok=True)
+            journal.restart()  # at the end of the block an empty journal is deleted
+    elif retry_errors:
+        target.unlink(missing_ok=True)
+    if not _began(output):
+        write_whole(rows_path(output), _rows(plan))
+
+
+def _journal(output: str) -> Path:
+    path = journal_path(results_path(output))
+    assert path is not None  # the output is a file, as its suffix names a format
+    return path
+
+
+def _began(output: str) -> bool:
+    """Return whether a run has begun the job."""
+    return rows_path(output).exists() and _journal(output).exists()
+
+
+def _rows(plan: Plan) -> bytes:
+    return b"".join(map(encode_fields, plan.requests()))
+
+
+def _is_written(plan: Plan, output: str) -> bool:
+    """Return whether the output is the table with predictions from the results of an earlier run."""
+    try:
+        columns = _columns(plan, _answers(plan, output))
+    except (OSError, KeyError, ValueError):  # the results are missing or damaged
+        return False
+    return holds_table(output, plan.asked.table, columns)
+
+
+def finish(plan: Plan, output: str) -> Report:
+    """Write the table with predictions from the results of the job, and return the report.
+
+    Raises:
+        InvalidInput: another program wrote the output while the job ran.
+    """
+    answers = _answers(plan, output)
+    columns = _columns(plan, answers)
+    if not os.path.exists(output):
+        write_table(output, plan.asked.table, columns)
+    elif not holds_table(output, plan.asked.table, columns):
+        raise InvalidInput(f"--output {output} was written by another program while the job ran; rename it, and the"
+                           " same command without --restart writes the output from the results")  # fmt: skip
     failed = sum(answer.failure is not None for answer in answers)
     judged = [
         Judged(question.answer, answer.text, question.group)
@@ -108,6 +158,11 @@ def finish(plan: Plan, output: str, replace: bool = False) -> Report:
         dict(sorted(Counter(a.text for a in answers if a.text in ("Yes", "No")).items())) if plan.spec.yes_no else {},
         _metrics(plan, judged) if judged else None,
     )  # fmt: skip
+
+
+def _answers(plan: Plan, output: str) -> list[Answer]:
+    answers = read_answers(results_path(output), plan.choices)
+    return list(plain(answers) if plan.spec.yes_no else answers)
 
 
 def _metrics(plan: Plan, judged: Sequence[Judged]) -> Metrics:

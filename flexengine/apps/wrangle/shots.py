@@ -10,27 +10,36 @@ from flexengine.apps.wrangle.spec import BALANCED, DEFAULT_SHOTS, GIVEN, NEAREST
 from flexengine.errors import InvalidInput
 
 
-def shot_count(spec: Spec, available: int, own: bool) -> int:
+def shot_count(spec: Spec, available: int, left_out: int) -> int:
     """Return the number of shots.
 
     Args:
         available: number of examples.
-        own: the examples are rows that would be predicted and compared, so the default takes at most half of them.
+        left_out: most examples in the row of one question, which NEAREST leaves out; 0 if examples stand in no row of a
+            question. Else examples would be predicted and compared, so the default takes at most half of them.
 
     Raises:
         InvalidInput: --shots is larger than the number of examples, or examples are wanted and there are none.
     """
     if spec.shots is None:
-        count = min(DEFAULT_SHOTS, available // 2 if own and spec.picks != NEAREST else available)
+        count = min(DEFAULT_SHOTS, available // 2 if left_out and spec.picks != NEAREST else available)
         if count == 0 and (spec.pick or spec.examples):
             raise InvalidInput(f"--pick {spec.picks} has {available} examples to choose from; give more rows with"
                                " answers, or --shots 0")  # fmt: skip
         return count
-    most = available - 1 if own and spec.picks == NEAREST else available  # a row is no example of itself
-    if spec.shots > max(most, 0):
-        raise InvalidInput(f"--shots is {spec.shots}, but there are {max(most, 0)} examples; give at most so many, or"
+    most = available - left_out if spec.picks == NEAREST else available
+    if spec.shots > most:
+        other = " in other rows" if most < available else ""
+        raise InvalidInput(f"--shots is {spec.shots}, but there are {most} examples{other}; give at most so many, or"
                            " more rows with answers by --examples or in the table")  # fmt: skip
     return spec.shots
+
+
+def most_of_a_row(questions: Sequence[Question], pool: Sequence[Question]) -> int:
+    """Return the largest number of examples in the row of one question. There are several if a row has several checked
+    cells."""
+    counts = Counter(q.row for q in pool)
+    return max((counts[q.row] for q in questions), default=0)
 
 
 def chosen(spec: Spec, pool: Sequence[Question], count: int, choices: Sequence[str]) -> list[Question]:
@@ -69,9 +78,9 @@ def nearest_shots(
     Args:
         own: examples are rows of the questions' own table. Examples of a question's own row are left out.
     """
-    spare = max(Counter(q.row for q in pool).values()) if own else 0
+    spare = most_of_a_row(questions, pool) if own else 0
     texts = [q.text for q in pool]
     found = nearest([q.text for q in questions], texts, min(count + spare, len(pool)), spec.similarity)
-    for question, near in zip(questions, found, strict=True):
-        examples = [pool[n.number] for n in near if not (own and pool[n.number].row == question.row)]
+    for question, neighbours in zip(questions, found, strict=True):
+        examples = [pool[n.number] for n in neighbours if not (own and pool[n.number].row == question.row)]
         yield examples[:count][::-1]

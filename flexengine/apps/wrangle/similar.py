@@ -9,8 +9,8 @@ from flexengine.errors import InvalidInput
 _MAX_CELLS = 2**22  # similarities in memory at a time
 
 
-class Near(NamedTuple):
-    """A text that is near to a query.
+class Neighbour(NamedTuple):
+    """A text beside a query.
 
     Attributes:
         number: index of the text.
@@ -29,8 +29,8 @@ def check_library() -> None:
         raise InvalidInput('similarity needs scikit-learn; pip install "flexengine[wrangle]"') from error
 
 
-def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[Near]]:
-    """Yield the nearest texts of each query, the most similar first. Of equally similar texts the first come first.
+def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str) -> Iterator[list[Neighbour]]:
+    """Yield the nearest texts of each query, the most similar first. Equally similar texts keep their order.
 
     Args:
         count: most texts per query.
@@ -46,7 +46,7 @@ def nearest(queries: Sequence[str], texts: Sequence[str], count: int, kind: str)
             least = np.partition(row, -count)[-count] if count < len(row) else 0.0
             enough = np.flatnonzero(row >= least)
             best = enough[np.argsort(-row[enough], kind="stable")][:count]
-            yield [Near(int(i), float(row[i])) for i in best]
+            yield [Neighbour(int(i), float(row[i])) for i in best]
 
 
 def _vectors(queries: Sequence[str], texts: Sequence[str], kind: str) -> tuple[Any, Any]:

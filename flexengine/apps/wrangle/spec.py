@@ -187,5 +187,7 @@ def _check_shots(spec: Spec, used: Mapping[str, Any]) -> None:
                            if spec.task == IMPUTE else "--pick balanced needs known answers; pick random")  # fmt: skip
     if "seed" in used and spec.test is None and (spec.picks not in (RANDOM, BALANCED) or spec.shots == 0):
         raise InvalidInput("--seed has no effect, as nothing is drawn at random; leave it out")
-    if "similarity" in used and len(spec.tables) == 1 and (spec.picks != NEAREST or spec.shots == 0):
-        raise InvalidInput("--similarity has no effect without two tables or --pick nearest; leave it out")
+    compared = len(spec.tables) == 2 and spec.top_candidates is not None
+    if "similarity" in used and not compared and (spec.picks != NEAREST or spec.shots == 0):
+        pairs = "--top" if spec.task == SCHEMA and len(spec.tables) == 2 else "two tables"
+        raise InvalidInput(f"--similarity has no effect without {pairs} or --pick nearest; leave it out")

@@ -1,9 +1,7 @@
 """Tables in memory, read from CSV, TSV, Parquet and Arrow files, and written with further columns."""
 
 import csv
-import filecmp
 import io
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -47,6 +45,7 @@ class Table:
         form: csv, tsv, parquet or arrow.
         columns: names of the columns.
         records: the rows, with cells by column. A row that cannot be read has a fault and no cells.
+            Line 0 is a row whose fault names file and line.
         arrow: the pyarrow.Table of a Parquet or Arrow file; None for text.
     """
 
@@ -161,28 +160,31 @@ def check_output(name: str, form: str) -> None:
                            " is .jsonl")  # fmt: skip
 
 
-def write_table(name: str, table: Table, added: Sequence[Added], replace: bool = True) -> None:
+def write_table(name: str, table: Table, added: Sequence[Added]) -> None:
     """Write a table with further columns. The file appears complete or not at all.
 
     Args:
         name: output file. `.jsonl` is JSON lines; else the format is that of the table.
         added: the further columns.
-        replace: replace a file of other contents.
-
-    Raises:
-        InvalidInput: the file has other contents.
     """
     with whole_file(name) as file:
-        if Path(name).suffix.lower() == ".jsonl":
-            file.writelines(_json_lines(table, added))
-        elif table.form in tables.DELIMITERS:
-            file.writelines(_text_lines(table, added))
-        else:
-            _write_arrow(file, table, added)
-        file.flush()
-        if not replace and os.path.exists(name) and not filecmp.cmp(file.name, name, shallow=False):
-            raise InvalidInput(f"--output {name} was changed after the run wrote it; rename it, and the same command"
-                               " writes the output again")  # fmt: skip
+        _write(file, name, table, added)
+
+
+def holds_table(name: str, table: Table, added: Sequence[Added]) -> bool:
+    """Return whether a file has the contents that `write_table` would write."""
+    made = io.BytesIO()
+    _write(made, name, table, added)
+    return Path(name).read_bytes() == made.getvalue()
+
+
+def _write(file: Any, name: str, table: Table, added: Sequence[Added]) -> None:
+    if Path(name).suffix.lower() == ".jsonl":
+        file.writelines(_json_lines(table, added))
+    elif table.form in tables.DELIMITERS:
+        file.writelines(_text_lines(table, added))
+    else:
+        _write_arrow(file, table, added)
 
 
 def _json_lines(table: Table, added: Sequence[Added]) -> Iterator[bytes]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from flexengine.apps.wrangle.plan import make_plan
-from flexengine.apps.wrangle.run import finish, prepare, results_path, rows_path
+from flexengine.apps.wrangle.run import check, finish, prepare, results_path, rows_path
 from flexengine.apps.wrangle.spec import make_spec
 from tests.apps.wrangle.helpers import answer_rows
 
@@ -32,7 +32,8 @@ def main(point: int, table: str, output: str) -> None:
 
     os.fsync, os.replace = dying(os.fsync), dying(os.replace)
     plan = make_plan(make_spec("match", (table,), {"label": "same", "shots": 1}))
-    prepare(plan, output, restart=False)
+    check(plan, output)
+    prepare(plan, output)
     if not results_path(output).exists():  # as a finished job does
         rows, results = rows_path(output), results_path(output)
         answer_rows(rows, results, lambda row: [-len(row["context"]), -70.0 * (row["row"] + 3)])

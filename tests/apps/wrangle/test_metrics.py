@@ -1,5 +1,6 @@
 """Metrics against scikit-learn, and how they count answers that are none."""
 
+import math
 import random
 
 import pytest
@@ -97,3 +98,26 @@ def test_answers() -> None:
     made = {"generated_text": " a b ", "finish_reason": "length", "logprobs": [{"logprob": -0.5}, {"logprob": -0.25}]}
     assert answer_of(made | {"error": None}, ()) == Answer("a b", -0.75, cut=True)
     assert answer_of({"error": "line 3: too long"}, ("Yes", "No")) == Answer(None, failure="too long")
+
+
+def test_an_answer_without_text_is_not_right() -> None:
+    """The label '"."' is empty after normalisation, as is the answer."""
+    found = value_metrics([Judged('"."', ""), Judged("LA", "LA")])
+    assert found == {"accuracy": 0.5, "rows": 2, "garbage": 1, "failed": 0, "without": {"accuracy": 1.0}}
+
+
+def test_infinite_log_probabilities() -> None:
+    """The results of a job hold null for -inf."""
+    scores = [{"logprob": None}, {"logprob": -1.5}]
+    assert answer_of({"scores": scores, "error": None}, ("Yes", "No")) == Answer("No", -1.5)
+    failed = answer_of({"scores": scores[:1] * 2, "error": None}, ("Yes", "No"))
+    assert (failed.text, failed.confidence) == (None, None)
+    assert failed.failure is not None
+    assert "probability above 0" in failed.failure
+    made = {"generated_text": "a", "finish_reason": "stop", "logprobs": [{"logprob": None}, {"logprob": -1.0}]}
+    assert answer_of(made, ()) == Answer("a", -math.inf)
+
+
+@pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): "])
+def test_a_failure_names_no_line_of_the_rows(place: str) -> None:
+    assert answer_of({"error": f"{place}line 1: of a text"}, ()) == Answer(None, failure="line 1: of a text")

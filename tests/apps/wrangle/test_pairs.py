@@ -53,8 +53,8 @@ def test_nearest(kind: str, cut: Callable[[str], Counter[str]]) -> None:
     for count in (1, 3, 5):
         for row, found in zip(expected, nearest(queries, texts, count, kind), strict=True):
             best = sorted(range(len(texts)), key=lambda j: (-round(row[j], 9), j))[:count]
-            assert [near.number for near in found] == best
-            assert [near.similarity for near in found] == pytest.approx([row[j] for j in best], abs=1e-8)
+            assert [neighbour.number for neighbour in found] == best
+            assert [neighbour.similarity for neighbour in found] == pytest.approx([row[j] for j in best], abs=1e-8)
 
 
 def test_the_library_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,7 +73,7 @@ def two(tmp_path: Path) -> tuple[Table, Table]:
 
 
 def test_candidates(tmp_path: Path) -> None:
-    """Of the common columns name and city; a row without a similar one has no candidate."""
+    """The common columns name and city are compared. A row without a similar one has no candidate."""
     table = matching_pairs(*two(tmp_path), Spec("match", ("a", "b"), top=1))
     assert table.columns == ("left_name", "left_city", "left_phone", "right_city", "right_name", "right_stars",
                              "similarity")  # fmt: skip

@@ -111,6 +111,29 @@ def test_impute_with_truth_in_another_column(tmp_path: Path) -> None:
     assert plan.prompts == ("name: y. What is the city? bern\n\nname: x. What is the city?",)
 
 
+def test_the_truth_replaces_a_filled_cell(tmp_path: Path) -> None:
+    text = "name,city,truth\nx,rom,rome\ny,bern,\nz,,oslo\n"
+    plan = plan_of(tmp_path, "impute", text, column=["city"], label="truth", evaluate=True, shots=0)
+    assert [q.answer for q in plan.questions] == ["rome", "bern", "oslo"]
+    plan = plan_of(tmp_path, "impute", text, column=["city"], label="truth", shots=2)
+    assert sorted(plan.prompts[0].split("\n\n")[:2]) == [
+        "name: x. What is the city? rome", "name: y. What is the city? bern",
+    ]  # fmt: skip
+    message = "line 2: the answer is 'rome'; allowed are bern, rom; correct it, or list the answers by --choice instead"
+    with pytest.raises(InvalidInput, match=message):
+        plan_of(tmp_path, "impute", text, column=["city"], label="truth", closed=True)
+
+
+def test_nearest_shots_of_several_cells(tmp_path: Path) -> None:
+    """Each prompt has as many examples as --shots, though the row's own cells are left out."""
+    text = "a,b,a_l,b_l\n" + "".join(f"{x}{x}{x},{x}{y}{x},{n % 2},1\n" for n, (x, y) in enumerate(["ax", "by", "cz"]))
+    given: dict[str, Any] = {"column": ["a", "b"], "label": "l", "pick": "nearest"}
+    plan = plan_of(tmp_path, "detect", text, shots=4, **given)
+    assert [prompt.count("Is there an error") for prompt in plan.prompts] == [5] * 6
+    with pytest.raises(InvalidInput, match="--shots is 5, but there are 4 examples in other rows"):
+        plan_of(tmp_path, "detect", text, shots=5, **given)
+
+
 @pytest.mark.parametrize("given", [{"closed": True}, {"choice": ["los angeles", "studio city"]}])
 def test_closed_choices(tmp_path: Path, given: dict[str, Any]) -> None:
     plan = plan_of(tmp_path, "impute", CITIES, column=["city"], pick="balanced", shots=2, **given)

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pytest
 
 from flexengine.apps.wrangle.plan import Plan, make_plan
-from flexengine.apps.wrangle.run import Report, as_json, finish, prepare, results_path, rows_path, work_files
+from flexengine.apps.wrangle.run import Report, as_json, check, finish, prepare, results_path, rows_path, work_files
 from flexengine.apps.wrangle.spec import make_spec
 from flexengine.errors import InvalidInput
 from tests.apps.wrangle.helpers import CITIES, PAIRS, answer_rows, written
@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[3]
 
 def run(output: Path, give: Give, task: str, table: str, **given: Any) -> tuple[Plan, Report]:
     plan = make_plan(make_spec(task, (table,), given))
-    prepare(plan, str(output), given.pop("restart", False))
+    check(plan, str(output))
+    prepare(plan, str(output))
     answer_rows(rows_path(str(output)), results_path(str(output)), give)
     return plan, finish(plan, str(output))
 
@@ -125,13 +126,16 @@ def test_another_run_is_not_continued(tmp_path: Path) -> None:
         run(output, lambda row: [-1.0, -2.0], "match", table, noun="Place")
     prepare(make_plan(make_spec("match", (table,), {"noun": "Place"})), str(output), restart=True)
     assert "Place A" in rows_path(str(output)).read_text()
+    assert [path.name for path in tmp_path.glob("o.csv*")] == ["o.csv.rows.jsonl"]
 
 
 def test_rows_of_a_job_that_never_began_are_replaced(tmp_path: Path) -> None:
-    """As after a model that could not be opened."""
+    """The job begins later than its rows are written."""
     table, output = written(tmp_path, "t.csv", PAIRS), str(tmp_path / "o.csv")
     for noun in ("Product", "Place"):
-        prepare(make_plan(make_spec("match", (table,), {"noun": noun})), output, restart=False)
+        plan = make_plan(make_spec("match", (table,), {"noun": noun}))
+        check(plan, output)
+        prepare(plan, output)
     assert "Place A" in rows_path(output).read_text()
 
 
@@ -147,3 +151,67 @@ def test_work_files_have_names_of_their_own() -> None:
     files = [path for output in outputs for path in work_files(output).values()]
     assert len(files) == len(set(files)) == 24
     assert not {Path(output).resolve() for output in outputs} & set(files)
+
+
+def test_results_of_retried_rows_replace_the_output(tmp_path: Path) -> None:
+    """Also if the run is continued without retry_errors."""
+    table, output = written(tmp_path, "t.csv", PAIRS), tmp_path / "o.csv"
+    plan, report = run(output, lambda row: ["line 1: no"] if row["row"] == 1 else [-1.0, -2.0], "match", table)
+    assert report.failed == 1
+    check(plan, str(output))
+    prepare(plan, str(output), retry_errors=True)
+    _, report = run(output, lambda row: [-2.0, -1.0], "match", table)
+    assert (report.failed, report.answers) == (0, {"No": 5})
+    assert {row["match_prediction"] for row in rows_of(output)} == {"No"}
+
+
+def test_an_edited_output_is_refused_before_the_job(tmp_path: Path) -> None:
+    table, output = written(tmp_path, "t.csv", PAIRS), tmp_path / "o.csv"
+    plan, _ = run(output, lambda row: [-1.0, -2.0], "match", table)
+    check(plan, str(output))
+    whole = output.read_bytes()
+    output.write_bytes(whole.replace(b"fenix", b"venix"))
+    message = r"o\.csv is not the table that o\.csv\.results\.jsonl gives, so one of them was changed; rename the"
+    with pytest.raises(InvalidInput, match=message):
+        check(plan, str(output))
+    check(plan, str(output), restart=True)
+    output.unlink()
+    check(plan, str(output))
+    finish(plan, str(output))
+    assert output.read_bytes() == whole
+
+
+def test_an_output_that_appears_while_the_job_runs_stays(tmp_path: Path) -> None:
+    plan = make_plan(make_spec("match", (written(tmp_path, "t.csv", PAIRS),), {}))
+    check(plan, output := str(tmp_path / "o.csv"))
+    prepare(plan, output)
+    answer_rows(rows_path(output), results_path(output), lambda row: [-1.0, -2.0])
+    written(tmp_path, "o.csv", "mine")
+    with pytest.raises(InvalidInput, match=r"o\.csv was written by another program while the job ran; rename it"):
+        finish(plan, output)
+    assert Path(output).read_text() == "mine"
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "arrow"])
+def test_unread_rows_of_two_tables(tmp_path: Path, suffix: str) -> None:
+    """They follow the pairs, and are failures that name file and line."""
+    left = written(tmp_path, "a.csv", "name,x\narts deli,1\nshort\nfenix,2\n")
+    if suffix == "arrow":
+        left = str(arrow_file(tmp_path / "a.arrow", pa.table({"name": ["arts deli", "fenix"], "x": [1, 2]})))
+    right = written(tmp_path, "b.csv", "name,y\narts delicatessen,3\nthe fenix,4\na,b,c\n")
+    plan = make_plan(make_spec("match", (left, right), {"top": 1}))
+    prepare(plan, output := str(tmp_path / f"o.{suffix}"))
+    answer_rows(rows_path(output), results_path(output), lambda row: [-1.0, -2.0])
+    report = finish(plan, output)
+    faults = [f"{right}, line 4: has 3 cells, but the header has 2"]
+    if suffix != "arrow":
+        faults = [f"{left}, line 3: has 1 cells, but the header has 2", *faults]
+    assert (report.predicted, report.failed) == (2, len(faults))
+    rows: list[dict[str, Any]]
+    if suffix == "arrow":
+        rows = pa.ipc.open_file(output).read_all().to_pylist()
+        assert [(row["left_x"], row["right_y"]) for row in rows] == [(1, "3"), (2, "4"), (None, None)]
+    else:
+        text = Path(output).read_text()
+        rows = list(csv.DictReader(text.splitlines())) if suffix == "csv" else list(map(json.loads, text.splitlines()))
+    assert [row["match_failure"] or None for row in rows] == [None, None, *faults]

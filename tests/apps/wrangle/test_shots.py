@@ -58,20 +58,22 @@ def test_nearest_leaves_its_own_row_out() -> None:
     assert sorted(q.row for q in shots) == [0, 1, 3, 4, 5, 6, 7]
 
 
-@pytest.mark.parametrize(("options", "available", "own", "count"), [
-    ({}, 30, False, 10), ({}, 4, False, 4), ({}, 30, True, 10), ({}, 5, True, 2), ({}, 0, True, 0),
-    ({"pick": "nearest"}, 5, True, 5), ({"shots": 5}, 5, True, 5), ({"shots": 0}, 5, False, 0),
+@pytest.mark.parametrize(("options", "available", "left_out", "count"), [
+    ({}, 30, 0, 10), ({}, 4, 0, 4), ({}, 30, 1, 10), ({}, 5, 1, 2), ({}, 0, 0, 0),
+    ({"pick": "nearest"}, 5, 1, 5), ({"shots": 5}, 5, 1, 5), ({"shots": 0}, 5, 0, 0),
+    ({"shots": 4, "pick": "nearest"}, 6, 2, 4),
 ])  # fmt: skip
-def test_count(options: dict[str, object], available: int, own: bool, count: int) -> None:
-    assert shot_count(spec(**options), available, own) == count
+def test_count(options: dict[str, object], available: int, left_out: int, count: int) -> None:
+    assert shot_count(spec(**options), available, left_out) == count
 
 
-@pytest.mark.parametrize(("options", "available", "own", "message"), [
-    ({"shots": 6}, 5, False, "--shots is 6, but there are 5 examples; give at most so many"),
-    ({"shots": 5, "pick": "nearest"}, 5, True, "--shots is 5, but there are 4 examples"),
-    ({"shots": 1}, 0, True, "--shots is 1, but there are 0 examples"),
-    ({"pick": "random"}, 0, True, "--pick random has 0 examples to choose from"),
+@pytest.mark.parametrize(("options", "available", "left_out", "message"), [
+    ({"shots": 6}, 5, 0, "--shots is 6, but there are 5 examples; give at most so many"),
+    ({"shots": 5, "pick": "nearest"}, 5, 1, "--shots is 5, but there are 4 examples in other rows; give at most"),
+    ({"shots": 5, "pick": "nearest"}, 6, 2, "--shots is 5, but there are 4 examples in other rows; give at most"),
+    ({"shots": 1}, 0, 0, "--shots is 1, but there are 0 examples"),
+    ({"pick": "random"}, 0, 0, "--pick random has 0 examples to choose from"),
 ])  # fmt: skip
-def test_too_many(options: dict[str, object], available: int, own: bool, message: str) -> None:
+def test_too_many(options: dict[str, object], available: int, left_out: int, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        shot_count(spec(**options), available, own)
+        shot_count(spec(**options), available, left_out)

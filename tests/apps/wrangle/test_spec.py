@@ -65,6 +65,7 @@ REFUSED: list[tuple[str | None, int, dict[str, Any], str]] = [
     ("match", 1, {"examples": "e.csv", "seed": 3}, "--seed has no effect, as nothing is drawn at random"),
     ("match", 1, {"pick": NEAREST, "seed": 3}, "--seed has no effect"),
     ("match", 1, {"similarity": "token"}, "--similarity has no effect without two tables or --pick nearest"),
+    ("schema", 2, {"similarity": "token"}, "--similarity has no effect without --top or --pick nearest; leave it out"),
 ]  # fmt: skip
 
 
@@ -78,3 +79,10 @@ def test_refused(task: str | None, tables: int, given: dict[str, Any], message: 
 
 def test_every_task_has_a_refusal() -> None:
     assert {task for task, *_ in REFUSED} > set(TASKS)
+
+
+def test_where_similarity_has_an_effect() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [("match", {}), ("schema", {"top": 1}), ("schema", {"pick": NEAREST})]
+    for task, given in cases:
+        spec = make_spec(task, ("a.csv", "b.csv"), {"similarity": "token", **given})
+        assert spec.similarity == "token"
