@@ -60,6 +60,6 @@ class FlexClient(CachingClient):  # type: ignore[misc]
                 result = engine.generate(row, PARAMS)
         if result.error is not None:
             raise FlexError(result.error)  # HELM's cache holds no errors
-        columns = result.columns()
+        columns: dict[str, Any] = result.columns()
         # Plain values, as HELM's caches store JSON or pickles.
         return columns | {name: [vars(each) for each in columns[name] or ()] for name in ("samples", "scores")}
