@@ -337,8 +337,8 @@ def test_refused_commands(words: list[str], message: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    (["--tasks", "t", "--model"], "--model needs a value; flexengine lm-eval --help lists the options"),
-    (["--tasks", "t", "--quiet=x"], "--quiet takes no value, but 'x' is given"),
+    (["--tasks", "t", "--model"], "-m/-M needs a value; flexengine lm-eval --help lists the options"),
+    (["--tasks", "t", "--quiet=x"], "-q takes no value, but 'x' is given"),
 ])  # fmt: skip
 def test_options_that_cannot_be_read(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:

@@ -62,4 +62,4 @@ class FlexClient(CachingClient):  # type: ignore[misc]
             raise FlexError(result.error)  # HELM's cache holds no errors
         columns: dict[str, Any] = result.columns()
         # Plain values, as HELM's caches store JSON or pickles.
-        return columns | {name: [vars(each) for each in columns[name] or ()] for name in ("samples", "scores")}
+        return {**columns, **{name: [vars(each) for each in columns[name] or ()] for name in ("samples", "scores")}}

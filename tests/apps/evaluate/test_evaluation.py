@@ -219,8 +219,8 @@ def test_throughput_of_other_scenarios_is_replaced(scenarios: list[Built], tmp_p
 def test_a_restart_deletes_the_files_of_all_runs_first(scenarios: list[Built], tmp_path: Path) -> None:
     evaluated(scenarios, folder := tmp_path / "out")
     for name in ("other", "third"):
-        with Journal(folder / "jobs" / f"{name}.results.jsonl.journal"):
-            pass
+        with Journal(folder / "jobs" / f"{name}.results.jsonl.journal") as journal:
+            journal.begin({}, 0)
     (folder / "jobs" / "notes.jsonl").write_text("kept\n")
     left: list[set[str]] = []
 
