@@ -118,6 +118,6 @@ def test_infinite_log_probabilities() -> None:
     assert answer_of(made, ()) == Answer("a", -math.inf)
 
 
-@pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): "])
+@pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): ", "row 2 (line 3): line 3: "])
 def test_a_failure_names_no_line_of_the_rows(place: str) -> None:
-    assert answer_of({"error": f"{place}line 1: of a text"}, ()) == Answer(None, failure="line 1: of a text")
+    assert answer_of({"error": f"{place}too long, as line 1 says"}, ()) == Answer(None, failure="too long, as line 1 says")
