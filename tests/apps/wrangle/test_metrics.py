@@ -120,4 +120,5 @@ def test_infinite_log_probabilities() -> None:
 
 @pytest.mark.parametrize("place", ["line 3: ", "row 2 (line 3): ", "row 2 (line 3): line 3: "])
 def test_a_failure_names_no_line_of_the_rows(place: str) -> None:
-    assert answer_of({"error": f"{place}too long, as line 1 says"}, ()) == Answer(None, failure="too long, as line 1 says")
+    error = f"{place}too long, as line 1 says"
+    assert answer_of({"error": error}, ()) == Answer(None, failure="too long, as line 1 says")
