@@ -4,7 +4,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -119,6 +119,12 @@ def encode_fields(fields: dict[str, Any]) -> bytes:
         return (text + "\n").encode("utf-8")
     except UnicodeEncodeError:
         return (json.dumps(fields, default=present_fields) + "\n").encode("ascii")
+
+
+def logprob_of(entry: Mapping[str, Any]) -> float:
+    """Return the log probability of a token or score in an output row. `encode_fields` writes null for -inf."""
+    value = entry["logprob"]
+    return -math.inf if value is None else float(value)
 
 
 def line_encoder(model: str, created: int) -> Encode:

@@ -3,10 +3,11 @@
 import re
 from dataclasses import dataclass
 
+from flexengine.job.rows import without_place
+
 MOST_KINDS = 30
 MOST_CHARACTERS = 300  # of a stored message
 
-_PLACE = re.compile(r"^((line|row) \d+( \(line \d+\))?: )+")
 _VARIES = re.compile(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]?|\d[\d,.]*")
 
 
@@ -40,7 +41,7 @@ class Errors:
     def add(self, row: int, message: str) -> None:
         """Add a row's error."""
         short = message[: 4 * MOST_CHARACTERS]
-        pattern = _VARIES.sub("*", _PLACE.sub("", short))[:MOST_CHARACTERS]
+        pattern = _VARIES.sub("*", without_place(short))[:MOST_CHARACTERS]
         if (kind := self.kinds.get(pattern)) is not None:
             kind.count += 1
         elif len(self.kinds) < MOST_KINDS:

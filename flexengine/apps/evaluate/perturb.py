@@ -100,11 +100,12 @@ def extra_space(text: str, random: Random, most: int) -> str:
     return re.sub(" +", lambda _: " " * random.randint(1, most), text)
 
 
-_SUBJECTS = "i you he she it we they that there what where when who why how"  # of "will" and "would"
+_ALL_SUBJECTS = "i you he she it we they that there what where when who why how"
 _SHORT = {"am": "'m", "are": "'re", "is": "'s", "will": "'ll", "would": "'d", "have": "'ve"}
 _NEGATED = "are could did do does had has have is might must need ought should was were would"
+# Subjects after which English contracts a verb: "you are" becomes "you're", but "there are" stays.
 _SUBJECTS_BY_VERB = {"am": "i", "are": "you we they", "is": "he she it that there what where when who why how",
-                     "will": _SUBJECTS, "would": _SUBJECTS, "have": "i you we they"}  # fmt: skip
+                     "will": _ALL_SUBJECTS, "would": _ALL_SUBJECTS, "have": "i you we they"}  # fmt: skip
 
 
 def _contractions() -> dict[str, str]:

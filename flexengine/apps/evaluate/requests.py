@@ -1,6 +1,5 @@
 """One job for all scenarios: the rows of its input, and the answers in its results."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ from flexengine.apps.evaluate.answers import CHOICE, GENERATION, Answer
 from flexengine.apps.evaluate.instances import Built, Instance
 from flexengine.apps.evaluate.metrics import METRICS
 from flexengine.apps.evaluate.scenario import Scenario
+from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place
 
 Row = Mapping[str, Any]
@@ -75,13 +75,8 @@ def _answer(scenario: Scenario, instance: Instance, result: Row, alone: Mapping[
     scores = result["scores"]
     return Answer(
         choices=instance.choices or (instance.context,),
-        logprobs=_logprobs(scores),
+        logprobs=tuple(map(logprob_of, scores)),
         tokens=tuple(score["tokens"] for score in scores),
-        unconditional=_logprobs(after["scores"]) if after is not None else (),
+        unconditional=tuple(map(logprob_of, after["scores"])) if after is not None else (),
         gold=instance.gold,
     )  # fmt: skip
-
-
-def _logprobs(scores: Sequence[Row]) -> tuple[float, ...]:
-    """Return the log probabilities of scores. The output of a job has null for minus infinity."""
-    return tuple(-math.inf if score["logprob"] is None else score["logprob"] for score in scores)

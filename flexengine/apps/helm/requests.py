@@ -6,7 +6,7 @@ Prompts are tokenized, and ended, as HELM's own HuggingFaceClient does.
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from flexengine.config import MAX_STOPS, SamplingParams, shown
@@ -20,7 +20,6 @@ _USED = ("prompt", "messages", "temperature", "num_completions", "max_tokens", "
 # that some services return, and HELM's HuggingFaceClient does not read it.
 _UNUSED = ("model", "model_deployment", "top_k_per_token")
 _REFUSED = ("embedding", "multimodal_prompt", "image_generation_parameters", "response_format")
-_SAMPLING = {f.name for f in fields(SamplingParams)}
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,12 @@ Texts, tokens and log probabilities are those of HELM's own HuggingFaceClient. T
 request in a batch is not defined, and an interrupted job gives the same bytes.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flexengine.apps.helm.requests import Encoding, is_scored
 from flexengine.errors import InvalidInput
+from flexengine.job.results import logprob_of
 
 Token = dict[str, Any]
 
@@ -60,7 +60,7 @@ def _logprobs(result: Mapping[str, Any]) -> list[float]:
     if not isinstance(entries := result.get("logprobs"), list):
         raise InvalidInput("the results have no log probabilities; run the rows again with flexengine run --score"
                            " --logprobs 0 --restart")  # fmt: skip
-    return [-math.inf if entry["logprob"] is None else entry["logprob"] for entry in entries]
+    return [logprob_of(entry) for entry in entries]
 
 
 def _tokens(ids: Sequence[int], logprobs: Sequence[float], encoding: Encoding) -> list[Token]:

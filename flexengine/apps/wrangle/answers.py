@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from flexengine.apps.wrangle.prompts import NO, YES
+from flexengine.job.results import logprob_of
 from flexengine.job.rows import without_place
 
 DIGITS = 6  # of a confidence after the point; float32 sums have no more
@@ -47,20 +48,14 @@ def answer_of(result: Mapping[str, Any], choices: Sequence[str]) -> Answer:
     if (error := result.get("error")) is not None:
         return Answer(None, failure=without_place(str(error)))
     if not choices:
-        confidence = math.fsum(_logprob(token) for token in result["logprobs"])
+        confidence = math.fsum(map(logprob_of, result["logprobs"]))
         cut = result["finish_reason"] == "length"
         return Answer(result["generated_text"].strip(), round(confidence, DIGITS), cut=cut)
-    logprobs = [_logprob(score) for score in result["scores"]]
+    logprobs = [logprob_of(score) for score in result["scores"]]
     best = max(range(len(choices)), key=logprobs.__getitem__)
     if logprobs[best] == -math.inf:
         return Answer(None, failure="no choice has a probability above 0, so none can be chosen")
     return Answer(choices[best], round(logprobs[best], DIGITS))
-
-
-def _logprob(entry: Mapping[str, Any]) -> float:
-    """Return a log probability in nats. The results hold null for -inf, which JSON lacks."""
-    value = entry["logprob"]
-    return -math.inf if value is None else float(value)
 
 
 def yes_or_no(text: str) -> str | None:

@@ -41,10 +41,12 @@ CONTEXT = 640  # tokens; some prompts are longer, so that HELM cuts them or leav
 ADDED = len("user:") + len(";bot:") + 1  # tokens of the template, and <s>; HELM does not count them
 LARGE = {"device": "cpu", "device_mem": "200M", "progress": False}
 TIMES = ("inference_runtime", "batch_size")
+# Questions with the right choice: an example, characters of several bytes, and a prompt that HELM has to cut.
+PAIRS = [("Is ice warm?", "no"), ("Wie heißt 北京?", "é"), ("x" * 700, "42")]
 QUESTIONS = [
     {"id": f"id{number}", "input": {"text": text}, "split": "test" if number else "train",
      "references": [{"output": {"text": word}, "tags": ["correct"] * (word == right)} for word in ("é", "no", "42")]}
-    for number, (text, right) in enumerate([("Who?", "no"), ("Wie heißt 北京?", "é"), ("x" * 700, "42")])
+    for number, (text, right) in enumerate(PAIRS)
 ]  # fmt: skip
 
 
