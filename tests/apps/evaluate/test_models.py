@@ -20,6 +20,7 @@ from flexengine.config import Result
 from flexengine.job import whole_file
 from flexengine.job.journal import Journal
 from tests.helpers.pages import ROOT
+from tests.helpers.slow_command import slow_command
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 
@@ -232,23 +233,12 @@ def test_rows_with_errors_give_code_1(given: list[str], tiny: Tiny, tmp_path: Pa
     assert "256" in bad["error"]
 
 
-SLOW = """import sys, time
-from flexengine.job.journal import Journal
-add = Journal.add
-def slow(journal, result):
-    add(journal, result)
-    time.sleep(0.1)
-Journal.add = slow
-from flexengine.commands.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.slow
 def test_a_killed_evaluation_ends_with_the_same_files(given: list[str], tiny: Tiny, tmp_path: Path) -> None:
     whole, folder = tmp_path / "whole", tmp_path / "out"
     assert evaluate.main(arguments(given, tiny, whole, "-q")) == 0
-    child = subprocess.Popen([sys.executable, "-c", SLOW, "evaluate", *arguments(given, tiny, folder, "-q")], cwd=ROOT)
+    command = slow_command(["evaluate", *arguments(given, tiny, folder, "-q")], 0.1)
+    child = subprocess.Popen([sys.executable, *command], cwd=ROOT)
     journal, deadline = folder / "jobs" / "exact.results.jsonl.journal", time.monotonic() + 120
     while time.monotonic() < deadline and not (journal.exists() and journal.read_bytes().count(b'"index"') > 3):
         time.sleep(0.02)

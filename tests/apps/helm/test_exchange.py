@@ -13,6 +13,7 @@ from flexengine.apps.helm.batch import PARAMS, run_batch
 from flexengine.apps.helm.requests import ID
 from flexengine.commands.helm import split
 from flexengine.commands.main import main
+from flexengine.config import SamplingParams
 from flexengine.engine.engine import Engine
 from flexengine.errors import InvalidInput
 from flexengine.job.journal import Journal
@@ -36,6 +37,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     make_speaker(folder)
     return str(folder)
+
+
+def exported_and_run(suite: Path, tmp_path: Path, model: str, params: SamplingParams | None = None) -> Path:
+    """Export the requests of a suite, run the rows, and return the file of results."""
+    rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
+    assert main(["helm", "export", str(suite), "--output", str(rows), "--model", model]) == 0
+    with Engine(model, progress=False) as engine:
+        engine.run_job(rows, results, params, score=True)
+    return results
 
 
 def states(folder: Path) -> dict[str, dict[str, Any]]:
@@ -91,10 +101,7 @@ def test_errors_of_rows_are_errors_of_requests(
     suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The prompts that generate do not fit into the context of this model."""
-    rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
-    assert main(["helm", "export", str(suite), "--output", str(rows), "--model", model]) == 0
-    with Engine(model, progress=False) as engine:
-        engine.run_job(rows, results, PARAMS, score=True)
+    results = exported_and_run(suite, tmp_path, model, PARAMS)
     assert main(["helm", "import", str(results), str(suite), "--model", model]) == 1
     assert "6 requests in 3 files have results, 4 of them an error" in capsys.readouterr().err
     found = states(suite)["choice"]["request_states"][0]["result"]
@@ -106,10 +113,7 @@ def test_errors_of_rows_are_errors_of_requests(
 def test_results_without_log_probabilities_are_refused(
     suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
-    assert main(["helm", "export", str(suite), "--output", str(rows), "--model", model]) == 0
-    with Engine(model, progress=False) as engine:
-        engine.run_job(rows, results, score=True)
+    results = exported_and_run(suite, tmp_path, model)
     before = states(suite)
     assert main(["helm", "import", str(results), str(suite), "--model", model]) == 2
     assert (f"{results}: the results have no log probabilities; run the rows again with flexengine run --score"
@@ -134,11 +138,7 @@ def test_remedies_of_a_batch_that_cannot_be_continued(tmp_path: Path, model: str
 def test_missing_results_change_no_file(
     suite: Path, tmp_path: Path, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, results = tmp_path / "rows.jsonl", tmp_path / "results.jsonl"
-    only = str(suite / "choice")
-    assert main(["helm", "export", only, "--output", str(rows), "--model", model]) == 0
-    with Engine(model, progress=False) as engine:
-        engine.run_job(rows, results, PARAMS, score=True)
+    results = exported_and_run(suite / "choice", tmp_path, model, PARAMS)
     before = states(suite)
     assert main(["helm", "import", str(results), str(suite), "--model", model]) == 2
     assert "has no result in" in capsys.readouterr().err

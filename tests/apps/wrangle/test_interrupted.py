@@ -16,22 +16,12 @@ from flexengine.config import Result
 from flexengine.job.journal import Journal
 from tests.apps.wrangle.helpers import PAIRS, written
 from tests.helpers.pages import ROOT
+from tests.helpers.slow_command import slow_command
 from tests.helpers.speaker import make_byte_llama
 from tests.helpers.tokenizers import byte_tokenizer
 
 KILLS, ROWS = 10, 150
 FINAL = ("o.csv", "o.csv.rows.jsonl", "o.csv.results.jsonl", "m.json")
-SLOW = """import sys, time
-from flexengine.job.journal import Journal
-add = Journal.add
-def slow(journal, result):
-    add(journal, result)
-    time.sleep(0.05)
-Journal.add = slow
-from flexengine.commands.main import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -99,7 +89,7 @@ def rows_done(folder: Path) -> int:
 def kill(command: list[str], folder: Path, rng: random.Random) -> None:
     """Start the command, and kill it a random time after its start, or after further rows are done."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen([sys.executable, "-c", SLOW, *command], cwd=folder, env=environment)
+    child = subprocess.Popen([sys.executable, *slow_command(command, 0.05)], cwd=folder, env=environment)
     if rng.random() < 0.3:
         time.sleep(rng.uniform(0, 3))
     else:
