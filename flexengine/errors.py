@@ -85,6 +85,14 @@ class TooLittle(OutOfMemory):
         self.args = (f"{needs}, too little for {what}; {remedy}",)
 
 
+class StageLost(FlexError):
+    """A stage of a pipeline has died or hangs. Finished rows are in the journal."""
+
+    def __init__(self, rank: int, size: int, name: str, why: str) -> None:
+        super().__init__(f"stage {rank} of 0 to {size - 1} ({name}) is lost: {why}; run the same command again to"
+                         " continue the job")  # fmt: skip
+
+
 class RanOut(OutOfMemory):
     """Memory ran out while a job was running, and smaller plans did not help or the policy was given.
 

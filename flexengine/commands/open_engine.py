@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from flexengine.engine.state import Progress
     from flexengine.job.inputs import Rows
     from flexengine.lossy import Lossy
+    from flexengine.parallel.group import Group
     from flexengine.worker.opened import Opened
 
 
@@ -54,12 +55,14 @@ class _Ticking:
         tick()
 
 
-def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None) -> "Engine":
+def open_engine(
+    args: argparse.Namespace, on_sweep: "Callable[[Progress], None] | None" = None, group: "Group | None" = None
+) -> "Engine":
     """Open the engine of `flexengine run`. Print whether offloading to disk is off, and what was verified.
 
     Args:
         args: parsed options, with `policy`, `lossy` and `allow` converted to a Policy, a Lossy and names.
-        on_sweep: see EngineOptions.
+        on_sweep, group: see EngineOptions.
     """
     names = ("policy", "device", "device_mem", "host_mem", "offload_dir", "dtype", "trace", "trust_remote_code",
              "allow_symlinks", "lossy", "allow", "verify")  # fmt: skip
@@ -67,7 +70,7 @@ def open_engine(args: argparse.Namespace, on_sweep: "Callable[[Progress], None] 
     options["prefix_sharing"] = getattr(args, "prefix_sharing", True)  # only commands that read rows have the option
     engine_class = load_libraries()
     try:
-        engine = engine_class(args.model, on_sweep=on_sweep, **options)
+        engine = engine_class(args.model, on_sweep=on_sweep, group=group, **options)
     except ModelNotFound as error:
         if args.model not in shipped.names("models"):
             raise

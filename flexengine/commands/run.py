@@ -29,6 +29,7 @@ from flexengine.commands.options import (
     policy_of,
 )
 from flexengine.commands.parser import Parser
+from flexengine.commands.pipeline import add_pipeline, rank_of, serve
 from flexengine.commands.run_job import run_job
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
@@ -48,6 +49,7 @@ def parser() -> Parser:
     _add_output(p.add_argument_group("output"))
     add_sampling(p.add_argument_group("sampling", "defaults for rows without fields of these names"))
     _add_machine(p.add_argument_group("model and machine"))
+    add_pipeline(p.add_argument_group("pipeline"))
     add_lossy(p.add_argument_group("lossy", "switches that save time and memory; results then differ from those of the"
                                              " checkpoint's own numbers; flexengine quality shows by how"
                                              " much"))  # fmt: skip
@@ -107,6 +109,7 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     args.output = output_name(args.output)
     if args.input == STDIN and sys.stdin is not None and sys.stdin.isatty():
         say("reading rows from the terminal, one JSON object per line; end them with Ctrl-D")
+    rank = rank_of(args)
     check_output(args.output, args.input)
     if args.json or args.dry_run:
         check_output(None)
@@ -124,10 +127,14 @@ def run(args: argparse.Namespace, interrupts: "Interrupts") -> int:
     if args.lossy:
         say(f"lossy: {args.lossy.described}")
     if args.dry_run:
-        for option in ("json", "trace", "report", "restart", "retry_errors"):
+        for option in ("json", "trace", "report", "restart", "retry_errors", "stages"):
             if getattr(args, option):
                 raise InvalidInput(f"--{option.replace('_', '-')} has no effect with --dry-run; remove one of them")
         return _dry_run(args, params)
+    args.command = ["run", *args.argv]
+    if rank > 0:
+        serve(args)
+        return DONE
     with (
         open_rows(args) as rows,
         open_job(rows, args.output, args.restart, args.retry_errors) as job,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flexengine.commands.messages import NORMAL, detail, say, verbosity
 from flexengine.commands.open_engine import open_engine
+from flexengine.commands.pipeline import pipeline
 from flexengine.commands.progress import EmptyTexts, RowErrors, detail_lines, last_line
 from flexengine.config import SamplingParams
 from flexengine.errors import InvalidInput
@@ -31,7 +32,7 @@ def run_job(args: argparse.Namespace, job: "Job", params: SamplingParams, interr
         report.sweep(progress)
 
     with report:
-        with open_engine(args, sweep_ended) as engine:
+        with pipeline(args) as group, open_engine(args, sweep_ended, group) as engine:
             report.attach(engine)
             running = FileJob(engine, job, params)
             if running.begin():

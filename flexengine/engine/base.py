@@ -16,6 +16,8 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
+from flexengine.engine.pipeline.planner import PipelinePlanner
+from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
@@ -24,7 +26,9 @@ from flexengine.lossy import Lossy
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
+from flexengine.plan.stages import even_split
 from flexengine.plan.workload import Workload
+from flexengine.tier import cuda
 
 
 class BaseEngine(ABC):
@@ -46,10 +50,9 @@ class BaseEngine(ABC):
         self.options = options
         self.listener = listener_of(options.progress)
         with reporting(self.listener):
-            self.core = core = Core(options)
-        self.planner = Planner(
-            core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
-        )
+            self.core = core = _core(options)
+        given = core.machine, core.opened, options.hardware, options.overlap, options.policy, options.allow
+        self.planner = PipelinePlanner(core.driver, *given) if core.driver else Planner(*given)
         self.reader = Reader(core.tokenizer, core.skeleton.context_length, core.skeleton.head[1][0])
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
@@ -150,6 +153,8 @@ class BaseEngine(ABC):
             self._running = None
         self._closed = True
         self.core.close()
+        if self.core.driver is not None:
+            self.core.driver.leave()
 
     def _check_idle(self) -> None:
         self._check_open()
@@ -239,3 +244,16 @@ class BaseEngine(ABC):
         finally:
             results.sort(key=lambda result: result.index)
         return results
+
+
+def _core(options: EngineOptions) -> Core:
+    """Return the core of an engine: of the whole model, or of a stage's layers."""
+    group = options.group
+    if group is None:
+        return Core(options)
+
+    def layers(count: int) -> tuple[int, int]:
+        return even_split(count, group.size)[group.rank]
+
+    cuda.take_one(group.local_rank)
+    return Core(options, layers, Driver(group) if group.rank == 0 else None)

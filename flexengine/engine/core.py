@@ -7,7 +7,8 @@ import torch
 from flexengine import kernels
 from flexengine.activity import activity
 from flexengine.engine.options import EngineOptions
-from flexengine.engine.stages import JobResources, Stage
+from flexengine.engine.pipeline.remote import Driver, ports_of
+from flexengine.engine.stages import JobResources, LocalStage
 from flexengine.engine.summary import Summary, Verified
 from flexengine.errors import InvalidInput
 from flexengine.job.overwrite import check_model_kept
@@ -27,7 +28,7 @@ from flexengine.schedule.program import Program
 from flexengine.worker.attend import ATTENDERS, Attender
 from flexengine.worker.cache import Cache
 from flexengine.worker.hidden import Hidden
-from flexengine.worker.opened import open_model
+from flexengine.worker.opened import Layers, open_model
 from flexengine.worker.stage_ports import NO_PORTS, Ports
 from flexengine.worker.weights import Weights
 from flexengine.worker.worker import Worker
@@ -47,16 +48,19 @@ class Core:
         sample: also gets task spans, from the next job on; None for no sample.
     """
 
-    def __init__(self, options: EngineOptions, layers: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, options: EngineOptions, layers: Layers | None = None, driver: Driver | None = None
+    ) -> None:
         """Open the model and the machine, without reading weights. Raise the errors of `Engine`.
 
         Args:
             options: options of the engine.
-            layers: first layer, and last layer + 1, of this core; None for all. Other cores must hold the other layers.
+            layers: see `open_model`. Other cores must hold the other layers.
+            driver: the other stages of a pipeline whose first stage is this core; None without a pipeline.
         """
         kernels.choice()  # raises InvalidInput for a wrong FLEXENGINE_KERNELS before weights are converted
         check_model_kept(options.model, {"trace": options.trace})
-        self.options, self.machine = options, options.machine()
+        self.options, self.machine, self.driver = options, options.machine(), driver
         self._check_disk(options.policy)
         self.trace = Trace(options.trace) if options.trace else None
         self.sample: Spans | None = None
@@ -113,11 +117,20 @@ class Core:
         return Summary(self.source.name, self.machine.kind, dtype, lossy=self.lossy, verified=verified)
 
     def prepare(self, watch: Watch, load_first: bool = False) -> JobResources:
-        """Return the resources of a job that this core computes alone. Arguments and errors as in `stage`."""
-        return JobResources([self.stage(watch, load_first)])
+        """Return the resources of a job, of all stages. Arguments and errors as in `stage`."""
+        if self.driver is None:
+            return JobResources([self.stage(watch, load_first)])
+        policy, given = watch.layout.policy, self.options.policy is not None
+        others = self.driver.prepare(policy, watch.cost.workload, given, self.lossy)
+        try:
+            own = self.stage(watch, load_first, ports_of(self.driver))
+            return JobResources([own, *others()])
+        except BaseException:
+            self.driver.end()
+            raise
 
     @torch.no_grad()
-    def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> Stage:
+    def stage(self, watch: Watch, load_first: bool = False, ports: Ports = NO_PORTS) -> LocalStage:
         """Allocate all large memory of a job, and return its stage.
 
         Weights of an earlier job stay in memory if the layout has them at the same places.
@@ -150,7 +163,7 @@ class Core:
         lanes = machine.lanes if self.options.overlap and (moving or machine.lanes == "stream") else "inline"
         executor = Executor(worker.perform, lanes, *filter(None, (self.trace, self.sample)))
         machine.synchronize()
-        return Stage(worker, program, executor, watch)
+        return LocalStage(worker, program, executor, watch)
 
     def _worker(self, layout: Layout, load_first: bool, ports: Ports) -> Worker:
         with contextlib.ExitStack() as undo:  # `Cache` first, as it creates spill files, which may fail

@@ -8,14 +8,14 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from flexengine.config import Completion, Result, Score
 from flexengine.engine.arrange import Arranged, Arrangement
 from flexengine.engine.generating import Generating
-from flexengine.engine.stages import JobResources
+from flexengine.engine.stages import JobResources, LocalStage, Sweep
 from flexengine.engine.state import Progress
 from flexengine.job.prompts import Request
 from flexengine.model.sample import NONFINITE, Sampled, logprob_entry
@@ -26,21 +26,23 @@ from flexengine.schedule.order import Batch
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.worker import Text
 
+Step, Value = TypeVar("Step"), TypeVar("Value")
 
-class Swept(NamedTuple):
-    """A computed sweep.
+
+class Begun(NamedTuple):
+    """A sweep that was begun.
 
     Attributes:
         batches: gpu_batches of the sweep.
-        ended: sequences that ended.
-        prefill: whether a prompt was computed.
-        seconds: seconds of each stage.
+        prompt_tokens: number of prompt tokens that it computes.
+        began: time at which it was begun, in seconds of time.perf_counter.
+        busy: seconds until all stages were started.
     """
 
     batches: list[Batch]
-    ended: list[Sequence]
-    prefill: bool
-    seconds: list[float]
+    prompt_tokens: int
+    began: float
+    busy: float
 
 
 @dataclass
@@ -85,6 +87,8 @@ class Generation:
         self._texts: dict[int, Text] = {}
         self._open: dict[int, _Open] = {}  # by row index
         self._next = 0  # sequence id
+        self._begun: list[Begun | None] = [None for _ in resources.sweeps.cohorts]
+        self._ended = 0.0  # time at which a sweep ended last
 
     def run(self, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
         """Yield results in the order in which rows finish. A row with an error yields a result when the row is read.
@@ -96,38 +100,41 @@ class Generation:
             Shortage: a sweep ran out of memory. The caller must run the requests of `unfinished()` again, then the rest
                 of the arrangement's feed.
         """
-        sweeps, progress, arrangement = self.resources.sweeps, self.progress, self.arrangement
-        while True:
-            self._take()
-            while arrangement.bad:
-                row = arrangement.bad.popleft()
-                progress.failed += 1
-                yield Result(row.index, error=row.error, prompt=row.prompt)
-            if sweeps.idle:
-                if arrangement.ended:
-                    return
-                continue  # `_take` read only rows with errors, up to its limit
-            began = time.perf_counter()
-            swept = self._guarded_sweep()
-            seconds = time.perf_counter() - began
-            self._note(swept, seconds)
-            progress.sweeps += 1
-            if swept.prefill:
-                progress.prefill_seconds += seconds
-            else:
-                progress.decode_seconds += seconds
-            results = [result for sequence in swept.ended if (result := self._leave(sequence)) is not None]
-            progress.rows += sum(result.error is None for result in results)
-            if on_sweep:
-                on_sweep(progress)
-            self.reports.end_sweep()
-            yield from results
+        while not (self.resources.sweeps.idle and self.arrangement.ended):
+            for cohort in range(len(self.resources.sweeps.cohorts)):
+                if self._begun[cohort] is not None:
+                    yield from self._end(cohort, on_sweep)
+                self._take()
+                yield from self._refused()
+                if not self.resources.sweeps.idle:  # else `_take` read only rows with errors, up to its limit
+                    self._guarded(self._begin, cohort)
 
-    def _note(self, swept: Swept, seconds: float) -> None:
-        """Give each stage's watch the seconds of a sweep. Seconds outside of stages are divided evenly."""
-        rest = (seconds - sum(swept.seconds)) / len(swept.seconds)
-        for stage, own in zip(self.resources.stages, swept.seconds, strict=True):
-            stage.watch.note(swept.batches, own + rest, stage.executor.busy)
+    def _refused(self) -> Iterator[Result]:
+        """Yield the results of rows with an error that were read."""
+        while self.arrangement.bad:
+            row = self.arrangement.bad.popleft()
+            self.progress.failed += 1
+            yield Result(row.index, error=row.error, prompt=row.prompt)
+
+    def _end(self, cohort: int, on_sweep: Callable[[Progress], None] | None) -> Iterator[Result]:
+        """End the cohort's sweep. Yield the results of the rows that are finished."""
+        begun, progress = self._begun[cohort], self.progress
+        assert begun is not None
+        self._begun[cohort] = None
+        ended = self._guarded(self._finish, begun)
+        now = time.perf_counter()
+        seconds, self._ended = now - max(begun.began, self._ended), now
+        progress.sweeps += 1
+        if begun.prompt_tokens:
+            progress.prefill_seconds += seconds
+        else:
+            progress.decode_seconds += seconds
+        results = [result for sequence in ended if (result := self._leave(sequence)) is not None]
+        progress.rows += sum(result.error is None for result in results)
+        if on_sweep:
+            on_sweep(progress)
+        self.reports.end_sweep()
+        yield from results
 
     def _take(self) -> None:
         """Take requests from the arrangement until one sequence more than a block waits. The additional sequence shows
@@ -151,8 +158,8 @@ class Generation:
             self.resources.sweeps.add(Sequence(self._next, length, most, stem, len(targets), self.step_by_step))
             self._next += 1
 
-    def _guarded_sweep(self) -> Swept:
-        """Return what `_sweep` returns. Raise Shortage if it ran out of memory.
+    def _guarded(self, step: Callable[[Step], Value], argument: Step) -> Value:
+        """Return the value of a step of a sweep. Raise Shortage if it ran out of memory.
 
         After an error no further task starts. Unfinished forward passes and variables in the traceback drop their
         tensors. The Shortage is raised after the `except` block: else the first error, with its traceback, would stay
@@ -160,7 +167,7 @@ class Generation:
         """
         try:
             with torch.no_grad():
-                return self._sweep()
+                return step(argument)
         except BaseException as error:
             failure = shortage(error, self.resources.cuda)
             if failure is None:
@@ -184,38 +191,59 @@ class Generation:
         waiting = [arranged.request for arranged in self.arrangement.ready]
         return [row.request for row in self._open.values()] + waiting
 
-    def _sweep(self) -> Swept:
-        """Advance every live sequence by one token, through one stage after the other."""
-        resources = self.resources
-        sweeps = resources.sweeps
-        batches = sweeps.begin(resources.claim, resources.release)
+    def _begin(self, cohort: int) -> None:
+        """Begin a sweep, which advances every live sequence of a cohort by one token. Start it in every stage."""
+        began = time.perf_counter()
+        resources, sweeps = self.resources, self.resources.sweeps
+        batches = sweeps.begin(resources.claim, resources.release, cohort)
         if not batches:
+            if sweeps.live:  # of other cohorts
+                return
             peak = sweeps.waiting[0].peak_tokens
             pools = [(tier, pool) for tier, group in sweeps.pools.items() for pool in group]
             pages = ", ".join(f"{tier}: {pool.held(peak)} of {pool.pages}" for tier, pool in pools)
             raise RuntimeError(f"the next sequence needs more KV pages per layer than the pools have ({pages}); raise"
                                " --device-mem or lower max_tokens")  # fmt: skip
         prompt_tokens = sum(p.count for b in batches for p in b.pieces if sweeps.in_prompt(p))
-        seconds = self._stages(batches)
-        worker = resources.stages[-1].worker
-        stopped = {sequence for sequence, token in worker.sampled.items() if self._append(sequence, token)}
-        for sequence, scored in worker.scored.items():
-            self._score(sequence, scored)
-        self.progress.tokens += len(worker.sampled) + len(worker.scored)
-        self.progress.scored += len(worker.scored)
-        self.progress.scored_tokens += sum(map(len, worker.scored.values()))
-        self.progress.computed_prompt_tokens += prompt_tokens
-        ended = sweeps.advance(batches, stopped, resources.release)
-        return Swept(batches, ended, prompt_tokens > 0, seconds)
+        sweep = Sweep(sweeps.sweep, batches, sweeps.stems, sweeps.another)
+        local = resources.local
+        self.reports.begin_sweep([stage.cells(batches) for stage in local], len(sweeps.live))
+        for stage in resources.stages:
+            if stage in local:
+                self.reports.begin_stage(local.index(stage))
+            stage.start(sweep, self._texts)
+        self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)
 
-    def _stages(self, batches: list[Batch]) -> list[float]:
-        """Compute the sweep in every stage. Return the seconds of each."""
-        seconds, sweeps = list[float](), self.resources.sweeps
-        self.reports.begin_sweep([stage.cells(batches) for stage in self.resources.stages], len(sweeps.live))
-        for number, stage in enumerate(self.resources.stages):
-            self.reports.begin_stage(number)
-            seconds.append(stage.sweep(batches, sweeps, self._texts))
-        return seconds
+    def _finish(self, begun: Begun) -> list[Sequence]:
+        """Wait for a sweep's results and record them. Return the sequences that leave."""
+        resources, progress = self.resources, self.progress
+        results = [stage.result() for stage in resources.stages]
+        came = time.perf_counter()
+        sampled, scored = results[-1].sampled, results[-1].scored
+        stopped = {sequence for sequence, token in sampled.items() if self._append(sequence, token)}
+        for sequence, tokens in scored.items():
+            self._score(sequence, tokens)
+        progress.tokens += len(sampled) + len(scored)
+        progress.scored += len(scored)
+        progress.scored_tokens += sum(map(len, scored.values()))
+        progress.computed_prompt_tokens += begun.prompt_tokens
+        ended = resources.sweeps.advance(begun.batches, stopped, resources.release)
+        self._note(begun, [result.seconds for result in results], time.perf_counter() - came)
+        return ended
+
+    def _note(self, begun: Begun, seconds: list[float], rest: float) -> None:
+        """Give the watch of each stage of this process its seconds. Seconds outside of stages are divided evenly.
+
+        Args:
+            begun: the sweep.
+            seconds: of each stage.
+            rest: seconds after the sweep was computed.
+        """
+        own = [(stage, s) for stage, s in zip(self.resources.stages, seconds, strict=True)
+               if isinstance(stage, LocalStage)]  # fmt: skip
+        rest += begun.busy - sum(s for _, s in own)
+        for stage, s in own:
+            stage.watch.note(begun.batches, s + rest / len(own), stage.executor.busy)
 
     def _append(self, sequence: int, sampled: Sampled) -> bool:
         """Append a token to a sequence. Return whether it was the last one."""

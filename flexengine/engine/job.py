@@ -154,7 +154,7 @@ class Job:
             reports.end(failed)
             resources.close()
             core.machine.give_back()
-            for stage in resources.stages:
+            for stage in resources.local:
                 state.add_busy(stage.executor.busy)
             self.summary = self._summarise(state, watch)
             self._write_trace()

@@ -14,6 +14,7 @@ from flexengine.engine.state import Progress
 from flexengine.errors import InvalidInput
 from flexengine.lossy import EXACT, Lossy, choices
 from flexengine.model.dtypes import named_dtype
+from flexengine.parallel.group import Group
 from flexengine.plan.hardware import Hardware
 from flexengine.policy import Policy
 from flexengine.tier.machine import KINDS, Links, Machine, make_machine
@@ -69,7 +70,12 @@ class MachineOptions:
 
     def machine(self) -> Machine:
         """Return the machine. Raise InvalidInput for a device or a size that this machine does not have."""
-        return make_machine(self.device, *self._bytes, self.directories, self.links)
+        return make_machine(self.device, *self._bytes, self.directories, self.links, self._sharing)
+
+    @property
+    def _sharing(self) -> int:
+        """Number of processes that share this machine."""
+        return 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +96,7 @@ class EngineOptions(MachineOptions):
         allow: names in `lossy.ALLOW` that the planner may choose from, once, for the first job.
         prefix_sharing: compute a prefix that several prompts have in common once.
         verify: compare all files of the model with their checksums before they are read (docs/jobs.md, "Checksums").
+        group: the processes of a pipeline, one of which runs this engine; None for one process.
         progress: True shows progress and messages on standard error: bars on a terminal, else plain lines. False shows
             nothing; messages go to the logger "flexengine". A function is called with an Activity at the start and
             the end of long work, and about twice a second meanwhile, possibly from another thread, one call at a time.
@@ -112,6 +119,7 @@ class EngineOptions(MachineOptions):
     allow: Sequence[str] = ()
     prefix_sharing: bool = True
     verify: bool = False
+    group: Group | None = None
     progress: bool | Listener | None = None
 
     def __post_init__(self) -> None:
@@ -124,6 +132,7 @@ class EngineOptions(MachineOptions):
         check("trace", self.trace, str | Path | None, "the name of a file, or None")
         check("on_sweep", self.on_sweep, Callable | None, "a function that takes a Progress, or None")
         check("hardware", self.hardware, Hardware | None, "a Hardware, such as Hardware.load(FILE), or None")
+        check("group", self.group, Group | None, "a Group of flexengine.parallel, or None")
         check("lossy", self.lossy, Lossy, "a Lossy, such as Lossy(weights='int4')")
         _check_allow(self.allow)
         if self.allow and (self.lossy or self.policy is not None):
@@ -134,6 +143,10 @@ class EngineOptions(MachineOptions):
             raise InvalidInput(f"progress is {kind}; it must be True, False, None or a function")
         named_dtype(self.dtype)
 
+    @property
+    def _sharing(self) -> int:
+        return 1 if self.group is None else self.group.local_size
+
     def exact(self, hardware: Hardware, progress: Listener) -> "EngineOptions":
         """Return the options of an engine for the same model with the checkpoint's own numbers.
 
@@ -142,7 +155,7 @@ class EngineOptions(MachineOptions):
             progress: receives its reports.
         """
         return replace(self, hardware=hardware, policy=None, lossy=EXACT, allow=(), trace=None, on_sweep=None,
-                       verify=False, progress=progress)  # fmt: skip
+                       verify=False, group=None, progress=progress)  # fmt: skip
 
 
 def takes(record: Callable[P, object]) -> Callable[[Callable[..., None]], Callable[Concatenate[Any, P], None]]:

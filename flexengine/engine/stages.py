@@ -2,26 +2,112 @@
 
 import contextlib
 import time
+from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
+from typing import NamedTuple, Self
 
 from flexengine.errors import InvalidInput
+from flexengine.model.sample import Sampled
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
+from flexengine.plan.stages import SHARED
+from flexengine.policy import Policy
 from flexengine.runtime.execute import Executor
 from flexengine.schedule import sweeps
 from flexengine.schedule.order import Batch
+from flexengine.schedule.pages import Pool
 from flexengine.schedule.program import Program
 from flexengine.schedule.sweeps import Sweeps
 from flexengine.worker.worker import Text, Worker
 
-# Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
-SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate")
+
+class Sweep(NamedTuple):
+    """A sweep of one cohort, as all stages compute it.
+
+    Attributes:
+        number: number of the sweep.
+        batches: its gpu_batches.
+        stems: tokens of each trunk that the sweep computes, by its number.
+        another: whether another sweep follows, of any cohort.
+    """
+
+    number: int
+    batches: list[Batch]
+    stems: Mapping[int, Sequence[int]]
+    another: bool
 
 
-@dataclass(frozen=True)
-class Stage:
+class StageResult(NamedTuple):
+    """A sweep that a stage has computed.
+
+    Attributes:
+        seconds: seconds that the stage computed.
+        sampled: by sequence id, the sampled token; empty unless the stage ends with the head.
+        scored: by sequence id, the scored targets; empty unless the stage ends with the head.
+    """
+
+    seconds: float
+    sampled: Mapping[int, Sampled]
+    scored: Mapping[int, list[Sampled]]
+
+
+class Stage(ABC):
+    """A range of layers that computes sweeps, in this process or in another one.
+
+    Attributes:
+        layers: first layer, last layer + 1, and layers of the whole model.
+        policy: its policy.
+        pools: KV pages, by tier and group of layers.
+        cuda: whether it computes on a CUDA GPU.
+    """
+
+    layers: tuple[int, int, int]
+    policy: Policy
+    pools: Mapping[str, tuple[Pool, ...]]
+    cuda: bool
+
+    def __enter__(self) -> Self:
+        return self
+
+    @abstractmethod
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the threads that compute."""
+
+    @abstractmethod
+    def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
+        """Take KV pages until the sequence can hold `tokens` tokens."""
+
+    @abstractmethod
+    def release(self, sequence: sweeps.Sequence) -> None:
+        """Return the sequence's KV pages to the pools."""
+
+    @abstractmethod
+    def start(self, sweep: Sweep, texts: Mapping[int, Text]) -> None:
+        """Compute a sweep, or let another process compute it.
+
+        Args:
+            sweep: the sweep. Its pages are claimed.
+            texts: tokens, by sequence id.
+        """
+
+    @abstractmethod
+    def result(self) -> StageResult:
+        """Return the result of the first sweep that was started and whose result was not returned yet."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Start no further task, and end unfinished forward passes."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free the job's memory. Weights stay for the next job."""
+
+
+class LocalStage(Stage):
     """The resources that `Core.stage` allocates for a range of layers under one layout.
 
     Attributes:
@@ -31,33 +117,58 @@ class Stage:
         watch: compares sweeps with their prediction.
     """
 
-    worker: Worker
-    program: Program
-    executor: Executor
-    watch: Watch
+    def __init__(self, worker: Worker, program: Program, executor: Executor, watch: Watch) -> None:
+        self.worker, self.program, self.executor, self.watch = worker, program, executor, watch
+        self.layers = (*worker.skeleton.layer_range, worker.skeleton.total)
+        self.policy, self.pools = watch.layout.policy, watch.layout.pools
+        self.cuda = worker.weights.machine.kind == "cuda"
+        self._results: deque[StageResult] = deque()
+
+    def __enter__(self) -> Self:
+        self.executor.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.executor.__exit__(kind, error, trace)
 
     @property
     def layout(self) -> Layout:
         """The layout under which memory is allocated."""
         return self.watch.layout
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes of weights that the first sweep reads into memory."""
+        return self.worker.weights.pending_bytes
+
     def cells(self, batches: Sequence[Batch]) -> int:
         """Return the number of cells of a sweep of this stage."""
         return len(self.program.streamed) * len(batches)
 
-    def sweep(self, batches: list[Batch], sweeps: Sweeps, texts: Mapping[int, Text]) -> float:
-        """Compute one sweep of this stage. Return its seconds.
+    def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
+        self.worker.cache.claim(sequence, tokens)
 
-        Args:
-            batches: gpu_batches of the sweep.
-            sweeps: after `Sweeps.begin` for this sweep.
-            texts: tokens, by sequence id.
-        """
-        began = time.perf_counter()
-        self.worker.begin(batches, texts, sweeps.stems)
-        self.worker.weights.machine.synchronize()
-        self.executor.run(self.program.sweep(sweeps.sweep, batches, sweeps.another))
-        return time.perf_counter() - began
+    def release(self, sequence: sweeps.Sequence) -> None:
+        self.worker.cache.release(sequence)
+
+    def start(self, sweep: Sweep, texts: Mapping[int, Text]) -> None:
+        """Compute a sweep in this thread."""
+        began, worker = time.perf_counter(), self.worker
+        worker.begin(sweep.batches, texts, sweep.stems)
+        worker.weights.machine.synchronize()
+        self.executor.run(self.program.sweep(sweep.number, sweep.batches, sweep.another))
+        self._results.append(StageResult(time.perf_counter() - began, worker.sampled, worker.scored))
+
+    def result(self) -> StageResult:
+        return self._results.popleft()
+
+    def abandon(self) -> None:
+        self.executor.abandon("device", self.worker.drop)
+
+    def close(self) -> None:
+        self.worker.close()
 
 
 class JobResources:
@@ -72,14 +183,15 @@ class JobResources:
         """Chain stages. Raise InvalidInput as `check_chain`."""
         self.stages = tuple(stages)
         check_chain(self.stages)
-        layouts = [stage.layout for stage in self.stages]
-        pools = {tier: tuple(pool for each in layouts for pool in each.pools[tier]) for tier in layouts[0].pools}
-        self.sweeps = Sweeps(layouts[0].policy, pools)
+        first = self.stages[0]
+        pools = {tier: tuple(pool for each in self.stages for pool in each.pools[tier]) for tier in first.pools}
+        cohorts = 1 if len(self.local) == len(self.stages) else len(self.stages)
+        self.sweeps = Sweeps(first.policy, pools, cohorts)
         self._lanes = contextlib.ExitStack()
 
     def __enter__(self) -> "JobResources":
         for stage in self.stages:
-            self._lanes.enter_context(stage.executor)
+            self._lanes.enter_context(stage)
         return self
 
     def __exit__(
@@ -88,53 +200,57 @@ class JobResources:
         self._lanes.__exit__(kind, error, trace)
 
     @property
+    def local(self) -> list[LocalStage]:
+        """The stages that compute in this process."""
+        return [stage for stage in self.stages if isinstance(stage, LocalStage)]
+
+    @property
     def cuda(self) -> bool:
         """Whether a stage computes on a CUDA GPU."""
-        return any(stage.worker.weights.machine.kind == "cuda" for stage in self.stages)
+        return any(stage.cuda for stage in self.stages)
 
     @property
     def pending_bytes(self) -> int:
-        """Bytes of weights that the first sweep reads into memory."""
-        return sum(stage.worker.weights.pending_bytes for stage in self.stages)
+        """Bytes of weights that the first sweep reads into the memory of this process."""
+        return sum(stage.pending_bytes for stage in self.local)
 
     def watch(self, look: Callable[[int], None]) -> None:
         """Call `look` during sweeps; see `Executor`."""
-        for stage in self.stages:
+        for stage in self.local:
             stage.executor.look = look
 
     def claim(self, sequence: sweeps.Sequence, tokens: int) -> None:
         """Take KV pages in every stage until the sequence can hold `tokens` tokens."""
         for stage in self.stages:
-            stage.worker.cache.claim(sequence, tokens)
+            stage.claim(sequence, tokens)
 
     def release(self, sequence: sweeps.Sequence) -> None:
         """Return the sequence's KV pages of every stage to the pools."""
         for stage in self.stages:
-            stage.worker.cache.release(sequence)
+            stage.release(sequence)
 
     def abandon(self) -> None:
         """Start no further task, and end unfinished forward passes."""
         for stage in self.stages:
-            stage.executor.abandon("device", stage.worker.drop)
+            stage.abandon()
 
     def close(self) -> None:
         """Free the job's memory in every stage. Weights stay for the next job."""
         for stage in self.stages:
-            stage.worker.close()
+            stage.close()
 
 
 def check_chain(stages: Sequence[Stage]) -> None:
     """Raise InvalidInput if the stages do not hold each layer of one model once, in order, or if their policies form
     different gpu_batches."""
-    skeletons = [stage.worker.skeleton for stage in stages]
-    ranges = [skeleton.layer_range for skeleton in skeletons]
-    total = skeletons[0].total
-    ends = [0, *(end for _, end in ranges)]
-    if [first for first, _ in ranges] != ends[:-1] or ends[-1] != total or {s.total for s in skeletons} != {total}:
-        held = ", ".join(f"{first}..{end - 1} of {s.total}" for (first, end), s in zip(ranges, skeletons, strict=True))
+    ranges = [stage.layers for stage in stages]
+    total = ranges[0][2]
+    ends = [0, *(end for _, end, _ in ranges)]
+    if [first for first, _, _ in ranges] != ends[:-1] or ends[-1] != total or {n for _, _, n in ranges} != {total}:
+        held = ", ".join(f"{first}..{end - 1} of {n}" for first, end, n in ranges)
         raise InvalidInput(f"the stages hold layers {held}; together they must hold each layer of one model once, in"
                            " order")  # fmt: skip
-    policies = [stage.layout.policy for stage in stages]
+    policies = [stage.policy for stage in stages]
     for name in SHARED:
         values = [getattr(policy, name) for policy in policies]
         if any(value != values[0] for value in values):

@@ -51,15 +51,20 @@ def entrants(schedule: str, live: int, gpu_batch_size: int, num_gpu_batches: int
     return block - live
 
 
-def peak_pages(sequences: Sequence[Growing], pool: Pool) -> int:
+def peak_pages(sequences: Sequence[Growing], pool: Pool, late: int = 0) -> int:
     """Return the most pages in use if no sequence enters. Shared pages are counted once.
 
     The number of pages falls only when a sequence or a common prefix ends, so the maximum occurs in the last sweep of
-    one of them.
+    one of them, or `late` sweeps later.
+
+    Args:
+        sequences: forecasts.
+        pool: their pool.
+        late: sweeps for which an ended sequence keeps its pages.
     """
     if not sequences:
         return 0
     tokens, sweeps, shared, grows = np.array(sequences).T
-    ends = np.unique(sweeps)[:, None]
-    held = pool.held(tokens + (ends - 1) * grows) - pool.num_shared(shared)
-    return int(np.where(sweeps >= ends, held, 0).sum(axis=1).max())
+    ends = np.unique([sweeps, sweeps + late])[:, None]
+    held = pool.held(tokens + (np.minimum(ends, sweeps) - 1) * grows) - pool.num_shared(shared)
+    return int(np.where(sweeps + late >= ends, held, 0).sum(axis=1).max())

@@ -1,11 +1,14 @@
 """Admission of sequences by forecast, gpu_batches of every sweep, and removal of ended sequences.
 
 The engine calls `Sweeps.begin` before a sweep and `Sweeps.advance` after it, with the sequences that ended.
+
+The block may be cut into cohorts, each with sweeps of its own. While one stage of a pipeline computes a sweep of one
+cohort, another stage computes a sweep of another cohort. A machine without a pipeline has one cohort.
 """
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
 from flexengine.policy import Policy
@@ -32,6 +35,7 @@ class Sequence:
         generated: tokens generated so far.
         home: tier of the KV cache; "" before the sequence enters.
         source: the trunk whose pages it shares; None if it shares none.
+        cohort: number of its cohort, from the sweep in which it enters.
     """
 
     id: int
@@ -44,6 +48,7 @@ class Sequence:
     generated: int = 0
     home: str = ""
     source: "Trunk | None" = None
+    cohort: int = 0
 
     @property
     def pending(self) -> int:
@@ -101,24 +106,28 @@ class Sweeps:
 
     A stem is computed in the sweep in which its first sequence enters, in an earlier gpu_batch. Its pages are kept
     until all sequences that share it have ended. If kept pages leave no room for the next sequence, they are freed, and
-    the stem is computed again later.
+    the stem is computed again later. Sequences of all cohorts share a stem, as every stage computes sweeps in order.
 
     Attributes:
         pools: by tier, a pool for each group of layers that see equally many tokens.
-        places: by tier, most sequences whose KV cache is there.
+        cohorts: policies of the cohorts. Together their gpu_batches are those of the block.
+        places: by cohort and tier, most sequences whose KV cache is there.
         waiting: sequences that have not entered, in order. Those that share a stem are adjacent.
         live: sequences that have entered, by id.
         trunks: by stem and tier, the stems whose pages are kept.
-        sweep: number of the sweep in progress.
+        stems: tokens of each trunk that the sweep begun last computes, by its number.
+        sweep: number of the sweep begun last.
     """
 
-    def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]]) -> None:
-        self.policy, self.pools = policy, pools
-        self.places = count_by_tier(policy.block_size, policy.cache)
+    def __init__(self, policy: Policy, pools: Mapping[str, tuple[Pool, ...]], cohorts: int = 1) -> None:
+        """Form the cohorts. cohorts: most cohorts; a cohort has at least one gpu_batch."""
+        self.policy, self.pools, self.cohorts = policy, pools, cut(policy, cohorts)
+        self.places = [count_by_tier(cohort.block_size, policy.cache) for cohort in self.cohorts]
         self.waiting: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
         self.trunks: dict[tuple[Stem, str], Trunk] = {}
-        self.sweep = -1
+        self.stems: dict[int, Tokens] = {}
+        self.sweep, self._current = -1, 0
         self._entered: WeakKeyDictionary[Stem, int] = WeakKeyDictionary()  # number of a stem's sequences that entered
         self._trunks_made = 0
 
@@ -130,16 +139,17 @@ class Sweeps:
         self.waiting.append(sequence)
 
     def begin(
-        self, claim: Callable[[Sequence, int], None], release: Callable[[Sequence], None] = lambda sequence: None
-    ) -> list[Batch]:
-        """Admit waiting sequences, then form the sweep's batches.
+        self, claim: Callable[[Sequence, int], None], release: Callable[[Sequence], None] = lambda sequence: None,
+        cohort: int = 0,
+    ) -> list[Batch]:  # fmt: skip
+        """Admit waiting sequences to a cohort, then form the batches of its sweep. Return [] if the cohort is empty.
 
         Args:
             claim: called with every trunk and live sequence, and its cached tokens after the sweep; takes KV pages for
                 them. A trunk is claimed before those that share it.
             release: called with a trunk whose pages are given back.
         """
-        self.sweep += 1
+        self.sweep, self._current = self.sweep + 1, cohort
         self._admit()
         if not self.live and self.trunks:  # kept pages leave no room for the next sequence
             self._free(list(self.trunks), release)
@@ -148,17 +158,29 @@ class Sweeps:
             self._note_entry(self.waiting[0].stem)
             self.waiting[0].stem = None
             self._admit()
-        for sequence in (*(t for t in self.trunks.values() if t.pending), *self.live.values()):
+        pending = {trunk: stem for (stem, _), trunk in self.trunks.items() if trunk.pending}
+        for sequence in (*pending, *self._members):
             claim(sequence, sequence.cached + sequence.pending)
-        return self._batches()
+        batches = self._batches()
+        self.stems = {trunk.id: stem.tokens for trunk, stem in pending.items()}
+        for trunk in pending:
+            trunk.cached = trunk.prompt_tokens
+        return batches
+
+    @property
+    def _members(self) -> list[Sequence]:
+        """The live sequences of the cohort whose sweep was begun last."""
+        return [s for s in self.live.values() if s.cohort == self._current]
 
     def _admit(self) -> None:
         """Let waiting sequences enter while there is room."""
-        policy = self.policy
-        room = entrants(policy.schedule, len(self.live), policy.gpu_batch_size, policy.num_gpu_batches)
+        policy, members = self.cohorts[self._current], self._members
+        room = entrants(policy.schedule, len(members), policy.gpu_batch_size, policy.num_gpu_batches)
+        if len(self.cohorts) > 1:  # few sequences are divided evenly
+            room = min(room, -(-(len(self.live) + len(self.waiting)) // len(self.cohorts)) - len(members))
         if not self.waiting or room <= 0:
             return
-        counts = {tier: sum(s.home == tier for s in self.live.values()) for tier in self.pools}
+        counts = {tier: sum(s.home == tier for s in members) for tier in self.pools}
         forecast = {tier: self._forecast(tier) for tier in self.pools}
         while room > 0 and self.waiting and (entry := self._entry(self.waiting[0], counts, forecast)):
             sequence, (home, growing) = self.waiting.popleft(), entry
@@ -169,7 +191,7 @@ class Sweeps:
 
     def _enter(self, sequence: Sequence, home: str) -> None:
         sequence.home, sequence.source = home, self._trunk(sequence.stem, home)
-        sequence.cached = sequence.shared
+        sequence.cached, sequence.cohort = sequence.shared, self._current
         self._note_entry(sequence.stem)
         for stem in stems_above(sequence.stem):
             self.trunks[stem, home].users[sequence.id] = sequence
@@ -214,7 +236,7 @@ class Sweeps:
             forecast: by tier, as `_forecast`.
         """
         for tier, pools in self.pools.items():
-            if counts[tier] >= self.places.get(tier, 0):
+            if counts[tier] >= self.places[self._current].get(tier, 0):
                 continue
             if any(pool.batch_pages and pool.held(sequence.peak_tokens) > pool.batch_pages for pool in pools):
                 continue
@@ -224,24 +246,21 @@ class Sweeps:
                     waits = self._entered.get(stem, 0) + 1 < stem.sequences
                     sweeps = FOREVER if waits else sequence.max_tokens
                     new.append(Growing(stem.end, sweeps, stem.start, grows=0))
-            if all(peak_pages([*forecast[tier], *new], pool) <= pool.pages for pool in pools):
+            # A cohort's ended sequences keep their pages while the next cohort begins its sweep.
+            late = int(len(self.cohorts) > 1)
+            if all(peak_pages([*forecast[tier], *new], pool, late) <= pool.pages for pool in pools):
                 return tier, new
         return None
 
-    @property
-    def stems(self) -> dict[int, Tokens]:
-        """Tokens of each trunk that the sweep in progress computes, by its number."""
-        return {trunk.id: stem.tokens for (stem, _), trunk in self.trunks.items() if trunk.pending}
-
     def in_prompt(self, piece: Piece) -> bool:
-        """Return whether a piece of the sweep in progress is part of a prompt."""
+        """Return whether a piece of the sweep begun last is part of a prompt."""
         return piece.sequence not in self.live or not self.live[piece.sequence].generated
 
     def _batches(self) -> list[Batch]:
         policy, formed = self.policy, list[tuple[tuple[Piece, ...], str, str]]()
         for tier, pools in self.pools.items():
             trunks = [t for t in self.trunks.values() if t.home == tier and t.pending]
-            live = [s for s in self.live.values() if s.home == tier]
+            live = [s for s in self._members if s.home == tier]
             where = policy.attends(tier)
             delegated = [s for s in live if s.generated] if where != "device" else []
             # Buffers limit the pages of a gpu_batch. Pages of delegated sequences pass through no buffer.
@@ -280,8 +299,6 @@ class Sweeps:
         Args:
             release: called with each sequence that leaves, then with each trunk that no sequence shares any more.
         """
-        for trunk in self.trunks.values():
-            trunk.cached = trunk.prompt_tokens
         for piece in (p for b in batches for p in b.pieces if p.sequence >= 0):
             sequence = self.live[piece.sequence]
             sequence.cached += piece.count
@@ -298,5 +315,21 @@ class Sweeps:
 
     @property
     def another(self) -> bool:
-        """Whether another sweep follows, unless end-of-sequence tokens end all sequences."""
-        return bool(self.waiting) or any(s.max_tokens - s.generated > 1 for s in self.live.values())
+        """Whether a sweep follows the one begun last, unless end-of-sequence tokens end all sequences."""
+        return bool(self.waiting) or any(
+            s.max_tokens - s.generated > 1 or s.cohort != self._current for s in self.live.values()
+        )
+
+
+def cut(policy: Policy, cohorts: int) -> list[Policy]:
+    """Return the policies of the cohorts of a block: their gpu_batches differ by at most one, and sum to the block's.
+
+    Args:
+        policy: policy of the block. With schedule `row` the block is one gpu_batch.
+        cohorts: most cohorts.
+    """
+    batches = policy.block_size // policy.gpu_batch_size
+    count = max(1, min(cohorts, batches))
+    if count == 1:
+        return [policy]
+    return [replace(policy, num_gpu_batches=batches // count + (i < batches % count)) for i in range(count)]

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import resource
 from dataclasses import dataclass
 from typing import Any
@@ -190,3 +191,21 @@ def give_back() -> None:
 def synchronize() -> None:
     """Wait for the work on the current CUDA stream of this thread."""
     torch.cuda.current_stream().synchronize()
+
+
+_gpus = 1  # GPUs of this machine that the processes of a pipeline share
+
+
+def take_one(number: int) -> None:
+    """Let this process see one GPU only, before it uses any: GPU `number` modulo the number of visible GPUs."""
+    global _gpus
+    if (count := torch.cuda.device_count()) > 1:
+        _gpus = count
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+        names = visible if len(visible) == count else list(map(str, range(count)))
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[number % count]
+
+
+def sharing(processes: int) -> int:
+    """Return the number of processes that share a GPU. processes: number of processes on this machine."""
+    return -(-processes // _gpus)

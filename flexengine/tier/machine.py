@@ -181,8 +181,9 @@ class Machine:
 
 
 def make_machine(
-    kind: str, device_mem: int | None, host_mem: int | None, offload_dirs: Sequence[Path], links: Links | None = None
-) -> Machine:
+    kind: str, device_mem: int | None, host_mem: int | None, offload_dirs: Sequence[Path], links: Links | None = None,
+    sharing: int = 1,
+) -> Machine:  # fmt: skip
     """Return the machine to run on.
 
     A first offload directory that cannot be used is no error here, as most plans need none: see `Machine.no_offload`.
@@ -193,6 +194,7 @@ def make_machine(
         host_mem: bytes of the host tier; None for what is free (sim: no limit).
         offload_dirs: directories of spill files, at least one; each is a place of its own.
         links: rates, for kind sim only.
+        sharing: processes that share this machine. Each takes its part of what is free.
 
     Raises:
         InvalidInput: the kind is unknown or has no device here, or a size does not apply to the kind or exceeds the
@@ -213,8 +215,8 @@ def make_machine(
     _allow_open_files()
     ram_limit = {"cpu": device_mem, "cuda": host_mem, "sim": (device_mem or 0) + (host_mem or 0)}[kind]
     directories = tuple(offload_dirs)
-    ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0])
-    free_disk, *more = _shared_out((free_disk, *_further(directories)), directories)
+    ram, free_disk, fault = _ram_and_disk(ram_limit, directories[0], sharing)
+    free_disk, *more = _shared_out((free_disk, *_further(directories)), directories, sharing)
     disks = _disks(directories, (free_disk, *more))
     device: Tier
     host: Tier
@@ -228,7 +230,7 @@ def make_machine(
         host = Throttled(MemoryTier("host", Ledger("host", host_mem)), links.h2d, links.d2h, links.latency)
         disks = tuple(Throttled(disk, *links.of_disk(number)) for number, disk in enumerate(disks))
     else:
-        sizes = (device_mem or int(cuda.free_memory() * HEADROOM), ram)
+        sizes = (device_mem or int(cuda.free_memory() * HEADROOM) // cuda.sharing(sharing), ram)
         device = cuda.CudaTier("device", Ledger("device", sizes[0]))
         host = cuda.PinnedTier("host", Ledger("host", ram))
     capacity = Capacity(*sizes, free_disk, shared=kind == "cpu", staged=kind != "cpu", more_disks=tuple(more))
@@ -264,15 +266,16 @@ def _further(directories: Sequence[Path]) -> tuple[int, ...]:
     return tuple(free)
 
 
-def _shared_out(sizes: Sequence[int], directories: Sequence[Path]) -> tuple[int, ...]:
+def _shared_out(sizes: Sequence[int], directories: Sequence[Path], sharing: int) -> tuple[int, ...]:
     """Return the bytes of each disk. Directories on one file system share its free bytes.
 
     Args:
         sizes: free bytes by directory; NO_DISK for one that cannot be used.
+        sharing: processes that share each directory.
     """
     devices = [device_of(each) for each, size in zip(directories, sizes, strict=True) if size > NO_DISK]
     return tuple(
-        size // devices.count(device_of(each)) if size > NO_DISK else size
+        max(size // devices.count(device_of(each)) // sharing, NO_DISK) if size > NO_DISK else size
         for each, size in zip(directories, sizes, strict=True)
     )
 
@@ -300,13 +303,13 @@ def _allow_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else max(soft, 65536), hard))
 
 
-def _ram_and_disk(ram_limit: int | None, offload_dir: Path) -> tuple[int, int, str]:
+def _ram_and_disk(ram_limit: int | None, offload_dir: Path, sharing: int) -> tuple[int, int, str]:
     """Return bytes of RAM (`ram_limit`, or what is free), bytes of the offload directory, and why it cannot be used.
 
     A directory in RAM (tmpfs) takes from the same memory: it gets the rest of the free RAM, or 1/RAM_DISK of the free
     RAM if `ram_limit` is None.
     """
-    usable = int(usable_memory() * HEADROOM)
+    usable = int(usable_memory() * HEADROOM) // sharing
     try:
         free = usable_disk(offload_dir)
     except InvalidInput as error:

@@ -27,6 +27,8 @@ from flexengine.model.source import Source, resolve
 from flexengine.model.verify import Verifier
 from flexengine.plan.facts import ModelFacts, TensorFact
 
+Layers = tuple[int, int] | Callable[[int], tuple[int, int]]
+
 
 def _no_importances() -> None:
     return None
@@ -142,7 +144,7 @@ def open_model(
     weights: bool = True,
     lossy: Lossy = EXACT,
     verifier: Verifier | None = None,
-    layers: tuple[int, int] | None = None,
+    layers: Layers | None = None,
     allow_symlinks: bool = False,
 ) -> Opened:
     """Return an opened model.
@@ -156,7 +158,8 @@ def open_model(
             config's dtype.
         lossy: switches for the formats of weights and cache.
         verifier: see `model.source.resolve`.
-        layers: first layer, and last layer + 1, to hold; None for all.
+        layers: first layer, and last layer + 1, to hold, or a function of the number of layers that returns them; None
+            for all.
         allow_symlinks: see `model.source.resolve`.
 
     Raises:
@@ -179,7 +182,7 @@ def open_model(
     tensors = {} if bare else read_checkpoint(source.directory)
     skeleton.tied = skeleton.tied and not differ(tensors, skeleton)
     if layers is not None:
-        use_range(skeleton, layers)
+        use_range(skeleton, layers(len(skeleton.layers)) if callable(layers) else layers)
     if bare:
         own = getattr(config, "dtype", None)
         stored = _assumed(skeleton, own if isinstance(own, torch.dtype) else torch.float32)

@@ -1,0 +1,90 @@
+"""Options and processes of a pipeline: several stages on this machine, or those that torchrun started."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from flexengine.commands.options import Group as Options
+from flexengine.commands.options import named
+from flexengine.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from flexengine.parallel.group import Group
+
+LAUNCHED = "FLEXENGINE_STAGES"  # environment variable of the processes that --stages starts
+MOST_STAGES = 1000
+
+
+def add_pipeline(group: Options) -> None:
+    """Add the options of a pipeline."""
+    group.add_argument("--stages", type=int, metavar="N",
+                       help="compute in N processes on this machine, each with a part of the layers; on several"
+                            " machines, start this command by torchrun instead (docs/pipeline.md)")  # fmt: skip
+    group.add_argument("--interface", type=named, metavar="NAME",
+                       help="network interface that joins the machines, such as eth0 (default: loopback, so one"
+                            " machine)")  # fmt: skip
+
+
+def rank_of(args: argparse.Namespace) -> int:
+    """Return the number of this process's stage; 0 for the process that drives the job. Raise InvalidInput if the
+    options contradict each other or the environment."""
+    stages = args.stages
+    if stages is not None and not 1 <= stages <= MOST_STAGES:
+        raise InvalidInput(f"--stages is {stages}; it must be at least 1 and at most {MOST_STAGES}")
+    rank, size = _environment()
+    if stages is not None and size > 1 and LAUNCHED not in os.environ:
+        raise InvalidInput(f"--stages is {stages}, but WORLD_SIZE is {size}: torchrun started this process as one stage"
+                           " of its own; leave out --stages")  # fmt: skip
+    if args.interface is not None and size == 1:
+        raise InvalidInput(f"--interface is {args.interface}, but one process, or --stages on one machine, needs none;"
+                           " leave it out, or start this command by torchrun")  # fmt: skip
+    return rank
+
+
+def _environment() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, as torchrun sets them; (0, 1) without torchrun."""
+    values = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if not all(value.isdecimal() for value in values) or not int(values[0]) < int(values[1]):
+        raise InvalidInput(f"the environment has RANK={values[0]} and WORLD_SIZE={values[1]}, which torchrun sets to a"
+                           " number below the number of processes; unset both to run one process")  # fmt: skip
+    return int(values[0]), int(values[1])
+
+
+@contextlib.contextmanager
+def pipeline(args: argparse.Namespace) -> Iterator["Group | None"]:
+    """Yield the group of processes that this one drives or belongs to; None for a single process. With --stages, start
+    the other processes, and end them at the end."""
+    stages = getattr(args, "stages", None) or 1
+    with contextlib.ExitStack() as stack:
+        if stages > 1 and LAUNCHED not in os.environ:
+            from flexengine.parallel.launch import LocalStages
+
+            os.environ[LAUNCHED] = str(stages)
+            stack.callback(os.environ.pop, LAUNCHED)
+            stack.enter_context(LocalStages(stages, ["-m", "flexengine", *args.command]))
+        if _environment()[1] == 1:
+            yield None
+            return
+        from flexengine.commands.open_engine import load_libraries
+
+        load_libraries()
+        from flexengine.parallel.group import Group
+
+        group = Group(args.interface)
+        stack.callback(group.close)
+        yield group
+
+
+def serve(args: argparse.Namespace) -> None:
+    """Carry out the orders of the driver, as one stage of a pipeline, until the driver ends the job."""
+    from flexengine.commands.open_engine import open_engine
+
+    with pipeline(args) as group:
+        assert group is not None
+        from flexengine.engine.pipeline.server import Server
+
+        with open_engine(args, group=group) as engine:
+            Server(engine, group).run()

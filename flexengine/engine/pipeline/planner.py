@@ -1,0 +1,38 @@
+"""Plans for pipelines: all stages form the same gpu_batches, and each places its own weights."""
+
+from typing import Any
+
+from flexengine.engine.pipeline.remote import Driver
+from flexengine.engine.planner import Planner
+from flexengine.plan.prediction import Prediction
+from flexengine.plan.stages import fill_weights, for_cohorts
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+
+
+class PipelinePlanner(Planner):
+    """Plans the jobs of a pipeline, for its first stage.
+
+    Every stage chooses the best policy for itself. All stages then take the block of the one with the smallest block,
+    and fill their memory with weights.
+    """
+
+    def __init__(self, driver: Driver, *args: Any) -> None:
+        super().__init__(*args)
+        self.driver = driver
+
+    def choose(
+        self,
+        workload: Workload,
+        resident: Policy | None = None,
+        block: int | None = None,
+        prefill_tokens: int | None = None,
+    ) -> Prediction:
+        """Return a policy for all stages, with the weights of the first one, and its prediction for the first stage.
+        Arguments and errors as for `Planner.choose`; an error of another stage names the stage."""
+        others = self.driver.choose(workload, block, prefill_tokens or self.prefill_tokens)
+        own = super().choose(workload, resident, block, prefill_tokens).policy
+        tightest = min((own, *others()), key=lambda policy: policy.block_size)
+        shared = for_cohorts(tightest, self.driver.group.size)
+        layout = fill_weights(self.opened.facts, shared, workload, self.machine.capacity)
+        return self.cost(workload).predict(layout, 0.0 if resident == layout.policy else 1.0)

@@ -1,0 +1,1 @@
+"""Processes that compute together: their group, frames between them, and heartbeats."""

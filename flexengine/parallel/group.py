@@ -1,0 +1,130 @@
+"""The group of processes that compute the stages of a model. The process of rank 0 computes the first stage, and drives
+the job."""
+
+import contextlib
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from flexengine.errors import InvalidInput, StageLost
+from flexengine.parallel.frames import Channel, Frame, receiver, sender
+from flexengine.parallel.heartbeat import Heartbeat
+
+ORDERS, RESULTS, HIDDENS = 1, 2, 3  # channels: from the driver, to the driver, to the next stage
+INTERFACE = "GLOO_SOCKET_IFNAME"  # environment variable of gloo
+LOOPBACK = "lo"
+STORE_SECONDS = 20.0  # without an answer of the store, until it counts as lost
+JOIN_SECONDS = 300.0  # until all processes must have joined
+_LONG = timedelta(days=1000)  # channels wait for as long as a sweep takes; heartbeats notice lost processes
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_LOCAL_VARIABLES = (("LOCAL_WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+_CPU = torch.device("cpu")
+
+
+def ranks() -> tuple[int, int]:
+    """Return the rank of this process and the number of processes, from the environment of torchrun or of
+    `flexengine run --stages`; (0, 1) without one."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+class Group:
+    """The processes of a pipeline, from the view of one of them.
+
+    Attributes:
+        rank: number of this process, and of its stage.
+        size: number of processes.
+        local_size: number of processes on this machine.
+        local_rank: number of this process among them.
+        names: host and process number of each, for messages.
+    """
+
+    def __init__(self, interface: str | None = None) -> None:
+        """Join the group that the environment names. Wait until all processes have joined.
+
+        Args:
+            interface: name of the network interface; None for the loopback interface, on one machine.
+
+        Raises:
+            InvalidInput: another machine is named without an interface, or not all processes joined in time.
+        """
+        self.rank, self.size = ranks()
+        self.local_size, self.local_rank = (int(os.environ.get(n, d)) for n, d in _LOCAL_VARIABLES)
+        _choose(interface)
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+        try:
+            store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size,
+                                                    timeout=timedelta(seconds=JOIN_SECONDS))))  # fmt: skip
+            dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=self.rank,
+                                    world_size=self.size, timeout=_LONG)  # fmt: skip
+        except Exception as error:
+            raise InvalidInput(f"the {self.size} stages did not join at {address} through interface"
+                               f" {os.environ[INTERFACE]}: {error}; start all of them with the same MASTER_ADDR and"
+                               " MASTER_PORT, and name the interface that joins the machines by --interface"
+                               ) from error  # fmt: skip
+        store.set_timeout(timedelta(seconds=STORE_SECONDS))
+        self._store, self._beats = store, dist.PrefixStore("beats", store)
+        self._groups = {tag: dist.new_group(backend="gloo", timeout=_LONG) for tag in (ORDERS, RESULTS, HIDDENS)}
+        self._channels: list[Channel] = []
+        self._lost: StageLost | None = None
+        self.names = self.exchange("name", f"{os.uname().nodename}, process {os.getpid()}")
+        watched = range(1, self.size) if self.rank == 0 else (0,)
+        self._heartbeat = Heartbeat(self._beats, self.rank, watched, self._fail)
+
+    def exchange(self, key: str, value: str) -> list[str]:
+        """Return the values that all processes give, in the order of their ranks. Wait for all of them."""
+        self._store.set(f"{key}/{self.rank}", value)
+        keys = [f"{key}/{rank}" for rank in range(self.size)]
+        self._store.wait(keys, timedelta(seconds=JOIN_SECONDS))
+        return [self._store.get(each).decode() for each in keys]
+
+    def send(self, rank: int, tag: int, most: int = 2) -> Channel:
+        """Return a channel of frames to a process. most: most frames that wait."""
+        return self._added(sender(self._backend(tag), rank, tag, self._lost_by(rank), most))
+
+    def receive(self, rank: int, tag: int, seen: Callable[[Frame], None] = lambda frame: None) -> Channel:
+        """Return a channel of frames from a process. seen: as for `frames.receiver`."""
+        return self._added(receiver(self._backend(tag), rank, tag, self._lost_by(rank), seen))
+
+    def _backend(self, tag: int) -> Any:
+        return self._groups[tag]._get_backend(_CPU)
+
+    def _lost_by(self, rank: int) -> Callable[[Exception], StageLost]:
+        return lambda error: self._lost or self.lost(rank, str(error))
+
+    def _added(self, channel: Channel) -> Channel:
+        self._channels.append(channel)
+        if self._lost is not None:
+            channel.queue.fail(self._lost)
+        return channel
+
+    def lost(self, rank: int, why: str) -> StageLost:
+        """Return the error of a stage that has died or hangs."""
+        return StageLost(rank, self.size, self.names[rank], why.splitlines()[0] if why else "its connection broke")
+
+    def _fail(self, rank: int, why: str) -> None:
+        """Let all channels raise the error of a lost stage."""
+        self._lost = self.lost(rank, why)
+        for channel in self._channels:
+            channel.queue.fail(self._lost)
+
+    def close(self) -> None:
+        """Leave the group."""
+        self._heartbeat.end()
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+def _choose(interface: str | None) -> None:
+    """Set the network interface of gloo. Raise InvalidInput if another machine is named without an interface."""
+    if interface is not None:
+        os.environ[INTERFACE] = interface
+    elif INTERFACE not in os.environ:
+        if (address := os.environ.get("MASTER_ADDR", "")) not in _LOCAL:
+            raise InvalidInput(f"MASTER_ADDR is {address}, another machine, but stages talk over the loopback interface"
+                               " unless another one is named; name the interface that joins the machines by"
+                               " --interface, such as eth0")  # fmt: skip
+        os.environ[INTERFACE] = LOOPBACK

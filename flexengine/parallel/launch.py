@@ -1,0 +1,76 @@
+"""Start the processes of a pipeline on this machine, each with the same command line."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from types import TracebackType
+from typing import IO, Self
+
+LOCAL = "127.0.0.1"
+END_SECONDS = 10.0  # until a process that should end is killed
+TAIL_BYTES = 2000  # of a stage's messages, shown if it fails
+
+
+class LocalStages:
+    """The processes of stages 1 and on. Use as a context manager, in the process of stage 0.
+
+    A process gets its rank by the environment variables of torchrun. Its messages go to a temporary file. It ignores
+    SIGINT, which a terminal sends to all processes: the driver ends it.
+    """
+
+    def __init__(self, stages: int, argv: Sequence[str]) -> None:
+        """Start the processes, and set the environment of this one.
+
+        Args:
+            stages: number of stages, with the one of this process.
+            argv: arguments of Python.
+        """
+        with socket.socket() as free:
+            free.bind((LOCAL, 0))
+            port = free.getsockname()[1]
+        threads = max(1, len(os.sched_getaffinity(0)) // stages)
+        common = {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages), "MASTER_ADDR": LOCAL,
+                  "MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}  # fmt: skip
+        os.environ |= common | {"RANK": "0", "LOCAL_RANK": "0"}
+        self._logs: list[IO[bytes]] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        for rank in range(1, stages):
+            self._logs.append(log := tempfile.TemporaryFile())  # noqa: SIM115 - closed in __exit__
+            environment = os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._processes.append(subprocess.Popen(
+                [sys.executable, *argv], env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                preexec_fn=_ignore_interrupts,
+            ))  # fmt: skip
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the processes. Add the last messages of those that failed to the error."""
+        for process, log in zip(self._processes, self._logs, strict=True):
+            code = process.poll()
+            if code is None and error is not None:
+                process.kill()
+            try:
+                process.wait(END_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            if error is not None and code:
+                error.add_note(f"stage {self._processes.index(process) + 1} ended with code {code}: {_tail(log)}")
+            log.close()
+
+
+def _ignore_interrupts() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _tail(log: IO[bytes]) -> str:
+    size = os.fstat(log.fileno()).st_size
+    return os.pread(log.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace").strip()

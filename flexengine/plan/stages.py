@@ -1,0 +1,52 @@
+"""Pipelines: the layers of each stage, and policies that form the same gpu_batches in all stages."""
+
+from dataclasses import replace
+
+from flexengine.errors import InvalidInput, OutOfMemory
+from flexengine.plan.capacity import Capacity
+from flexengine.plan.facts import ModelFacts
+from flexengine.plan.layout import Layout, lay_out
+from flexengine.plan.least import lay_out_given, planned
+from flexengine.plan.workload import Workload
+from flexengine.policy import Policy
+
+# Policy fields that must be equal in all stages of a chain, which compute the same gpu_batches.
+SHARED = ("gpu_batch_size", "num_gpu_batches", "cache", "activations", "schedule", "prefill_tokens", "delegate")
+_STEPS = 20  # shares of the weights that are tried, per place
+
+
+def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
+    """Return the first layer, and the last layer + 1, of each stage. The first stages get one layer more if the layers
+    cannot be divided evenly (FlexGen 1.8). Raise InvalidInput if there are fewer layers than stages."""
+    if stages > layers:
+        raise InvalidInput(f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages")
+    ends = [0]
+    for stage in range(stages):
+        ends.append(ends[-1] + layers // stages + (stage < layers % stages))
+    return list(zip(ends, ends[1:], strict=False))
+
+
+def for_cohorts(policy: Policy, stages: int) -> Policy:
+    """Return the policy with at least one gpu_batch per stage in its block, as far as it has sequences, so that all
+    stages compute at the same time. The block keeps its size, or grows by less than one sequence per gpu_batch."""
+    block = policy.block_size
+    batches = min(stages, block)
+    if policy.num_gpu_batches >= batches or policy.schedule == "row":
+        return policy
+    return replace(policy, gpu_batch_size=-(-block // batches), num_gpu_batches=batches)
+
+
+def fill_weights(model: ModelFacts, policy: Policy, workload: Workload, capacity: Capacity) -> Layout:
+    """Return the layout of a stage under a policy with as many of its weights near the device as fit.
+
+    Raise TooLittle if not even weights on disk fit.
+    """
+    room = planned(capacity)
+    for device in range(_STEPS, -1, -1):
+        for host in range(0 if capacity.shared else _STEPS - device, -1, -1):
+            shares = (device / _STEPS, host / _STEPS, (_STEPS - device - host) / _STEPS)
+            try:
+                return lay_out(model, replace(policy, weights=shares), workload, room)
+            except OutOfMemory:
+                continue
+    return lay_out_given(model, replace(policy, weights=(0, 0, 1)), workload, capacity)
