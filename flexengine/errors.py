@@ -93,6 +93,10 @@ class StageLost(FlexError):
                          " continue the job")  # fmt: skip
 
 
+class StageFailed(FlexError):
+    """A stage of a pipeline raised an error that this package does not raise on purpose."""
+
+
 class RanOut(OutOfMemory):
     """Memory ran out while a job was running, and smaller plans did not help or the policy was given.
 

@@ -35,7 +35,9 @@ class LocalStages:
         threads = max(1, len(os.sched_getaffinity(0)) // stages)
         common = {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages), "MASTER_ADDR": LOCAL,
                   "MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}  # fmt: skip
-        os.environ |= common | {"RANK": "0", "LOCAL_RANK": "0"}
+        own = common | {"RANK": "0", "LOCAL_RANK": "0"}
+        self._before = {name: os.environ.get(name) for name in own}
+        os.environ |= own
         self._logs: list[IO[bytes]] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         for rank in range(1, stages):
@@ -65,6 +67,11 @@ class LocalStages:
             if error is not None and code:
                 error.add_note(f"stage {self._processes.index(process) + 1} ended with code {code}: {_tail(log)}")
             log.close()
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _ignore_interrupts() -> None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from flexengine.engine.pipeline.messages import Event, Order, pack_order, unpack_result
 from flexengine.engine.stages import Stage, StageResult, Sweep
-from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageLost
+from flexengine.errors import FlexError, InvalidInput, OutOfMemory, StageFailed, StageLost
 from flexengine.lossy import Lossy
 from flexengine.parallel.frames import Channel, Frame
 from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
@@ -40,10 +40,6 @@ from flexengine.worker.worker import Text
 
 CHOOSE, PREPARE, SWEEP, END, LEAVE, ANSWER, FAILED, RESULT = range(8)
 EMPTY = torch.empty(0, dtype=torch.uint8)
-
-
-class StageFailed(FlexError):
-    """A stage in another process raised an error that is none of this package's own."""
 
 
 def packed_json(values: Any) -> Tensor:
@@ -161,7 +157,8 @@ def _error(stage: str, values: Mapping[str, Any]) -> FlexError:
         return error
     if values["refused"]:
         return InvalidInput(message)
-    return StageFailed(f"{stage} failed: {values['type']}: {values['message']}; the same command continues the job")
+    return StageFailed(f"{stage} failed: {values['type']}: {values['message']}; run the same command again to continue"
+                       " the job")  # fmt: skip
 
 
 class RemoteStage(Stage):

@@ -1,0 +1,84 @@
+"""Pipelines of one to four stages generate the tokens of one process."""
+
+from typing import Any
+
+import pytest
+
+from flexengine import Policy, SamplingParams
+from flexengine.schedule.program import Op
+from tests.e2e.test_samples import drawn
+from tests.helpers.families import NEW, prompts_of
+from tests.helpers.threads import in_threads
+
+GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
+H, K, MIX = (0, 1, 0), (0, 0, 1), (0.4, 0.3, 0.3)
+POLICIES = {
+    "device": Policy(2, 4),
+    "one batch": Policy(8, 1),
+    "row": Policy(2, 2, schedule="row"),
+    "in pieces": Policy(2, 3, prefill_tokens=11, schedule="diagonal"),
+    "host": Policy(2, 4, weights=H, cache=H, activations=H, schedule="zigzag"),
+    "disk": Policy(1, 5, weights=K, cache=K, activations=K, prefill_tokens=20, slots=1),
+    "delegated": Policy(3, 2, weights=H, cache=H, delegate=True, prefill_tokens=20, slots=3),
+    "everywhere": Policy(2, 3, weights=MIX, cache=MIX, activations=MIX, prefill_tokens=20),
+    "streamed": Policy(1, 8, weights=K, slots=3),
+    "chosen": None,
+}
+RIGS = [(stages, name) for name in POLICIES for stages in ((2, 4) if len(name) % 2 else (3, 1))]
+
+
+def tokens(results: Any) -> list[Any]:
+    assert [r.error for r in results] == [None] * len(results)
+    return [[s.token_ids for s in r.samples] if r.samples else r.token_ids for r in results]
+
+
+@pytest.mark.parametrize(("stages", "name"), [rig for rig in RIGS if rig[0] > 1])
+def test_tokens_are_those_of_transformers(families: Any, stages: int, name: str) -> None:
+    known = families("llama")
+    with in_threads(stages, model=known.directory, policy=POLICIES[name], device="sim", device_mem="1G",
+                    host_mem="1G") as pipeline:  # fmt: skip
+        assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
+        assert tokens(pipeline.engine.generate(known.rows[:3], GREEDY)) == known.expected[:3]  # the next job
+
+
+@pytest.mark.parametrize("family", ["gemma3", "llama-tied", "opt-350m", "qwen3-moe", "gpt-oss", "bloom"])
+def test_families(families: Any, family: str) -> None:
+    known = families(family)
+    with in_threads(2, model=known.directory, policy=POLICIES["everywhere"], device="sim") as pipeline:
+        assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
+
+
+def test_samples_with_noise_and_prefixes(families: Any) -> None:
+    """Samples share their prompt's pages in every stage, and the last stage draws the same noise."""
+    known, prompts = families("llama"), prompts_of(601, (37, 48, 5))
+    params = SamplingParams(max_tokens=12, n=4, temperature=1.3, seed=2**64 - 1, ignore_eos=True)
+    with in_threads(3, model=known.directory, policy=Policy(2, 3), device="cpu") as pipeline:
+        results = pipeline.engine.generate([{"prompt_token_ids": p} for p in prompts], params)
+    assert tokens(results) == list(drawn(known.model, prompts, params))
+
+
+def test_common_prefixes_are_computed_once(families: Any) -> None:
+    """Sequences of all cohorts share the pages of a prefix."""
+    known, (prefix, *own) = families("llama"), prompts_of(601, (64, 9, 3, 7, 4, 5, 8))
+    rows = [{"prompt_token_ids": prefix + each} for each in own]
+    found = []
+    for sharing in (True, False):
+        with in_threads(2, model=known.directory, policy=Policy(2, 3), device="cpu", prefix_sharing=sharing) as made:
+            found.append(tokens(made.engine.generate(rows, GREEDY)))
+            computed = made.engine.summary.computed_prompt_tokens
+        assert computed == sum(map(len, own)) + len(prefix) * (1 if sharing else len(own))
+    assert found[0] == found[1]
+
+
+def test_log_probabilities_penalties_and_scores(families: Any) -> None:
+    from flexengine import Engine
+
+    known = families("llama")
+    params = SamplingParams(max_tokens=NEW, logprobs=3, repetition_penalty=1.3, frequency_penalty=0.5, seed=-3,
+                            temperature=0.7, min_p=0.01, top_k=50)  # fmt: skip
+    pairs = [(list(prompt), list(answer)) for prompt, answer in zip(known.prompts, known.expected, strict=True)]
+    with Engine(known.directory, device="cpu") as alone:
+        expected, scores = alone.generate(known.rows, params), alone.score(pairs)
+    with in_threads(3, model=known.directory, device="cpu") as pipeline:
+        assert pipeline.engine.generate(known.rows, params) == expected
+        assert pipeline.engine.score(pairs) == scores
