@@ -185,14 +185,14 @@ def test_cuda_is_asked_about_in_few_places() -> None:
     assert {"tier.cuda", "runtime.lane"} <= users <= CUDA
 
 
-def test_threads_are_made_in_three_places() -> None:
-    """Lanes; what watches them; and the disk's readers, which end with the tier."""
+def test_threads_are_made_in_few_places() -> None:
+    """Lanes; what watches them; the disk's readers, which end with the tier; and connections between processes."""
     makers = set()
     for name, tree in TREES.items():
         calls = [ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)]
         if any(call.split(".")[-1] in ("Thread", "ThreadPoolExecutor", "Process") for call in calls):
             makers.add(name)
-    assert makers <= {"runtime.lane", "runtime.watchdog", "tier.disk"}
+    assert makers <= {"runtime.lane", "runtime.watchdog", "tier.disk", "parallel.frames", "parallel.heartbeat"}
 
 
 def test_torch_stays_out_until_it_is_needed() -> None:

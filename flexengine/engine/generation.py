@@ -121,7 +121,7 @@ class Generation:
         begun, progress = self._begun[cohort], self.progress
         assert begun is not None
         self._begun[cohort] = None
-        ended = self._guarded(self._finish, begun)
+        ended = self._guarded(self._record, begun)
         now = time.perf_counter()
         seconds, self._ended = now - max(begun.began, self._ended), now
         progress.sweeps += 1
@@ -214,7 +214,7 @@ class Generation:
             stage.start(sweep, self._texts)
         self._begun[cohort] = Begun(batches, prompt_tokens, began, time.perf_counter() - began)
 
-    def _finish(self, begun: Begun) -> list[Sequence]:
+    def _record(self, begun: Begun) -> list[Sequence]:
         """Wait for a sweep's results and record them. Return the sequences that leave."""
         resources, progress = self.resources, self.progress
         results = [stage.result() for stage in resources.stages]

@@ -76,9 +76,8 @@ def test_log_probabilities_penalties_and_scores(families: Any) -> None:
     known = families("llama")
     params = SamplingParams(max_tokens=NEW, logprobs=3, repetition_penalty=1.3, frequency_penalty=0.5, seed=-3,
                             temperature=0.7, min_p=0.01, top_k=50)  # fmt: skip
-    pairs = [(list(prompt), list(answer)) for prompt, answer in zip(known.prompts, known.expected, strict=True)]
     with Engine(known.directory, device="cpu") as alone:
-        expected, scores = alone.generate(known.rows, params), alone.score(pairs)
+        expected, scores = alone.generate(known.rows, params), alone.score(known.prompts, known.expected)
     with in_threads(3, model=known.directory, device="cpu") as pipeline:
         assert pipeline.engine.generate(known.rows, params) == expected
-        assert pipeline.engine.score(pairs) == scores
+        assert pipeline.engine.score(known.prompts, known.expected) == scores

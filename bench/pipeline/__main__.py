@@ -1,0 +1,161 @@
+"""Pipelines of stages in processes of one machine, beside one process with the same memory per device.
+
+python -m bench.pipeline [--cases decode kills] [--turns 3] [--kills 40] [--out pipeline.jsonl]
+
+decode: a model of eight layers on simulated accelerators that each hold a quarter of it, behind throttled links. One
+process streams three quarters of the weights in every sweep; four stages keep their layers. The record has decode
+tokens per second of both, which take turns. kills: `flexengine run --stages 3`, of which a random stage is killed by
+SIGKILL at a random moment and which is run again, until it has been killed so often; its output must be that of one
+process. Exit code: 1 if tokens or outputs differ.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench import harness
+from bench.harness import Record
+
+LAYERS, HIDDEN, ROWS, PROMPT, TOKENS = 8, 1024, 16, 16, 24
+LINK = 200e6  # bytes per second between host and device
+STAGES = 4
+
+
+def make_model(directory: Path, layers: int, hidden: int) -> int:
+    """Write a random Llama. Return the bytes of one layer."""
+    import torch
+    import transformers
+
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=256, initializer_range=0.1,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(directory)
+    return 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+
+
+def side(job: Record, directory: Path) -> Record:
+    """Return the record of one side."""
+    path = directory / f"{job['stages']}.json"
+    path.write_text(json.dumps(job))
+    made = subprocess.run([sys.executable, "-m", "bench.pipeline.side", str(path)], capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})  # fmt: skip
+    if made.returncode:
+        raise SystemExit(f"{job['stages']} stages failed:\n{made.stderr[-3000:]}")
+    found: Record = json.loads(made.stdout.splitlines()[-1])
+    return found
+
+
+def decode(turns: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case decode, and whether tokens are equal."""
+    layer = make_model(directory / "model", LAYERS, HIDDEN)
+    rng = random.Random(1)
+    policy: dict[str, Any] = {"gpu_batch_size": ROWS // STAGES, "num_gpu_batches": STAGES, "slots": 2}
+    job = {"model": str(directory / "model"), "host": "4G", "links": {"h2d": LINK, "d2h": LINK}, "tokens": TOKENS,
+           "rows": [[rng.randrange(1000) for _ in range(PROMPT)] for _ in range(ROWS)]}  # fmt: skip
+    memory = (LAYERS // STAGES + 2) * layer + (64 << 20)  # two slots beside a quarter of the layers, KV and buffers
+    job["memory"] = memory
+    share = 1 / STAGES
+    sides = {
+        "one process": {**job, "stages": 1, "policy": {**policy, "weights": [share, 1 - share, 0]}},
+        "stages": {**job, "stages": STAGES, "policy": policy},
+    }
+    runs: dict[str, list[Record]] = {name: [] for name in sides}
+    for _ in range(turns):
+        for name, given in sides.items():
+            runs[name].append(side(given, directory))
+            print(f"  {name}: {runs[name][-1]['decode_tok_s']:.2f} decode tok/s", file=sys.stderr)
+    rates = {name: median(run["decode_tok_s"] for run in each) for name, each in runs.items()}
+    same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
+    record = harness.record("pipeline", {"name": "decode", "layers": LAYERS, "hidden": HIDDEN, "rows": ROWS,
+                                         "stages": STAGES, "layer_bytes": layer, "device_bytes": memory, "h2d": LINK})
+    record |= {"decode_tok_s": rates, "ratio": rates["stages"] / rates["one process"], "same": same,
+               "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in each]
+                        for name, each in runs.items()}}  # fmt: skip
+    return record, same
+
+
+def kills(count: int, directory: Path) -> tuple[Record, bool]:
+    """Return the record of case kills, and whether the output is that of one process."""
+    make_model(directory / "model", 6, 64)
+    rng = random.Random(2)
+    rows = [{"prompt_token_ids": [rng.randrange(1000) for _ in range(rng.randrange(1, 60))]} for _ in range(400)]
+    (directory / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["run", "in.jsonl", "-m", "model", "--max-tokens", "40", "--ignore-eos", "--device-mem", "300M",
+             "--temperature", "0.7", "--seed", "3"]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(harness.REPO)}
+
+    def command(output: str, *more: str) -> list[str]:
+        return [sys.executable, "-m", "flexengine", *words, "-o", output, *more]
+
+    subprocess.run([*command("one.jsonl"), "-q"], cwd=directory, env=environment, check=True)
+    made, noticed, done = list[int](), list[float](), 0
+    journal = directory / "out.jsonl.journal"
+    while len(made) < count:
+        if (directory / "out.jsonl").exists():  # the job ended before it was killed so often: begin again
+            if (directory / "out.jsonl").read_bytes() != (directory / "one.jsonl").read_bytes():
+                break
+            for name in ("out.jsonl", "out.jsonl.journal"):
+                (directory / name).unlink(missing_ok=True)
+            done += 1
+        driver = subprocess.Popen(command("out.jsonl", "--stages", "3"), cwd=directory, env=environment,
+                                  stderr=subprocess.PIPE, text=True)  # fmt: skip
+        size = journal.stat().st_size if journal.exists() else 0
+        if rng.random() < 0.7:  # in the middle of the job, else somewhere in the start
+            while driver.poll() is None and (not journal.exists() or journal.stat().st_size <= size):
+                time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3) if rng.random() < 0.7 else rng.uniform(0, 8))
+        path = Path(f"/proc/{driver.pid}/task/{driver.pid}/children")
+        processes = [driver.pid, *map(int, path.read_text().split())] if path.exists() else []
+        victim = len(made) % 3
+        if victim >= len(processes) or driver.poll() is not None:
+            driver.wait()
+            continue
+        os.kill(processes[victim], signal.SIGKILL)
+        began = time.monotonic()
+        driver.wait()
+        noticed.append(time.monotonic() - began)
+        made.append(victim)
+        print(f"  {len(made)} of {count}: stage {victim}, code {driver.returncode}", file=sys.stderr)
+    subprocess.run([*command("out.jsonl", "--stages", "3"), "-q"], cwd=directory, env=environment, check=True)
+    same = (directory / "out.jsonl").read_bytes() == (directory / "one.jsonl").read_bytes()
+    record = harness.record("pipeline", {"name": "kills", "stages": 3, "rows": len(rows)})
+    record |= {"kills": len(made), "by_stage": [made.count(stage) for stage in range(3)], "jobs": done + 1,
+               "slowest_end_seconds": max(noticed, default=0.0), "same": same}  # fmt: skip
+    return record, same and len(made) == count
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.pipeline", description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", nargs="+", choices=("decode", "kills"), default=("decode", "kills"))
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--out", type=Path, default=harness.REPO / "bench" / "results" / "pipeline.jsonl")
+    args = parser.parse_args()
+    right = True
+    for name in args.cases:
+        with tempfile.TemporaryDirectory() as folder:
+            record, equal = (
+                decode(args.turns, Path(folder)) if name == "decode" else kills(args.kills, Path(folder))
+            )
+        right = right and equal
+        line = json.dumps(record)
+        with args.out.open("a") as out:
+            out.write(line + "\n")
+        print(line)
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,57 @@
+"""One side of a case: a process with a pipeline of N stages, or with one stage.
+
+python -m bench.pipeline.side JOB.json, with the fields of `run`'s job: model, stages, policy, memory, links, rows,
+tokens. Prints one JSON object.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from flexengine import Engine, Links, Policy, SamplingParams
+from flexengine.engine.pipeline.server import Server
+from flexengine.parallel.group import Group, ranks
+from flexengine.parallel.launch import LocalStages
+
+
+def engine_of(job: dict[str, Any], group: Group | None) -> Engine:
+    return Engine(job["model"], device="sim", device_mem=job["memory"], host_mem=job["host"],
+                  links=Links(**job["links"]), policy=Policy(**job["policy"]), group=group, progress=False)  # fmt: skip
+
+
+def drive(job: dict[str, Any], group: Group | None) -> dict[str, Any]:
+    """Generate, and return seconds and tokens."""
+    prompts = [{"prompt_token_ids": ids} for ids in job["rows"]]
+    with engine_of(job, group) as engine:
+        results = engine.generate(prompts, SamplingParams(max_tokens=job["tokens"], ignore_eos=True))
+        summary, driver = engine.summary, engine.core.driver
+    first = len(results)  # the first token of each row is computed with its prompt
+    return {
+        "tokens": [result.token_ids for result in results], "prefill_seconds": summary.prefill_seconds,
+        "decode_seconds": summary.decode_seconds, "sweeps": summary.sweeps,
+        "decode_tok_s": (summary.generated_tokens - first) / summary.decode_seconds,
+        "peak_bytes": dict(summary.peak_bytes), "stages": driver.measured if driver else {},
+    }  # fmt: skip
+
+
+def main() -> None:
+    path = sys.argv[1]
+    job = json.loads(Path(path).read_text())
+    if ranks()[0] > 0:
+        group = Group()
+        with engine_of(job, group) as engine:
+            Server(engine, group).run()
+        group.close()
+    elif job["stages"] == 1:
+        print(json.dumps(drive(job, None)))
+    else:
+        with LocalStages(job["stages"], ["-m", "bench.pipeline.side", path]):
+            group = Group()
+            made = drive(job, group)
+            group.close()
+        print(json.dumps(made))
+
+
+if __name__ == "__main__":
+    main()
