@@ -42,7 +42,7 @@ def make_model(directory: Path, layers: int, hidden: int) -> int:
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config)
     model.save_pretrained(directory)
-    return 4 * sum(p.numel() for p in model.model.layers[0].parameters())
+    return sum(4 * int(p.numel()) for p in model.model.layers[0].parameters())
 
 
 def side(job: Record, directory: Path) -> Record:
@@ -78,8 +78,9 @@ def decode(turns: int, directory: Path) -> tuple[Record, bool]:
             print(f"  {name}: {runs[name][-1]['decode_tok_s']:.2f} decode tok/s", file=sys.stderr)
     rates = {name: median(run["decode_tok_s"] for run in each) for name, each in runs.items()}
     same = all(run["tokens"] == runs["one process"][0]["tokens"] for each in runs.values() for run in each)
-    record = harness.record("pipeline", {"name": "decode", "layers": LAYERS, "hidden": HIDDEN, "rows": ROWS,
-                                         "stages": STAGES, "layer_bytes": layer, "device_bytes": memory, "h2d": LINK})
+    case = {"name": "decode", "layers": LAYERS, "hidden": HIDDEN, "rows": ROWS,
+                                         "stages": STAGES, "layer_bytes": layer, "device_bytes": memory, "h2d": LINK}
+    record = {**harness.header("pipeline", case, [{"versions": harness.versions()}])}
     record |= {"decode_tok_s": rates, "ratio": rates["stages"] / rates["one process"], "same": same,
                "runs": {name: [{k: v for k, v in run.items() if k != "tokens"} for run in each]
                         for name, each in runs.items()}}  # fmt: skip
@@ -130,7 +131,8 @@ def kills(count: int, directory: Path) -> tuple[Record, bool]:
         print(f"  {len(made)} of {count}: stage {victim}, code {driver.returncode}", file=sys.stderr)
     subprocess.run([*command("out.jsonl", "--stages", "3"), "-q"], cwd=directory, env=environment, check=True)
     same = (directory / "out.jsonl").read_bytes() == (directory / "one.jsonl").read_bytes()
-    record = harness.record("pipeline", {"name": "kills", "stages": 3, "rows": len(rows)})
+    case = {"name": "kills", "stages": 3, "rows": len(rows)}
+    record = {**harness.header("pipeline", case, [{"versions": harness.versions()}])}
     record |= {"kills": len(made), "by_stage": [made.count(stage) for stage in range(3)], "jobs": done + 1,
                "slowest_end_seconds": max(noticed, default=0.0), "same": same}  # fmt: skip
     return record, same and len(made) == count
@@ -141,7 +143,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=("decode", "kills"), default=("decode", "kills"))
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--kills", type=int, default=40)
-    parser.add_argument("--out", type=Path, default=harness.REPO / "bench" / "results" / "pipeline.jsonl")
+    parser.add_argument("--out", metavar="FILE", default="pipeline.jsonl", help="also append to bench/results/FILE")
     args = parser.parse_args()
     right = True
     for name in args.cases:
@@ -150,10 +152,7 @@ def main() -> int:
                 decode(args.turns, Path(folder)) if name == "decode" else kills(args.kills, Path(folder))
             )
         right = right and equal
-        line = json.dumps(record)
-        with args.out.open("a") as out:
-            out.write(line + "\n")
-        print(line)
+        harness.emit(record, args.out)
     return 0 if right else 1
 
 

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 

@@ -16,6 +16,7 @@ from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
 from flexengine.engine.job import Job
 from flexengine.engine.options import EngineOptions
+from flexengine.engine.pipeline.alike import check_alike
 from flexengine.engine.pipeline.planner import PipelinePlanner
 from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
@@ -57,6 +58,8 @@ class BaseEngine(ABC):
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
+        if options.group is not None:
+            check_alike(core, options, options.group)
         self.on_sweep = options.on_sweep
         self.load_first = False
         self._job: Job | None = None  # the last one

@@ -26,7 +26,8 @@ from flexengine.schedule.order import Batch
 from flexengine.schedule.sweeps import Sequence
 from flexengine.worker.worker import Text
 
-Step, Value = TypeVar("Step"), TypeVar("Value")
+Step = TypeVar("Step")
+Value = TypeVar("Value")
 
 
 class Begun(NamedTuple):

@@ -72,6 +72,14 @@ def marks(files: Mapping[str, Path], loaded: Collection[Path], known: Mapping[st
     return marks
 
 
+def digest(files: Mapping[str, Path]) -> str:
+    """Return a digest of names, sizes and samples of files. It is equal on machines with copies of the same model."""
+    whole = hashlib.sha256()
+    for name, path in sorted(files.items()):
+        whole.update(f"{name} {_sampled(path, path.stat().st_size, ())}\n".encode())
+    return whole.hexdigest()
+
+
 def _mark(path: Path, loaded: bool, small: bool, known: Mapping[str, Any]) -> Mark:
     stat = path.stat()
     if path.suffix.lower() not in _WEIGHTS:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from flexengine.errors import InvalidInput, StageLost
 from flexengine.parallel.frames import Channel, Frame, receiver, sender
@@ -56,9 +58,9 @@ class Group:
         _choose(interface)
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         try:
-            store, _, _ = next(iter(dist.rendezvous("env://", self.rank, self.size,
+            store, _, _ = next(iter(rendezvous("env://", self.rank, self.size,
                                                     timeout=timedelta(seconds=JOIN_SECONDS))))  # fmt: skip
-            dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=self.rank,
+            dist.init_process_group("gloo", store=PrefixStore("gloo", store), rank=self.rank,
                                     world_size=self.size, timeout=_LONG)  # fmt: skip
         except Exception as error:
             raise InvalidInput(f"the {self.size} stages did not join at {address} through interface"
@@ -66,7 +68,7 @@ class Group:
                                " MASTER_PORT, and name the interface that joins the machines by --interface"
                                ) from error  # fmt: skip
         store.set_timeout(timedelta(seconds=STORE_SECONDS))
-        self._store, self._beats = store, dist.PrefixStore("beats", store)
+        self._store, self._beats = store, PrefixStore("beats", store)
         self._groups = {tag: dist.new_group(backend="gloo", timeout=_LONG) for tag in (ORDERS, RESULTS, HIDDENS)}
         self._channels: list[Channel] = []
         self._lost: StageLost | None = None

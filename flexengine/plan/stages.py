@@ -1,6 +1,7 @@
 """Pipelines: the layers of each stage, and policies that form the same gpu_batches in all stages."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 from flexengine.errors import InvalidInput, OutOfMemory
 from flexengine.plan.capacity import Capacity
@@ -23,7 +24,7 @@ def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
     ends = [0]
     for stage in range(stages):
         ends.append(ends[-1] + layers // stages + (stage < layers % stages))
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))
 
 
 def for_cohorts(policy: Policy, stages: int) -> Policy:

@@ -33,7 +33,8 @@ def job(families: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[s
 
 
 def finish(command: list[str], folder: Path) -> str:
-    done = subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=folder, env=os.environ | ENVIRONMENT, capture_output=True, text=True,
+                          timeout=120)  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stderr
 

@@ -2,6 +2,7 @@
 place of sockets."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,10 +23,13 @@ class _Wire(Queue):
     def __init__(self) -> None:
         super().__init__(None)
         self.frames, self.nbytes = 0, 0
+        self.counts, self.bodies = Counter[int](), Counter[int]()  # by kind: frames, and bytes of bodies
         self.seen: Callable[[Frame], None] = lambda frame: None
 
     def put(self, frame: Frame) -> None:
         self.frames, self.nbytes = self.frames + 1, self.nbytes + HEADER_BYTES + len(frame.body)
+        self.counts[frame.kind] += 1
+        self.bodies[frame.kind] += len(frame.body)
         super().put(frame)
         self.seen(frame)
 
@@ -40,9 +44,15 @@ class _End(Channel):
 class ThreadGroup(Group):
     """A group of threads."""
 
-    def __init__(self, rank: int, size: int, wires: dict[Key, _Wire]) -> None:
+    def __init__(self, rank: int, size: int, wires: dict[Key, _Wire], values: dict[str, list[str]]) -> None:
         self.rank, self.size, self.local_size, self.local_rank = rank, size, 1, 0
-        self.names, self.wires = [f"thread {number}" for number in range(size)], wires
+        self.names, self.wires, self.values = [f"thread {number}" for number in range(size)], wires, values
+
+    def exchange(self, key: str, value: str) -> list[str]:
+        """Return the values of the ranks so far: of one thread, they come one after the other."""
+        values = self.values.setdefault(key, [])
+        values.append(value)
+        return values
 
     def send(self, rank: int, tag: int, most: int = 2) -> Channel:
         return _End(self.wires.setdefault((self.rank, rank, tag), _Wire()))
@@ -64,7 +74,8 @@ class Pipeline:
 
     def __init__(self, stages: int, each: Sequence[dict[str, Any]]) -> None:
         self.wires: dict[Key, _Wire] = {}
-        groups = [ThreadGroup(rank, stages, self.wires) for rank in range(stages)]
+        values: dict[str, list[str]] = {}
+        groups = [ThreadGroup(rank, stages, self.wires, values) for rank in range(stages)]
         self.engine = Engine(**each[0], group=groups[0])
         self.servers = [Server(Engine(**options, group=group), group)
                         for group, options in zip(groups[1:], each[1:], strict=True)]  # fmt: skip

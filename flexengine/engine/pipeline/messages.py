@@ -4,7 +4,7 @@
 |---|---|
 | an order | the events since the last order; texts; stems; the sweep with its gpu_batches |
 | an event | CLAIM or RELEASE, sequence, home, cached tokens, source or NONE, tokens to hold |
-| a text | sequence, row, sample, prompt, targets, sampling parameters; only with the first order that has the sequence |
+| a text | sequence, row, sample, prompt, targets, sampling parameters; with the first order that has it |
 | new tokens | sequence, tokens that it has generated since the last order |
 | a gpu_batch | homes of cache and hidden states, place of attention, and each piece in 7 numbers |
 | a result | seconds, then sampled tokens and scored targets with their log probabilities |
@@ -12,7 +12,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -134,7 +134,7 @@ def _pack_sampling(out: Writer, sampling: SamplingParams) -> None:
 
 def _unpack_sampling(given: Reader) -> SamplingParams:
     seed, top_k, logprobs = given.take_long(), given.take(), given.take()
-    reals = {name: given.take_real() for name in _REALS}
+    reals: dict[str, Any] = {name: given.take_real() for name in _REALS}
     return SamplingParams(seed=seed, top_k=top_k, logprobs=None if logprobs == NONE else logprobs, **reals)
 
 

@@ -4,6 +4,7 @@ from typing import Any
 
 from flexengine.engine.pipeline.remote import Driver
 from flexengine.engine.planner import Planner
+from flexengine.plan.layout import Layout
 from flexengine.plan.prediction import Prediction
 from flexengine.plan.stages import fill_weights, for_cohorts
 from flexengine.plan.workload import Workload
@@ -20,6 +21,12 @@ class PipelinePlanner(Planner):
     def __init__(self, driver: Driver, *args: Any) -> None:
         super().__init__(*args)
         self.driver = driver
+
+    def layout(self, workload: Workload, resident: Policy | None = None) -> Layout:
+        """Return the layout of the first stage. Raise OutOfMemory if the job does not fit in a stage."""
+        layout = super().layout(workload, resident)
+        self.driver.lay_out(layout.policy, workload, self.policy is not None)
+        return layout
 
     def choose(
         self,

@@ -3,6 +3,7 @@
 | kind | from | body |
 |---|---|---|
 | CHOOSE | driver | JSON: a workload, and limits of the policy; answered by ANSWER with a policy |
+| LAY_OUT | driver | JSON: policy, workload; answered by ANSWER if the job fits |
 | PREPARE | driver | JSON: policy, workload, switches; answered by ANSWER with the stage's pools |
 | SWEEP | driver | numbers (`messages.pack_order`); `first`: number of the sweep; answered by RESULT |
 | END | driver | nothing; the job ends, early or not; answered by ANSWER with what the stage has measured |
@@ -38,7 +39,7 @@ from flexengine.schedule.pages import Pool
 from flexengine.worker.stage_ports import Ports
 from flexengine.worker.worker import Text
 
-CHOOSE, PREPARE, SWEEP, END, LEAVE, ANSWER, FAILED, RESULT = range(8)
+CHOOSE, LAY_OUT, PREPARE, SWEEP, END, LEAVE, ANSWER, FAILED, RESULT = range(9)
 EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
@@ -93,9 +94,17 @@ class Driver:
         """
         asked = {"workload": workload_json(workload), "block": block, "prefill_tokens": prefill_tokens}
         self._order(CHOOSE, asked)
-        return lambda: [Policy(**self._answer(rank)) for rank in self.orders]
+        return lambda: [Policy(**answer) for answer in self._answers().values()]
 
-    def prepare(self, policy: Policy, workload: Workload, given: bool, lossy: Lossy) -> "Callable[[], list[RemoteStage]]":
+    def lay_out(self, policy: Policy, workload: Workload, given: bool) -> None:
+        """Raise OutOfMemory, with the name of the stage, if a job does not fit in another stage. Arguments as for
+        `prepare`."""
+        self._order(LAY_OUT, {"policy": policy.to_json(), "workload": workload_json(workload), "given": given})
+        self._answers()
+
+    def prepare(
+        self, policy: Policy, workload: Workload, given: bool, lossy: Lossy
+    ) -> "Callable[[], list[RemoteStage]]":
         """Let every other stage allocate the memory of a job. Return a function that waits for the stages.
 
         Args:
@@ -106,9 +115,10 @@ class Driver:
         """
         self.job += 1
         self.port.job = self.job
-        asked = {"policy": policy.to_json(), "workload": workload_json(workload), "given": given, "lossy": lossy.enabled}
+        asked = {"policy": policy.to_json(), "workload": workload_json(workload), "given": given,
+                 "lossy": lossy.enabled}  # fmt: skip
         self._order(PREPARE, asked)
-        return lambda: [RemoteStage(self, rank, self._answer(rank)) for rank in self.orders]
+        return lambda: [RemoteStage(self, rank, answer) for rank, answer in self._answers().items()]
 
     def end(self) -> None:
         """End the present job in all stages, early or not. Wait until they have freed its memory."""
@@ -128,10 +138,12 @@ class Driver:
         for channel in self.orders.values():
             channel.queue.put(Frame(kind, 0, self.job, EMPTY if values is None else packed_json(values)))
 
-    def _answer(self, rank: int) -> Any:
-        frame = self.results[rank].queue.get()
-        self.check(rank, frame)
-        return unpacked_json(frame.body)
+    def _answers(self) -> dict[int, Any]:
+        """Return the answers of all stages. Raise the first error, after all have answered."""
+        frames = {rank: self.results[rank].queue.get() for rank in self.orders}
+        for rank, frame in frames.items():
+            self.check(rank, frame)
+        return {rank: unpacked_json(frame.body) for rank, frame in frames.items()}
 
     def check(self, rank: int, frame: Frame) -> None:
         """Raise the error that a frame reports, if it does."""

@@ -10,6 +10,7 @@ from flexengine.engine.pipeline.remote import (
     CHOOSE,
     END,
     FAILED,
+    LAY_OUT,
     LEAVE,
     PREPARE,
     RESULT,
@@ -25,6 +26,7 @@ from flexengine.lossy import Lossy
 from flexengine.parallel.frames import Ended, Frame
 from flexengine.parallel.group import HIDDENS, ORDERS, RESULTS, Group
 from flexengine.parallel.ports import SendingPort, TakingPort
+from flexengine.plan.layout import Layout
 from flexengine.plan.stages import fill_weights
 from flexengine.policy import Policy
 from flexengine.runtime.frames import forget_variables
@@ -67,13 +69,16 @@ class Server:
                     forget_variables(error)
                     if not self.failed:
                         self._reply(FAILED, frame, failure(error))
-                    self.failed = True
+                    self.failed = frame.kind == SWEEP
         finally:
             self._end()
 
     def _do(self, frame: Frame) -> None:
         if frame.kind == CHOOSE:
             self._reply(ANSWER, frame, self._chosen(unpacked_json(frame.body)))
+        elif frame.kind == LAY_OUT:
+            self._lay_out(unpacked_json(frame.body))
+            self._reply(ANSWER, frame, {})
         elif frame.kind == PREPARE:
             self.before.job = frame.second
             if self.after:
@@ -94,17 +99,20 @@ class Server:
         best = self.planner.choose(workload, self.core.resident, asked["block"], asked["prefill_tokens"])
         return best.policy.to_json()
 
+    def _lay_out(self, asked: dict[str, Any]) -> Layout:
+        """Return the layout of a job."""
+        policy, workload = Policy(**asked["policy"]), workload_of(asked["workload"])
+        if asked["given"]:
+            return self.planner.layout_under(policy, workload)
+        return fill_weights(self.core.facts, policy, workload, self.core.machine.capacity)
+
     def _prepared(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Allocate the memory of a job. Return the stage's layers, policy and pools."""
         core, planner = self.core, self.planner
         if (lossy := Lossy(**asked["lossy"])) != core.lossy:
             core.drop_weights()
             planner.use(lossy)
-        policy, workload = Policy(**asked["policy"]), workload_of(asked["workload"])
-        if asked["given"]:
-            layout = planner.layout_under(policy, workload)
-        else:
-            layout = fill_weights(core.facts, policy, workload, core.machine.capacity)
+        workload, layout = workload_of(asked["workload"]), self._lay_out(asked)
         _ = core.opened.origins  # encodes weights, before memory is allocated
         core.machine.give_back()
         self.stage = stage = core.stage(planner.watch(workload, layout), ports=Ports(self.before, self.after))

@@ -5,9 +5,14 @@ from typing import Any
 import pytest
 
 from flexengine import Policy, SamplingParams
+from flexengine.engine.pipeline.remote import RESULT
+from flexengine.engine.stages import LocalStage, Sweep
+from flexengine.errors import InvalidInput, OutOfMemory, StageFailed
+from flexengine.parallel.group import HIDDENS, RESULTS
 from flexengine.schedule.program import Op
+from flexengine.worker.worker import Worker
 from tests.e2e.test_samples import drawn
-from tests.helpers.families import NEW, prompts_of
+from tests.helpers.families import LENGTHS, NEW, prompts_of
 from tests.helpers.threads import in_threads
 
 GREEDY = SamplingParams(max_tokens=NEW, ignore_eos=True)
@@ -81,3 +86,75 @@ def test_log_probabilities_penalties_and_scores(families: Any) -> None:
     with in_threads(3, model=known.directory, device="cpu") as pipeline:
         assert pipeline.engine.generate(known.rows, params) == expected
         assert pipeline.engine.score(known.prompts, known.expected) == scores
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_bytes_between_stages_equal_the_formula(families: Any, stages: int) -> None:
+    """A token crosses each boundary once per sweep, in frames of one gpu_batch each (docs/pipeline.md)."""
+    known = families("llama")
+    with in_threads(stages, model=known.directory, policy=Policy(2, 4), device="cpu") as pipeline:
+        batches = [0]
+        start = LocalStage.start
+
+        def counted(stage: LocalStage, sweep: Sweep, texts: Any) -> None:
+            batches[0] += len(sweep.batches) if stage.layers[0] == 0 else 0
+            start(stage, sweep, texts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(LocalStage, "start", counted)
+            assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
+        crossed = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+        hidden = {key: wire for key, wire in pipeline.wires.items() if key[2] == HIDDENS}
+        assert sorted(hidden) == [(rank, rank + 1, HIDDENS) for rank in range(stages - 1)]
+        for wire in hidden.values():
+            assert (wire.frames, wire.nbytes) == (batches[0], 32 * batches[0] + crossed * 64 * 4)
+        results = pipeline.wires[stages - 1, 0, RESULTS]
+        sweeps = pipeline.engine.summary.sweeps
+        assert results.counts[RESULT] == sweeps
+        assert results.bodies[RESULT] == sweeps * 24 + len(LENGTHS) * NEW * 40
+
+
+def test_stages_must_be_alike(families: Any) -> None:
+    from flexengine.lossy import Lossy
+
+    model, each = families("llama").directory, [{}, {"lossy": Lossy(cache="int8")}]
+    with pytest.raises(InvalidInput, match=r"stage 1 \(thread 1\) has lossy switches {'cache': 'int8'}, but stage 0"):
+        in_threads(2, each, model=model, device="cpu").__enter__()
+
+
+def test_more_stages_than_layers(families: Any) -> None:
+    with pytest.raises(InvalidInput, match="there are 5 stages, but the model has 4 layers"):
+        in_threads(5, model=families("llama").directory, device="cpu").__enter__()
+
+
+def test_a_stage_with_too_little_memory_is_named(families: Any) -> None:
+    """It is refused before the first sweep. The pipeline runs the next job."""
+    known = families("llama")
+    each = [{"device_mem": "1G"}, {"device_mem": "20K"}]
+    with in_threads(2, each, model=known.directory, policy=Policy(8, 1), device="sim", host_mem="1G") as pipeline:
+        with pytest.raises(OutOfMemory, match=r"stage 1 of 0 to 1 \(thread 1\): device memory: at least .* 20,000 are"):
+            pipeline.engine.generate(known.rows, GREEDY)
+        assert pipeline.servers[0].stage is None
+
+
+@pytest.mark.parametrize("where", [0, 1, 2])
+def test_an_error_in_a_stage_ends_the_job_in_all(families: Any, monkeypatch: Any, where: int) -> None:
+    """After an error in the middle of a sweep, the same stages run the next job."""
+    known, perform = families("llama"), Worker.perform
+    failing = [True]
+
+    def fail(worker: Worker, task: Any) -> None:
+        if failing[0] and worker.skeleton.layer_range[0] == where and task.op is Op.COMPUTE and task.cell.sweep == 5:
+            failing[0] = False
+            raise ValueError("this task fails")
+        perform(worker, task)
+
+    with in_threads(3, model=known.directory, policy=Policy(2, 3), device="sim") as pipeline:
+        first = [server.core.skeleton.layer_range[0] for server in pipeline.servers]
+        where = ([0, *first])[where]
+        monkeypatch.setattr(Worker, "perform", fail)
+        named = "this task fails" if where == 0 else r"stage \d of 0 to 2 .* failed: ValueError: this task fails"
+        with pytest.raises((ValueError, StageFailed), match=named):
+            pipeline.engine.generate(known.rows, GREEDY)
+        assert not failing[0]
+        assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
