@@ -207,4 +207,5 @@ class Job:
             peak_bytes={t: core.machine.tier(t).ledger.peak for t in tiers},
             policy=watch.layout.policy if watch else None,
             plan=watch.report() if watch else None,
+            stages=core.driver.report() if core.driver else (),
         )

@@ -78,6 +78,9 @@ class Summary:
         policy: the policy of the job; None if no row could be run.
         plan: predicted against measured seconds; None if no row could be run.
         job: rows of the job over all its runs; None except from `Engine.run_job`.
+        stages: for each stage of a pipeline in another process, its layers, policy, plan, busy seconds by lane, bytes
+            by link and peak bytes, as JSON values. All other fields are those of the first stage; counts and seconds
+            are those of the job.
 
     Examples:
         >>> summary = engine.run_job("prompts.jsonl", "results.jsonl")
@@ -106,6 +109,7 @@ class Summary:
     policy: Policy | None = None
     plan: PlanReport | None = None
     job: JobCounts | None = None
+    stages: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def total_seconds(self) -> float:
@@ -118,7 +122,8 @@ class Summary:
         return self.generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` is left out if it is None."""
+        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` and `stages` are left out if they
+        are empty."""
         counts = ("model", "device", "dtype", "rows", "failed", "prompt_tokens", "computed_prompt_tokens",
                   "generated_tokens", "scored_tokens", "sweeps", "load_seconds", "prefill_seconds",
                   "decode_seconds", "total_seconds", "generated_tok_s")  # fmt: skip
@@ -133,4 +138,5 @@ class Summary:
             "policy": self.policy.to_json() if self.policy else None,
             "plan": self.plan.to_json() if self.plan else None,
             **({"job": asdict(self.job)} if self.job else {}),
+            **({"stages": list(self.stages)} if self.stages else {}),
         }

@@ -95,7 +95,9 @@ class Channel:
         nbytes: bytes sent or received so far, with headers.
     """
 
-    def __init__(self, step: Callable[["Channel"], None], lost: Callable[[Exception], StageLost], most: int | None) -> None:
+    def __init__(
+        self, step: Callable[["Channel"], None], lost: Callable[[Exception], StageLost], most: int | None
+    ) -> None:
         """Start the thread that calls `step` until it fails. lost: returns the error of the other process."""
         self.queue, self.nbytes, self._lost = Queue(most), 0, lost
         threading.Thread(target=self._loop, args=(step,), name="flexengine-channel", daemon=True).start()

@@ -34,7 +34,8 @@ class LocalStages:
             port = free.getsockname()[1]
         threads = max(1, len(os.sched_getaffinity(0)) // stages)
         common = {"WORLD_SIZE": str(stages), "LOCAL_WORLD_SIZE": str(stages), "MASTER_ADDR": LOCAL,
-                  "MASTER_PORT": str(port), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}  # fmt: skip
+                  "MASTER_PORT": str(port),
+                  "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}  # fmt: skip
         own = common | {"RANK": "0", "LOCAL_RANK": "0"}
         self._before = {name: os.environ.get(name) for name in own}
         os.environ |= own

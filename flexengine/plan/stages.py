@@ -20,7 +20,8 @@ def even_split(layers: int, stages: int) -> list[tuple[int, int]]:
     """Return the first layer, and the last layer + 1, of each stage. The first stages get one layer more if the layers
     cannot be divided evenly (FlexGen 1.8). Raise InvalidInput if there are fewer layers than stages."""
     if stages > layers:
-        raise InvalidInput(f"there are {stages} stages, but the model has {layers} layers; give at most {layers} stages")
+        raise InvalidInput(f"there are {stages} stages, but the model has {layers} layers; give at most {layers}"
+                           " stages")  # fmt: skip
     ends = [0]
     for stage in range(stages):
         ends.append(ends[-1] + layers // stages + (stage < layers % stages))

@@ -129,6 +129,10 @@ class Driver:
                     pass  # results of sweeps that the driver no longer waits for
                 self.measured[rank] = unpacked_json(frame.body)
 
+    def report(self) -> tuple[dict[str, Any], ...]:
+        """Return what the other stages measured in the last job, in their order."""
+        return tuple(self.measured[rank] for rank in sorted(self.measured))
+
     def leave(self) -> None:
         """End the processes of the other stages."""
         with contextlib.suppress(StageLost):

@@ -158,3 +158,15 @@ def test_an_error_in_a_stage_ends_the_job_in_all(families: Any, monkeypatch: Any
             pipeline.engine.generate(known.rows, GREEDY)
         assert not failing[0]
         assert tokens(pipeline.engine.generate(known.rows, GREEDY)) == known.expected
+
+
+def test_the_summary_names_every_stage(families: Any) -> None:
+    known = families("llama")
+    with in_threads(3, model=known.directory, policy=Policy(2, 4, weights=K), device="sim") as pipeline:
+        pipeline.engine.generate(known.rows, GREEDY)
+        summary = pipeline.engine.summary.to_json()
+        assert [stage["layers"] for stage in summary["stages"]] == [[2, 3, 4], [3, 4, 4]]
+        for stage, server in zip(summary["stages"], pipeline.servers, strict=True):
+            assert stage["peak_bytes"]["device"] == server.core.machine.device.ledger.peak > 0
+            assert stage["bytes"]["disk_read"] > 0
+            assert stage["plan"]["measured_seconds"] > 0
