@@ -40,7 +40,7 @@ ALLOWED = {
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
-    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "plan", "tier", "model",
+    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier", "model",
                  "worker", "measure", "job", "engine", "report", "apps", "shipped", "texts", "__version__"},
     "run": {"commands"},
     "__main__": {"commands"},
