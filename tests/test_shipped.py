@@ -30,6 +30,7 @@ def test_names() -> None:
     assert shipped.names("models") == MODELS
     assert shipped.names("hardware") == MACHINES
     assert shipped.names("policies") == POLICIES
+    assert shipped.names("clusters") == tuple(sorted(f"llm-pq-{k}" for k in range(1, 12)))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,8 @@ def test_names() -> None:
         ("hardware", f"policies/hardware/{T4}.json", f"hardware/{T4}.json"),
         ("policies", "opt-6.7b", "policies/opt-6.7b.json"),
         ("policies", "./policies/published/opt-6.7b.json", "policies/opt-6.7b.json"),
+        ("clusters", "policies/clusters/llm-pq-3.json", "clusters/llm-pq-3.json"),
+        ("clusters", "llm-pq-3", "clusters/llm-pq-3.json"),
     ],
 )
 def test_names_and_former_paths(kind: shipped.Kind, given: str, file: str) -> None:
