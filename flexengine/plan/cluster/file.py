@@ -145,7 +145,7 @@ def _by_format(value: object, label: str) -> dict[Format, float]:
 
 def _profile(value: object, label: str) -> dict[tuple[Format, str], Any]:
     """Return the regressions of measured layers."""
-    if not isinstance(value, list):
+    if not isinstance(value, list) or not value:
         raise InvalidInput(f"{label}: profile is {shown(value)}; it must be a list of measured layers")
     points: dict[tuple[Format, str], list[tuple[float, float, float]]] = {}
     names = {"format", "phase", "batch", "tokens", "seconds"}

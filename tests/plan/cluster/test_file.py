@@ -118,7 +118,7 @@ A = {"name": "a", "memory": 1e9, "flops": 1e12, "bandwidth": 1e10}
         (changed(links={"within": LINK | {"speed": 1}}), "links within has unknown fields ['speed']"),
         (changed(links={"within": LINK, "pairs": [LINK | {"devices": ["z", "y"]}]}), "it must be two of fast-1, fast-2"),
         (changed(links={"within": {"bandwidth": "fast"}}), "links within: bandwidth is 'fast'; it must be a number"),
-        ({"devices": [{"name": "a", "memory": 1e9, "profile": []}]}, "no kernel"),
+        ({"devices": [{"name": "a", "memory": 1e9, "profile": []}]}, "profile is []; it must be a list of measured"),
         ({"devices": [{"name": "a", "memory": 1e9, "profile": profile()[:4]}]}, "a prefill profile has 2 points"),
         ({"devices": [{"name": "a", "memory": 1e9, "profile": profile(phase="decode")}]}, "no prefill of"),
         ({"devices": [{"name": "a", "memory": 1e9, "profile": profile(format="fp8")}]}, "has format 'fp8'"),
