@@ -23,6 +23,7 @@ import numpy as np
 
 from bench import harness
 from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published
+from bench.cluster.toys import INSTANCES, brute_force, instance
 from bench.harness import Record
 from flexengine import shipped
 from flexengine.plan.cluster import baselines, file, harm, model
@@ -31,7 +32,7 @@ from flexengine.plan.cluster.devices import Cluster
 from flexengine.plan.cluster.events import Pipeline
 from flexengine.plan.cluster.job import Job
 from flexengine.plan.cluster.model import Format, Model, decoder
-from flexengine.plan.cluster.numbers import PAPER
+from flexengine.plan.cluster.numbers import PAPER, price
 from flexengine.plan.cluster.plan import Plan
 from flexengine.plan.cluster.program import solve
 from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search
@@ -96,9 +97,6 @@ def record(part: str, name: str, **values: object) -> Record:
 
 def toys() -> Record:
     """Return the costs of program and bit transfer over those of brute force."""
-    from flexengine.plan.cluster.numbers import price
-    from tests.plan.cluster.test_program import INSTANCES, brute_force, instance
-
     ratios, moved, seconds, infeasible = [], [], [], 0
     for seed in range(INSTANCES):
         numbers = instance(seed)

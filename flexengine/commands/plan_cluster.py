@@ -149,4 +149,5 @@ def _models(
             opened.use(Lossy(weights=form))
             facts[form] = opened.facts
         models[kind] = model.of_facts(facts)
+        opened.use(Lossy())
     return models, opened

@@ -7,7 +7,7 @@ import numpy as np
 
 from flexengine.plan.cluster.costs import Costs, Order, Task, orders
 from flexengine.plan.cluster.job import Shape, batches
-from flexengine.plan.cluster.numbers import Numbers
+from flexengine.plan.cluster.numbers import Array, Numbers
 from flexengine.plan.cluster.plan import Plan
 from flexengine.plan.cluster.search import among
 
@@ -67,7 +67,7 @@ def balanced(numbers: Numbers, choice: int) -> list[int] | None:
     stages, units = numbers.stages, numbers.units
     kinds = np.array(numbers.classes)
 
-    def sums(table: np.ndarray, j: int) -> np.ndarray:  # type: ignore[type-arg]
+    def sums(table: Array, j: int) -> Array:
         return np.concatenate([[0.0], np.cumsum(table[j, kinds, choice])])
 
     least = np.full((stages + 1, units + 1), np.inf)

@@ -30,7 +30,7 @@ import numpy as np
 import pulp
 from scipy.optimize import linear_sum_assignment
 
-from flexengine.plan.cluster.numbers import PAPER, Numbers
+from flexengine.plan.cluster.numbers import PAPER, Array, Numbers
 from flexengine.plan.lp import NoSolver, SolverFailed
 
 GB = 1e9
@@ -73,7 +73,7 @@ class _Program:
         self.per_class = np.bincount(m.classes, minlength=m.prefill.shape[1])
         self.allowed = np.isfinite(m.prefill) & np.isfinite(m.decode)
         whole = [(j, k, c) for j, k, c in product(*map(range, m.prefill.shape)) if self.allowed[j, k, c]]
-        self.n = {key: self._variable(f"n_{key[0]}_{key[1]}_{key[2]}", self.per_class[key[1]]) for key in whole}
+        self.n = {key: self._variable("n_{}_{}_{}".format(*key), float(self.per_class[key[1]])) for key in whole}
         inner = range(1, m.stages - 1)
         self.w = {j: self._variable(f"w_{j}", 1) for j in inner}
         self._units()
@@ -114,7 +114,9 @@ class _Program:
             terms = [(n, 1.0) for (_, kind, _), n in self.n.items() if kind == k]
             self.add(terms, 0, float(number), f"all_units_{k}")
         self.y: dict[tuple[int, int], pulp.LpVariable] = {}
-        self.by_unit = bool(np.any(np.ptp(m.harm, axis=0) > 0)) and (m.theta > 0 or self.quality)
+        kinds = np.array(m.classes)
+        uneven = any(np.any(np.ptp(m.harm[kinds == k], axis=0) > 0) for k in range(len(self.per_class)))
+        self.by_unit = uneven and (m.theta > 0 or self.quality)
         if self.relaxed or (len(self.per_class) == 1 and not self.by_unit):
             return  # numbers of units are enough
         last = m.stages - 1
@@ -137,7 +139,7 @@ class _Program:
             terms.append((self.y[i, j - 1], -1.0))
         return terms, 0.0 if (i, j) in self.y else 1.0
 
-    def _sum(self, table: np.ndarray, j: int) -> Terms:  # type: ignore[type-arg]
+    def _sum(self, table: Array, j: int) -> Terms:
         return [(n, float(table[key])) for key, n in self.n.items() if key[0] == j and table[key]]
 
     def _stages(self) -> tuple[list[pulp.LpVariable], list[pulp.LpVariable]]:
@@ -157,7 +159,7 @@ class _Program:
             both.append(times)
         return both[0], both[1]
 
-    def _hops(self, name: str, table: np.ndarray) -> list[pulp.LpVariable]:  # type: ignore[type-arg]
+    def _hops(self, name: str, table: Array) -> list[pulp.LpVariable]:
         """Return the seconds of the hop into each stage but the first."""
         hops = []
         for j in range(1, self.numbers.stages):
@@ -274,6 +276,8 @@ def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
     lp.solve(solver)
     highs = lp.solverModel
     status = str(highs.modelStatusToString(highs.getModelStatus()))
+    if status == "Primal infeasible or unbounded":  # no variable and no cost is negative, so it is bounded
+        status = "Infeasible"
     if status not in ("Optimal", "Infeasible", "Time limit reached"):
         raise SolverFailed(f"HiGHS found no stages of the pipeline, and stopped with status {status}")
     return status
