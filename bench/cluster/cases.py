@@ -1,4 +1,4 @@
-"""Cases of the bench of the cluster planner: skewed clusters, LLM-PQ's clusters with its numbers, and one large case."""
+"""Cases of the cluster planner's bench: skewed clusters, LLM-PQ's clusters with its numbers, and a large one."""
 
 from dataclasses import dataclass
 

@@ -15,15 +15,16 @@ MIXED: tuple[Format, ...] = (None, "int8", "int4")
 
 
 def splits(units: int, stages: int) -> Iterator[list[int]]:
-    """All stages of units in order; the first and the last stage are not empty."""
+    """Yield all stages of units in order; the first and the last stage are not empty."""
     for cuts in itertools.combinations_with_replacement(range(1, units), stages - 1):
         ends = [*cuts, units]
         yield [next(j for j, end in enumerate(ends) if i < end) for i in range(units)]
 
 
 def cost(m: Numbers, stage_of: list[int], picked: tuple[int, ...]) -> float:
-    """The cost written out with plain sums; infinite if something does not fit."""
-    pre, dec, last, hop_pre, hop_dec = [], [], None, [], []
+    """Return the cost, written out with plain sums; infinite if something does not fit."""
+    pre, dec, hop_pre, hop_dec = list[float](), list[float](), list[float](), list[float]()
+    last: int | None = None
     for j in range(m.stages):
         mine = [(i, m.classes[i], picked[i]) for i in range(m.units) if stage_of[i] == j]
         if not mine:
@@ -45,15 +46,17 @@ def cost(m: Numbers, stage_of: list[int], picked: tuple[int, ...]) -> float:
     else:
         step = max(m.cohorts * slow_dec, sum(dec) + sum(hop_dec) + (m.back if len(pre) > 1 else 0.0))
         seconds = (m.prefills - 1) * slow_pre + sum(pre) + sum(hop_pre) + m.steps * step
-    return m.rounds * seconds + m.theta * sum(m.harm[i, picked[i]] for i in range(m.units))
+    return float(m.rounds * seconds + m.theta * sum(m.harm[i, picked[i]] for i in range(m.units)))
 
 
 def brute_force(m: Numbers) -> float:
+    """Return the least cost of all assignments; infinite if none fits."""
     every = itertools.product(range(len(m.choices)), repeat=m.units)
     return min(cost(m, stages, picked) for picked in every for stages in splits(m.units, m.stages))
 
 
 def instance(seed: int) -> Numbers:
+    """Return a random case of one of four shapes, every fifth with the paper's objective."""
     rng = np.random.default_rng(seed)
     units, stages, formats, host = ((6, 2, 2, False), (5, 3, 2, False), (4, 3, 3, False), (4, 2, 2, True))[seed % 4]
     return replace(random_numbers(rng, units, stages, formats, host), form=PAPER if seed % 5 == 4 else EXACT)
@@ -73,16 +76,18 @@ def random_numbers(rng: np.random.Generator, units: int, stages: int, formats: i
     need = 12e9 * units / stages
     hops = rng.uniform(0.0, 0.3, (2, stages, stages))
     cohorts = int(rng.integers(1, 5))
+    harm = np.array([{None: 0.0, "int8": 0.05, "int4": 1.0}[c.form] for c in choices])
     return Numbers(
         choices, classes if len(set(classes)) == 2 else (0, 1, *classes[2:]),
         prefill=(0.5 + 0.03 * bulk / 1e9) / speed * noise, decode=(0.02 + 0.01 * bulk / 1e9) / speed * noise,
-        load=np.where(on_host, bulk / 2e10, 0.0) * np.ones(size), memory=cached + np.where(on_host, 0.0, bulk) * np.ones(size),
+        load=np.where(on_host, bulk / 2e10, 0.0) * np.ones(size),
+        memory=cached + np.where(on_host, 0.0, bulk) * np.ones(size),
         host=np.where(on_host, bulk, 0.0) * np.ones(size), slots=np.where(on_host, 2 * bulk, 0.0) * np.ones(size),
         fixed_prefill=rng.uniform(0, 0.1, stages), fixed_decode=rng.uniform(0, 0.01, stages),
         fixed_memory=rng.uniform(0, 1e9, stages), capacity=need * rng.uniform(0.6, 2.0, stages),
         host_capacity=need * rng.uniform(0.0, 1.0, stages), hop_prefill=hops[0], hop_decode=0.1 * hops[1],
         back=float(rng.uniform(0, 0.02)),
-        harm=np.array([{None: 0.0, "int8": 0.05, "int4": 1.0}[c.form] for c in choices]) * rng.uniform(0.5, 3, (units, 1)),
+        harm=harm * rng.uniform(0.5, 3, (units, 1)),
         theta=float(rng.choice([0.0, 0.1, 1.0, 10.0])), prefills=cohorts * int(rng.integers(1, 4)), cohorts=cohorts,
         steps=int(rng.integers(1, 40)), rounds=int(rng.integers(1, 3)),
     )  # fmt: skip

@@ -90,7 +90,8 @@ def parser() -> Parser:
     output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     output.add_argument("--plot", type=file_name, metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the policy, for run --policy; with --cluster the strategy")
+    output.add_argument("--save", type=file_name, metavar="FILE.json",
+                        help="write the policy, for run --policy; with --cluster the strategy")  # fmt: skip
     output.add_argument("--save-lp", type=file_name, metavar="FILE.lp",
                         help="write the linear program of the policy's block shape")  # fmt: skip
     return p

@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 THETA, GROUP, SECONDS = 1.0, 1, 60.0
 # Options of plan that a cluster plan does not use, and their defaults.
 _UNUSED = {"hardware": None, "policy": AUTO, "compare": None, "frontier": False, "latency": None, "plot": None,
-           "save_lp": None, "device": "auto", "device_mem": None, "host_mem": None, "offload_dir": None, "compute": None,
-           "cache": None, "sparse_attention": None, "calibrate": False, "calibration_text": None}  # fmt: skip
+           "save_lp": None, "device": "auto", "device_mem": None, "host_mem": None, "offload_dir": None,
+           "compute": None, "cache": None, "sparse_attention": None, "calibrate": False,
+           "calibration_text": None}  # fmt: skip
 _DEFAULTS = {"theta": None, "harm": None, "group": None, "method": None, "batch": None, "search_seconds": None}
 
 
@@ -98,8 +99,8 @@ def plan_cluster(args: argparse.Namespace, workload: "Callable[[argparse.Namespa
     else:
         table = harm.assumed(first, formats)
         if len(formats) > 1:
-            say("harm of formats is assumed: proportional to parameters and 4^-bits, all layers in int4 = 1; --harm gives"
-                " measured numbers")  # fmt: skip
+            say("harm of formats is assumed: proportional to parameters and 4^-bits, all layers in int4 = 1; --harm"
+                " gives measured numbers")  # fmt: skip
     job = Job.of(workload(args, opened))
     theta = THETA if args.theta is None else args.theta
     task = Task(cluster, models, job, formats, table, theta, args.group or GROUP)

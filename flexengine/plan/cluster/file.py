@@ -79,7 +79,7 @@ def _devices(
         raise InvalidInput(f"{label}: count is {shown(count)}; it must be a whole number from 1 to {MOST_DEVICES}")
     if not (isinstance(name, str) and name and name.isprintable()):
         raise InvalidInput(f"{label}: name is {shown(name)}; it must be printable text")
-    single = "name" in fields and count == 1
+    single = count == 1
     device = _device(name, kind, {**types.get(kind, {}), **fields}, label, find)
     names = [name] if single else [f"{name}-{k + 1}" for k in range(count)]
     return [Device(**{**vars(device), "name": one}) for one in names]

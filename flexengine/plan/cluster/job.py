@@ -36,7 +36,8 @@ class Job:
         for (p, n), times in workload.sizes.items():
             ends[p + n] = ends.get(p + n, 0) + times
         longest = max(p for p, _ in workload.sizes)
-        return Job(rows, max(1, round(prompt)), max(1, round(output)), longest, tuple(sorted(ends.items(), reverse=True)))
+        falling = tuple(sorted(ends.items(), reverse=True))
+        return Job(rows, max(1, round(prompt)), max(1, round(output)), longest, falling)
 
     @staticmethod
     def uniform(rows: int, prompt: int, output: int) -> "Job":

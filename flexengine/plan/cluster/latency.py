@@ -147,4 +147,3 @@ class Machine:
         if key not in self._rates:
             self._rates[key] = (model, Rates.of(model.facts[form], self.hardware))
         return self._rates[key][1]
-

@@ -5,6 +5,7 @@ A *choice* of a unit is a format and a home of its weights: the device, or the h
 every micro-batch while other layers compute.
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -145,7 +146,7 @@ def price(numbers: Numbers, stage_of: Sequence[int], choice_of: Sequence[int]) -
     memory, host = (total(numbers.memory) + slots + numbers.fixed_memory)[rows], total(numbers.host)[rows]
     fits = bool(np.all(memory <= numbers.capacity[rows] * (1 + SLACK))
                 and np.all(host <= numbers.host_capacity[rows] * (1 + SLACK)))  # fmt: skip
-    hops = list(zip(used, used[1:], strict=False))
+    hops = list(itertools.pairwise(used))
     hop_prefill = tuple(float(numbers.hop_prefill[a, b]) for a, b in hops)
     hop_decode = tuple(float(numbers.hop_decode[a, b]) for a, b in hops)
     back = numbers.back if hops else 0.0
@@ -166,10 +167,10 @@ def round_seconds(
     all cohorts takes the longer of cohorts * slowest and the way through the pipeline. PAPER leaves this limit out, and
     hops count only if one is the slowest part (LLM-PQ, equation 4).
     """
-    slow_prefill = max(*prefill, *hop_prefill, 0.0)
-    slow_decode = max(*decode, *hop_decode, 0.0)
+    slow_prefill = float(max(*prefill, *hop_prefill, 0.0))
+    slow_decode = float(max(*decode, *hop_decode, 0.0))
     if numbers.form == PAPER:
         decoding = (numbers.cohorts - 1) * numbers.steps * slow_decode + float(sum(decode))
         return (numbers.prefills - 1) * slow_prefill + float(sum(prefill)) + decoding
     step = max(numbers.cohorts * slow_decode, float(sum(decode)) + sum(hop_decode) + back)
-    return (numbers.prefills - 1) * slow_prefill + float(sum(prefill)) + sum(hop_prefill) + numbers.steps * step
+    return (numbers.prefills - 1) * slow_prefill + float(sum(prefill) + sum(hop_prefill)) + numbers.steps * step

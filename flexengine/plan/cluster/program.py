@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import product
+from typing import TypeAlias
 
 import numpy as np
 import pulp
@@ -34,7 +35,7 @@ from flexengine.plan.cluster.numbers import PAPER, Array, Numbers
 from flexengine.plan.lp import NoSolver, SolverFailed
 
 GB = 1e9
-Expression = pulp.LpAffineExpression
+Expression: TypeAlias = pulp.LpAffineExpression
 Terms = list[tuple[pulp.LpVariable, float]]
 
 
@@ -89,7 +90,7 @@ class _Program:
 
     def add(self, terms: Expression | Terms, sense: int, limit: float, name: str) -> None:
         """Add the row: terms <= limit (sense -1), == (0) or >= (1)."""
-        made = terms if isinstance(terms, Expression) else Expression(terms)
+        made = Expression(terms)
         self.lp.addConstraint(pulp.LpConstraint(made, sense, name, limit))
 
     def _used(self, j: int) -> Expression:
@@ -311,7 +312,7 @@ def spread(
         units = np.flatnonzero((stages == j) & (kinds == k))
         places = [c for (stage, kind, c), count in sorted(counts.items()) if (stage, kind) == (j, k)
                   for _ in range(count)]  # fmt: skip
-        rows, columns = linear_sum_assignment(numbers.harm[np.ix_(units, places)])
+        rows, columns = linear_sum_assignment(numbers.harm[units][:, places])
         for row, column in zip(rows, columns, strict=True):
             choice_of[units[row]] = places[column]
     return tuple(choice_of)

@@ -91,8 +91,8 @@ def stages(plan: Plan) -> list[str]:
             f"  {link:>7}  {formats_text(plan.formats[first:end])}"
         )
     bubbles = {phase: 1 - sum(shares) / len(shares) for phase, shares in busy.items()}
-    lines.append(f"  idle (bubbles): prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the"
-                 " stages")  # fmt: skip
+    idle = f"prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the stages"
+    lines.append(f"  idle (bubbles): {idle}")
     return "\n".join(lines).split("\n")
 
 

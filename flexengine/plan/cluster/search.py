@@ -102,7 +102,7 @@ class _Search:
             for shape in shapes(min(batch, self.task.job.rows), len(self.task.cluster.devices)):
                 self._push(quick_bound(self.costs.numbers(devices, shape)), 0, (None, shape))
         while self.heap and not self._done():
-            bound, level, _, (order, shape) = heapq.heappop(self.heap)
+            bound, _level, _, (order, shape) = heapq.heappop(self.heap)
             if order is None:
                 for each in self.orders:
                     if len(each) <= len(self.task.groups):
@@ -158,16 +158,19 @@ class _Search:
 
     def _too_little(self) -> OutOfMemory:
         """Return the error of a cluster that is too small."""
-        devices = self.task.cluster.devices
-        numbers = self.costs.numbers(self.orders[0], Shape(1, 1, 1))
-        least = min_bytes(numbers)
+        devices, batch = self.task.cluster.devices, self.limits.batch or 1
+        least = min_bytes(self.costs.numbers(self.orders[0], Shape(batch, 1, 1)))
         have = sum(d.memory + d.host_memory * d.offloads for d in devices)
         names = ", ".join(form or "exact" for form in self.task.formats)
-        return OutOfMemory(
-            "device", f"the model with layers in {names} and one sequence at a time, on {len(devices)} devices", least, 0,
-            have, "raise memory in the cluster file, add devices or host_memory, or allow fewer bits with --allow"
+        rows = "one sequence at a time" if batch == 1 else f"{batch:,} sequences at once (--batch)"
+        error = OutOfMemory("device", "stages", least, 0, have)
+        error.args = (
+            f"no stages fit: with layers in {names} and {rows}, the model needs at least {least:,} bytes, and the"
+            f" {len(devices)} devices have {have:,} bytes together, of which each must hold whole layers; raise memory"
+            " in the cluster file, add devices or host_memory, lower --batch, or allow fewer bits with --allow"
             " int8-weights,int4-weights,int3-weights",
         )  # fmt: skip
+        return error
 
 
 def search(task: Task, limits: Limits | None = None) -> Found:

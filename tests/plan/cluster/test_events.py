@@ -1,5 +1,7 @@
 """A pipeline in virtual time against the formulas of its seconds, utilisation and bubbles."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -26,7 +28,8 @@ def test_prefill_of_equal_stages(stages: int, parts: int) -> None:
 @pytest.mark.parametrize("cohorts", [1, 2, 4, 8])
 def test_decode_of_equal_stages(stages: int, cohorts: int) -> None:
     """In steady state a step takes as long as the longer of its cohorts and its stages."""
-    few, many = (Pipeline([1.0] * stages, [1.0] * stages, cohorts=cohorts, steps=steps).simulate() for steps in (10, 30))
+    ones = [1.0] * stages
+    few, many = (Pipeline(ones, ones, cohorts=cohorts, steps=steps).simulate() for steps in (10, 30))
     period = (many.seconds - few.seconds) / 20
     assert period == pytest.approx(max(stages, cohorts))
     busy = [(many.busy[f"stage {j}"] - few.busy[f"stage {j}"]) / 20 / period for j in range(stages)]
@@ -66,5 +69,5 @@ def test_no_lane_does_two_things_at_once(seed: int) -> None:
         lanes.setdefault(task.lane, []).append((start, end))
     for spans in lanes.values():
         spans.sort()
-        assert all(a[1] <= b[0] + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(spans))
     assert len(lanes["stage 0"]) == 3 * (2 + 4)

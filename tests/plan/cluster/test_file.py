@@ -116,7 +116,7 @@ A = {"name": "a", "memory": 1e9, "flops": 1e12, "bandwidth": 1e10}
         (changed(links={}), "links has neither within nor between"),
         (changed(links={"within": {}}), "links within has no bandwidth"),
         (changed(links={"within": LINK | {"speed": 1}}), "links within has unknown fields ['speed']"),
-        (changed(links={"within": LINK, "pairs": [LINK | {"devices": ["z", "y"]}]}), "it must be two of fast-1, fast-2"),
+        (changed(links={"within": LINK, "pairs": [LINK | {"devices": ["z", "y"]}]}), "must be two of fast-1, fast-2"),
         (changed(links={"within": {"bandwidth": "fast"}}), "links within: bandwidth is 'fast'; it must be a number"),
         ({"devices": [{"name": "a", "memory": 1e9, "profile": []}]}, "profile is []; it must be a list of measured"),
         ({"devices": [{"name": "a", "memory": 1e9, "profile": profile()[:4]}]}, "a prefill profile has 2 points"),

@@ -38,4 +38,3 @@ def task(
     rng = np.random.default_rng(1)
     table = table * rng.uniform(0.3, 3.0, (len(made.layers), 1))
     return Task(devices, {"cuda": made}, job or Job.uniform(16, 256, 32), formats, table, theta, group)
-
