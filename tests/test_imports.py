@@ -10,7 +10,7 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).parents[1] / "flexengine"
-PURE = ("errors", "config", "policy", "schedule", "plan")
+PURE = ("errors", "config", "policy", "strategy", "schedule", "plan")
 # What each part may import besides itself.
 ALLOWED = {
     "errors": set[str](),
@@ -20,8 +20,9 @@ ALLOWED = {
     "lossy": {"errors"},
     "places": set[str](),
     "policy": {"errors", "config", "places"},
+    "strategy": {"errors", "config", "policy"},
     "schedule": {"errors", "config", "places", "policy"},
-    "plan": {"errors", "activity", "config", "places", "policy", "schedule"},
+    "plan": {"errors", "activity", "config", "places", "policy", "strategy", "schedule"},
     "kernels": {"errors", "activity", "config", "codec"},
     "codec": {"errors"},
     "tier": {"errors", "activity", "read_retries", "places", "kernels"},
@@ -40,8 +41,9 @@ ALLOWED = {
     "report": {"errors", "config", "plan", "schedule", "doctor", "job", "engine", "__version__"},
     "cachedir": {"model"},
     "doctor": {"errors", "config", "places", "plan", "kernels", "tier", "measure", "cachedir", "__version__"},
-    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "plan", "tier", "model",
-                 "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped", "texts", "__version__"},
+    "commands": {"errors", "activity", "cachedir", "doctor", "config", "lossy", "policy", "strategy", "plan", "tier",
+                 "model", "worker", "parallel", "measure", "job", "engine", "report", "apps", "shipped", "texts",
+                 "__version__"},
     "run": {"commands"},
     "__main__": {"commands"},
     "plan door": {"commands"},

@@ -14,7 +14,7 @@ from flexengine.errors import InvalidInput
 from flexengine.policy import Policy
 
 FOLDER = Path(__file__).parents[1] / "flexengine" / "shipped"
-MODELS = ("opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
+MODELS = ("bloom-176b", "opt-1.3b", "opt-13b", "opt-175b", "opt-30b", "opt-6.7b", "opt-66b")
 MACHINES = ("cpu-2core_24gb", "h100-80gb_512gb", "rtx3090-24gb_128gb", "t4-16gb_208gb_ssd")
 POLICIES = ("opt-175b", "opt-175b-4bit", "opt-30b", "opt-30b-4bit", "opt-6.7b", "opt-6.7b-4bit")
 T4 = "t4-16gb_208gb_ssd"
@@ -30,6 +30,7 @@ def test_names() -> None:
     assert shipped.names("models") == MODELS
     assert shipped.names("hardware") == MACHINES
     assert shipped.names("policies") == POLICIES
+    assert shipped.names("clusters") == tuple(sorted(f"llm-pq-{k}" for k in range(1, 12)))
 
 
 @pytest.mark.parametrize(
@@ -43,6 +44,8 @@ def test_names() -> None:
         ("hardware", f"policies/hardware/{T4}.json", f"hardware/{T4}.json"),
         ("policies", "opt-6.7b", "policies/opt-6.7b.json"),
         ("policies", "./policies/published/opt-6.7b.json", "policies/opt-6.7b.json"),
+        ("clusters", "policies/clusters/llm-pq-3.json", "clusters/llm-pq-3.json"),
+        ("clusters", "llm-pq-3", "clusters/llm-pq-3.json"),
     ],
 )
 def test_names_and_former_paths(kind: shipped.Kind, given: str, file: str) -> None:

@@ -29,6 +29,8 @@ from flexengine.commands.options import (
     policy_of,
 )
 from flexengine.commands.parser import Parser
+from flexengine.commands.plan_cluster import add_cluster, check_without, plan_cluster
+from flexengine.commands.plan_cluster import check as check_cluster
 from flexengine.commands.written import check_written, write, writing
 from flexengine.config import SamplingParams, parse_size
 from flexengine.errors import FlexError, InvalidInput, ModelNotFound
@@ -77,6 +79,7 @@ def parser() -> Parser:
                               f" {shipped.listed('hardware')}")  # fmt: skip
     add_machine(machine)
     add_lossy(p.add_argument_group("lossy", "as for run"))
+    add_cluster(p.add_argument_group("cluster", "a pipeline over several devices"))
     output = p.add_argument_group("output")
     policy = {"help": f"{POLICY['help']}; {shipped.listed('policies')}"}
     output.add_argument("--policy", **(POLICY | policy))
@@ -87,7 +90,8 @@ def parser() -> Parser:
     output.add_argument("--latency", type=float, metavar="SECONDS", help="most seconds of a row, on average")
     output.add_argument("--plot", type=file_name, metavar="FILE.png", help="draw the plan, too (needs matplotlib)")
     output.add_argument("--json", action="store_true", help="print the numbers as JSON")
-    output.add_argument("--save", type=file_name, metavar="FILE.json", help="write the policy, for run --policy")
+    output.add_argument("--save", type=file_name, metavar="FILE.json",
+                        help="write the policy, for run --policy; with --cluster the strategy")  # fmt: skip
     output.add_argument("--save-lp", type=file_name, metavar="FILE.lp",
                         help="write the linear program of the policy's block shape")  # fmt: skip
     return p
@@ -106,7 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def plan(args: argparse.Namespace) -> None:
     """Plan a job, print the report, and write the files named by options. Raise FlexError if an option is wrong or no
     plan fits."""
+    if args.cluster is not None:
+        check_cluster(args)
     _check(args)
+    if args.cluster is not None:
+        plan_cluster(args, _workload)
+        return
     given = policy_of(args)
     lossy = lossy_of(args)
     names = allowed(args, lossy, given)
@@ -206,6 +215,8 @@ def _json(values: dict[str, Any]) -> str:
 def _check(args: argparse.Namespace) -> None:
     """Raise InvalidInput if options exclude each other, a value is not allowed, or a file cannot be written. Called
     before all other work."""
+    if args.cluster is None:
+        check_without(args)
     for name, most in _MOST.items():
         value, option = getattr(args, name), f"--{name.replace('_', '-')}"
         if value is not None and args.input:

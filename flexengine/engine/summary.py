@@ -122,8 +122,8 @@ class Summary:
         return self.generated_tokens / self.total_seconds if self.total_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` and `stages` are left out if they
-        are empty."""
+        """Return the summary as JSON values, as `flexengine run --json` prints it. `job` and `stages` are left out if
+        they are empty."""
         counts = ("model", "device", "dtype", "rows", "failed", "prompt_tokens", "computed_prompt_tokens",
                   "generated_tokens", "scored_tokens", "sweeps", "load_seconds", "prefill_seconds",
                   "decode_seconds", "total_seconds", "generated_tok_s")  # fmt: skip

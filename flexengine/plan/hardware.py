@@ -141,10 +141,10 @@ class Hardware:
             object.__setattr__(self, name, _size(name, getattr(self, name)))
         object.__setattr__(self, "more_disks", _sizes("more_disks", self.more_disks))
         for name, factor in _object("corrected", self.corrected).items():
-            _positive(f"corrected {name}", factor)
+            positive(f"corrected {name}", factor)
         for name, lost in _object("delegation", self.delegation).items():
             _known(f"delegation {name}", lost)
-        _positive("elementwise", self.elementwise)
+        positive("elementwise", self.elementwise)
         seconds = ("cell_seconds", "task_seconds", "sweep_seconds", "sequence_seconds")
         for name in ("host_attention", "vector_flops", "host_flops", *seconds, "touch", "touch_busy"):
             _known(name, getattr(self, name))
@@ -274,7 +274,8 @@ def _number(name: str, value: object) -> float:
     return number
 
 
-def _positive(name: str, value: object) -> float:
+def positive(name: str, value: object) -> float:
+    """Return the number. Raise InvalidInput, which begins with `name`, unless it is positive and in the limits."""
     if (number := _number(name, value)) <= 0:
         raise InvalidInput(f"{name} is {shown(value)}; it must be positive")
     if not LEAST <= number <= MOST:
@@ -285,14 +286,14 @@ def _positive(name: str, value: object) -> float:
 def _known(name: str, value: object) -> None:
     """Raise InvalidInput unless a number is positive or 0, which for rates means that they are not known."""
     if _number(name, value) != 0:
-        _positive(name, value)
+        positive(name, value)
 
 
 def _size(name: str, size: object) -> int | None:
     """Return checked bytes; None is no limit."""
     if size is None:
         return None
-    if (number := _positive(name, size)) < 1:
+    if (number := positive(name, size)) < 1:
         raise InvalidInput(f"{name} is {shown(size)}; it must be at least 1 byte, or null for no limit")
     return int(size) if isinstance(size, int) else int(number)
 
@@ -317,14 +318,14 @@ def _attention(value: object) -> dict[str, dict[str, Table]]:
 def _table(name: str, value: object) -> Table:
     """Return checked points. A plain number is a table with the same value everywhere."""
     if isinstance(value, (int, float)):
-        return ((1.0, _positive(name, value)),)
+        return ((1.0, positive(name, value)),)
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         raise InvalidInput(f"{name} is {shown(value)}; it must be a list of points [x, y]")
     points = []
     for point in value:
         if not isinstance(point, Sequence) or isinstance(point, str) or len(point) != 2:
             raise InvalidInput(f"{name} holds {shown(point)}; it must hold points [x, y]")
-        points.append((_positive(name, point[0]), _positive(name, point[1])))
+        points.append((positive(name, point[0]), positive(name, point[1])))
     if any(a[0] >= b[0] for a, b in pairwise(points)):
         raise InvalidInput(f"{name} is {shown(value)}; x must rise from point to point")
     return tuple(points)

@@ -1,4 +1,4 @@
-"""Files for planning: machines, models without weights, and FlexGen's published policies (docs/machines.md)."""
+"""Files for planning: machines, clusters, models without weights, and FlexGen's published policies."""
 
 import os
 from pathlib import Path, PurePath
@@ -6,10 +6,12 @@ from typing import Literal
 
 from flexengine.errors import InvalidInput
 
-Kind = Literal["hardware", "models", "policies"]
-_FILE_OF = {"hardware": "hardware file", "models": "model", "policies": "policy file"}
+Kind = Literal["hardware", "models", "policies", "clusters"]
+_FILE_OF = {"hardware": "hardware file", "models": "model", "policies": "policy file",
+            "clusters": "cluster file"}  # fmt: skip
 # Folders in `policies/` of the checkout that held the files before: commands with such paths still work.
-_FORMER_FOLDERS = {"hardware": "hardware", "models": "models", "policies": "published"}
+_FORMER_FOLDERS = {"hardware": "hardware", "models": "models", "policies": "published",
+                   "clusters": "clusters"}  # fmt: skip
 
 
 def names(kind: Kind) -> tuple[str, ...]:

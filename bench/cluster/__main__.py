@@ -1,0 +1,207 @@
+"""Stages of pipelines over unequal devices: the planner against simpler ones, virtual time, and published numbers.
+
+python -m bench.cluster toys [--out cluster.jsonl]
+python -m bench.cluster skewed [--out cluster.jsonl]
+python -m bench.cluster large [--out cluster.jsonl]
+python -m bench.cluster published [--clusters 3 4] [--out cluster.jsonl]
+
+`toys`: the program and the bit transfer against brute force on 20 random instances. `skewed`: five skewed clusters,
+tokens per second in virtual time against even and PipeEdge-like stages. `large`: 64 layers on six devices of three
+types, harm different in every layer: seconds of the search. `published`: LLM-PQ's clusters with its workload; rates are
+rooflines by hand (flexengine/shipped/clusters), so only ratios between plans may be compared with its numbers.
+"""
+
+import argparse
+import math
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from bench import harness
+from bench.cluster.cases import LARGE, PUBLISHED, SKEWED, Published
+from bench.cluster.toys import INSTANCES, brute_force, instance
+from bench.harness import Record
+from flexengine import shipped
+from flexengine.plan.cluster import baselines, file, harm, model
+from flexengine.plan.cluster.costs import Task
+from flexengine.plan.cluster.devices import Cluster
+from flexengine.plan.cluster.events import Pipeline
+from flexengine.plan.cluster.job import Job
+from flexengine.plan.cluster.model import Format, Model, decoder
+from flexengine.plan.cluster.numbers import PAPER, price
+from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.program import solve
+from flexengine.plan.cluster.search import PROGRAM, TRANSFER, Found, Limits, search
+from flexengine.plan.cluster.transfer import transfer
+from flexengine.strategy import FORMATS
+
+PARTS = ("toys", "skewed", "large", "published")
+
+
+@dataclass(frozen=True)
+class Named:
+    """Case of a record."""
+
+    part: str
+    name: str
+
+
+def say(text: str) -> None:
+    """Print progress on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def task(cluster: Cluster, made: Model, job: Job, formats: Sequence[Format], theta: float, uneven: bool = True) -> Task:
+    """Return a task. uneven: harm differs by layer, by a factor of up to 10."""
+    table = harm.assumed(made, formats)
+    if uneven:
+        table = table * np.random.default_rng(1).uniform(0.3, 3.0, (len(made.layers), 1))
+    return Task(cluster, {"cuda": made}, job, tuple(formats), table, theta)
+
+
+def simulated(plan: Plan) -> float:
+    """Return the seconds of the job in virtual time."""
+    return Pipeline.of(plan).simulate().seconds * plan.numbers.rounds
+
+
+def priced(plan: Plan | None) -> Record | None:
+    """Return the figures of a plan; None if none fits."""
+    if plan is None:
+        return None
+    seconds, tokens = simulated(plan), plan.task.job.rows * plan.task.job.output
+    return {
+        "tok_s": tokens / seconds, "seconds": seconds, "objective_error": plan.priced.seconds / seconds - 1,
+        "harm": plan.priced.harm, "cost": plan.priced.cost, "batch": plan.shape.batch, "decode": plan.shape.decode,
+        "prefill": plan.shape.prefill, "layers": [list(each) for each in plan.layers],
+        "devices": [d.name for d in plan.devices],
+        "formats": {form or "exact": plan.formats.count(form) for form in dict.fromkeys(plan.formats)},
+    }  # fmt: skip
+
+
+def searched(found: Found) -> Record:
+    """Return the figures of a search."""
+    return {"search_seconds": found.seconds, "solved": found.solved, "bounded": found.bounded, "gap": found.gap,
+            "method": found.method}  # fmt: skip
+
+
+def record(part: str, name: str, **values: object) -> Record:
+    """Return a record of the bench."""
+    versions = {"versions": harness.versions()}
+    head = harness.header("cluster", Named(part, name), [versions])
+    return {**head, "part": part, **values}
+
+
+def toys() -> Record:
+    """Return the costs of program and bit transfer over those of brute force."""
+    ratios, moved, seconds, infeasible = [], [], [], 0
+    for seed in range(INSTANCES):
+        numbers = instance(seed)
+        best = brute_force(numbers)
+        began = time.perf_counter()
+        answer = solve(numbers, gap=0.0)
+        seconds.append(time.perf_counter() - began)
+        if answer is None:
+            infeasible += math.isinf(best)
+            continue
+        ratios.append(price(numbers, answer.stage_of, answer.choice_of).cost / best)
+        if (other := transfer(numbers)) is not None:
+            moved.append(price(numbers, other.stage_of, other.choice_of).cost / best)
+    say(f"toys: program / brute force {min(ratios):.6f} to {max(ratios):.6f}, transfer median"
+        f" {statistics.median(moved):.3f}, worst {max(moved):.3f}")  # fmt: skip
+    return record("toys", "20 instances", solved=len(ratios), infeasible=infeasible,
+                  program={"min": min(ratios), "max": max(ratios)}, program_seconds=statistics.median(seconds),
+                  transfer={"solved": len(moved), **(harness.stats(moved) or {})})  # fmt: skip
+
+
+def skewed(cluster: Cluster) -> Record:
+    """Return the chosen plan, the simpler plans, the heuristic's, and the plan by the paper's objective."""
+    job = Job.uniform(64, 512, 100)
+    made = task(cluster, decoder("24 layers of 4096", 24, 4096, 16384, 32000), job, FORMATS, 0.1)
+    best, limits = search(made), Limits(method=TRANSFER)
+    quick, paper = search(made, limits), search(replace(made, form=PAPER))
+    others = {"uniform": baselines.uniform(made), "pipe_edge": baselines.pipe_edge(made)}
+    rates = {name: priced(plan) for name, plan in {"ours": best.plan, **others}.items()}
+    ratios = {name: rates["ours"]["tok_s"] / rate["tok_s"] for name, rate in rates.items() if rates["ours"] and rate}
+    say(f"{cluster.name}: {ratios}, transfer {quick.plan.priced.cost / best.plan.priced.cost:.4f}")
+    return record("skewed", cluster.name, ratios=ratios, plans=rates, search=searched(best),
+                  transfer={"plan": priced(quick.plan), "cost_ratio": quick.plan.priced.cost / best.plan.priced.cost,
+                            **searched(quick)},
+                  paper_form={"plan": priced(paper.plan), **searched(paper)})  # fmt: skip
+
+
+def large(cluster: Cluster) -> Record:
+    """Return the seconds of both methods for 64 layers on six devices."""
+    job = Job.uniform(32, 512, 100)
+    made = task(cluster, decoder("64 layers of 8192", 64, 8192, 32768, 50272), job, FORMATS, 1.0)
+    program = search(made, Limits(method=PROGRAM, batch=32))
+    quick = search(made, Limits(method=TRANSFER, batch=32))
+    grouped = search(replace(made, group=2), Limits(method=PROGRAM, batch=32))
+    ratio = quick.plan.priced.cost / program.plan.priced.cost
+    say(f"large: {program.seconds:.1f} s, gap {program.gap:.4f}; transfer {quick.seconds:.1f} s, cost {ratio:.4f}")
+    return record("large", cluster.name, program={"plan": priced(program.plan), **searched(program)},
+                  transfer={"plan": priced(quick.plan), "cost_ratio": ratio, **searched(quick)},
+                  group_of_2={"plan": priced(grouped.plan), **searched(grouped)})  # fmt: skip
+
+
+def published(case: Published) -> Record:
+    """Return our plan and simpler plans on a cluster of LLM-PQ, beside its published rates."""
+    from flexengine.lossy import Lossy
+    from flexengine.worker.opened import open_model
+
+    opened = open_model(shipped.find("models", case.model), "float16", "cuda", weights=False)
+    facts = {}
+    for form in FORMATS:
+        opened.use(Lossy(weights=form))
+        facts[form] = opened.facts
+    cluster = file.load(shipped.find_file("clusters", f"llm-pq-{case.number}"))
+    made = task(cluster, model.of_facts(facts), Job.uniform(32, 512, 100), FORMATS, 1.0, uneven=False)
+    best = search(made, Limits(batch=32))
+    hosts = replace(cluster, devices=tuple(replace(d, host_memory=64 << 30, host_link=1.2e10) for d in cluster.devices))
+    exact = search_or_none(replace(made, cluster=hosts, formats=(None,), harm=made.harm[:, :1]))
+    others = {"uniform": baselines.uniform(made, 32), "pipe_edge": baselines.pipe_edge(made, 32)}
+    plans = {name: priced(plan) for name, plan in {"ours": best.plan, **others}.items()}
+    edge = plans["pipe_edge"]
+    gain = plans["ours"]["tok_s"] / edge["tok_s"] if plans["ours"] and edge else None
+    theirs = case.llm_pq / case.pipe_edge if case.llm_pq and case.pipe_edge else None
+    say(f"cluster {case.number}: ours {plans['ours']} over pipe_edge {gain}, published {case.llm_pq} {theirs}")
+    return record("published", f"llm-pq-{case.number} {case.model}", plans=plans, search=searched(best),
+                  gain_over_pipe_edge=gain, exact_with_64_gib_host_each=priced(exact.plan) if exact else None,
+                  published={"pipe_edge": case.pipe_edge, "llm_pq": case.llm_pq, "gain": theirs})  # fmt: skip
+
+
+def search_or_none(made: Task) -> Found | None:
+    """Return the search's result; None if no plan fits."""
+    from flexengine.errors import OutOfMemory
+
+    try:
+        return search(made, Limits(batch=32))
+    except OutOfMemory:
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the parts that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", default=list(PARTS), help="default: all parts")
+    parser.add_argument("--clusters", type=int, nargs="+", default=[case.number for case in PUBLISHED])
+    parser.add_argument("--out", help="append records to this file under bench/results/")
+    args = parser.parse_args(argv)
+    if "toys" in args.parts:
+        harness.emit(toys(), args.out)
+    if "skewed" in args.parts:
+        for cluster in SKEWED:
+            harness.emit(skewed(cluster), args.out)
+    if "large" in args.parts:
+        harness.emit(large(LARGE), args.out)
+    if "published" in args.parts:
+        for case in PUBLISHED:
+            if case.number in args.clusters:
+                harness.emit(published(case), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""Costs of cases of one job on one cluster: seconds and bytes of every choice of every unit on every device."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import permutations
+
+import numpy as np
+
+from flexengine.errors import InvalidInput
+from flexengine.plan.cluster.devices import Cluster, Device
+from flexengine.plan.cluster.harm import Harm
+from flexengine.plan.cluster.job import Job, Shape
+from flexengine.plan.cluster.latency import DECODE, PREFILL
+from flexengine.plan.cluster.model import Format, Model
+from flexengine.plan.cluster.numbers import EXACT, Array, Choice, Numbers
+
+STREAM_SLOTS = 2  # buffers for streamed weights: one is computed with while the next is filled
+TOKEN_BYTES = 4  # of a token's number on its way back to the first stage
+
+Order = tuple[Device, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is planned.
+
+    Attributes:
+        cluster: devices and links.
+        models: the model by kind of device.
+        job: rows.
+        formats: formats that a layer may have.
+        harm: [layers, formats] harm of each format.
+        theta: seconds per unit of harm.
+        group: neighbouring layers that are decided together.
+        offload: whether weights may be on the host.
+        form: form of the objective.
+    """
+
+    cluster: Cluster
+    models: Mapping[str, Model]
+    job: Job
+    formats: tuple[Format, ...]
+    harm: Harm
+    theta: float = 1.0
+    group: int = 1
+    offload: bool = True
+    form: str = EXACT
+
+    @property
+    def model(self) -> Model:
+        """Return the model as the first device holds it. Names and numbers of layers are equal for all."""
+        return self.models[self.cluster.devices[0].kind]
+
+    @cached_property
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the choices of a unit, those on the device first."""
+        hosts = (False, True) if self.offload and any(d.offloads for d in self.cluster.devices) else (False,)
+        return tuple(Choice(form, host) for host in hosts for form in self.formats)
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the layers of each unit."""
+        count = len(self.model.layers)
+        return tuple(tuple(range(j, min(j + self.group, count))) for j in range(0, count, self.group))
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Return, by class of units, the first unit's layers."""
+        return tuple(self.groups[self.classes.index(k)] for k in range(max(self.classes) + 1))
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """Return the class of each unit."""
+        kinds = [tuple(model.kinds[j] for model in self.models.values() for j in unit) for unit in self.groups]
+        known: dict[tuple[int, ...], int] = {}
+        return tuple(known.setdefault(kind, len(known)) for kind in kinds)
+
+
+@dataclass
+class Costs:
+    """Costs of the cases of a task. Seconds of layers that several cases share are cached."""
+
+    task: Task
+    _seconds: dict[tuple[int, str, int, Format, str, int], float] = field(default_factory=dict)
+
+    def numbers(self, order: Order, shape: Shape) -> Numbers:
+        """Return the costs of a case.
+
+        Args:
+            order: devices in the order of their stages. The first and the last must have layers.
+            shape: micro-batches.
+        """
+        task, job = self.task, self.task.job
+        size = (len(order), len(task.kinds), len(task.choices))
+        prefill, decode, load = np.zeros(size), np.zeros(size), np.zeros(size)
+        memory, host, slots = np.zeros(size), np.zeros(size), np.zeros(size)
+        cached = job.cached(min(shape.batch, job.rows))
+        for j, device in enumerate(order):
+            model = task.models[device.kind]
+            for k, layers in enumerate(task.kinds):
+                kv = sum(model.layers[i].kv_token for i in layers) * cached
+                for c, choice in enumerate(task.choices):
+                    weights = [model.layers[i].bytes[choice.form] for i in layers]
+                    fits = not choice.host or device.offloads
+                    prefill[j, k, c] = self._units(device, layers, choice, PREFILL, shape) if fits else np.inf
+                    decode[j, k, c] = self._units(device, layers, choice, DECODE, shape) if fits else np.inf
+                    memory[j, k, c] = kv + (0 if choice.host else sum(weights))
+                    if choice.host and fits:
+                        load[j, k, c] = sum(weights) / device.host_link
+                        host[j, k, c], slots[j, k, c] = sum(weights), STREAM_SLOTS * max(weights)
+        harm = np.array([[task.harm[list(unit), task.formats.index(c.form)].sum() for c in task.choices]
+                         for unit in task.groups])  # fmt: skip
+        return Numbers(
+            choices=task.choices, classes=task.classes, prefill=prefill, decode=decode, load=load, memory=memory,
+            host=host, slots=slots,
+            fixed_prefill=self._fixed(order, shape.prefill), fixed_decode=self._fixed(order, shape.decode),
+            fixed_memory=self._fixed_memory(order, shape),
+            capacity=np.array([float(d.memory) for d in order]),
+            host_capacity=np.array([float(d.host_memory) for d in order]),
+            hop_prefill=self._hops(order, shape.prefill * job.prompt), hop_decode=self._hops(order, shape.decode),
+            back=task.cluster.link(order[-1], order[0]).seconds(TOKEN_BYTES * shape.decode),
+            harm=harm, theta=task.theta, prefills=shape.prefills, cohorts=shape.cohorts, steps=job.output - 1,
+            rounds=shape.rounds(job.rows), form=task.form,
+        )  # fmt: skip
+
+    def _units(self, device: Device, layers: Sequence[int], choice: Choice, phase: str, shape: Shape) -> float:
+        """Return the seconds of a unit on a device, without loads."""
+        batch = shape.prefill if phase == PREFILL else shape.decode
+        return sum(self._layer(device, layer, choice.form, phase, batch) for layer in layers)
+
+    def _layer(self, device: Device, layer: int, form: Format, phase: str, batch: int) -> float:
+        model, job = self.task.models[device.kind], self.task.job
+        key = (id(device.latency), device.kind, model.kinds[layer], form, phase, batch)
+        if key not in self._seconds:
+            tokens = job.prompt if phase == PREFILL else job.past
+            seconds = device.latency.layer(model, layer, form, phase, batch, tokens)
+            self._seconds[key] = seconds
+        return self._seconds[key]
+
+    def _fixed(self, order: Order, rows: int) -> Array:
+        """Return the seconds of a micro-batch besides layers, by stage. The last stage computes the head."""
+        fixed = np.array([device.latency.fixed(rows) for device in order])
+        fixed[-1] += order[-1].latency.head(self.task.models[order[-1].kind], rows)
+        return fixed
+
+    def _fixed_memory(self, order: Order, shape: Shape) -> Array:
+        """Return the bytes besides layers, by stage: temporary tensors, embedding and head."""
+        tokens = max(shape.prefill * self.task.job.longest_prompt, shape.decode)
+        fixed = np.zeros(len(order))
+        for j, device in enumerate(order):
+            model = self.task.models[device.kind]
+            first, last = j == 0, j == len(order) - 1
+            fixed[j] = model.workspace(tokens, shape.decode, last)
+            fixed[j] += model.embedding_bytes if first else 0
+            fixed[j] += model.head_bytes if last and not (first and model.tied) else 0
+        return fixed
+
+    def _hops(self, order: Order, tokens: int) -> Array:
+        hops = np.zeros((len(order), len(order)))
+        for a, sender in enumerate(order):
+            for b, receiver in enumerate(order):
+                if a != b:
+                    nbytes = self.task.models[sender.kind].hop_bytes(tokens)
+                    hops[a, b] = self.task.cluster.link(sender, receiver).seconds(nbytes)
+        return hops
+
+
+def orders(cluster: Cluster) -> list[Order]:
+    """Return the device orders to try: devices of one type stay neighbours, types are permuted.
+
+    Inner stages may stay empty, so orders of fewer types, and single devices, cover every set of devices.
+    """
+    found: dict[tuple[str, ...], Order] = {}
+    for length in range(len(cluster.types), 0, -1):
+        for types in permutations(cluster.types, length):
+            order = tuple(device for name in types for device in cluster.of_type(name))
+            found.setdefault(tuple(d.name for d in order), order)
+    for name in cluster.types:
+        device = cluster.of_type(name)[0]
+        found.setdefault((device.name,), (device,))
+    return list(found.values())
+
+
+def check(task: Task) -> None:
+    """Raise InvalidInput if a device has no kernel for any allowed format."""
+    shape = Shape(1, 1, 1)
+    costs = Costs(task)
+    for device in task.cluster.devices:
+        seconds = costs.numbers((device,), shape).decode
+        if not np.any(np.isfinite(seconds)):
+            names = ", ".join(form or "exact" for form in task.formats)
+            raise InvalidInput(f"device {device.name} has no rates for layers in {names}; add them to the cluster file,"
+                               " or allow other formats")  # fmt: skip

@@ -1,0 +1,115 @@
+"""A pipeline in virtual time: every micro-batch on every stage and link, with the simulator of a machine's lanes.
+
+Prefill parts of all cohorts flow first, in order. A cohort's first decode step waits for all of its parts, and every
+further step for the tokens of the step before, which travel from the last stage back to the first.
+
+    stage 0   p0 p1 p2 p3 d0 d1 d2 d3 d0 d1 ...
+    stage 1      p0 p1 p2 p3 d0 d1 d2 d3 d0 ...
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from flexengine.plan.cluster.latency import DECODE, PREFILL
+from flexengine.plan.cluster.plan import Plan
+from flexengine.schedule.order import Cell
+from flexengine.schedule.program import Op, Task
+from flexengine.schedule.simulate import Forecast, simulate
+
+BACK = "back"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Seconds of one micro-batch on each stage and link, and the number of micro-batches.
+
+    Attributes:
+        prefill, decode: seconds by stage.
+        hop_prefill, hop_decode: seconds of the link after each stage but the last.
+        back: seconds of the link from the last stage to the first.
+        parts: prefill micro-batches of a cohort.
+        cohorts: decode micro-batches.
+        steps: decode steps.
+    """
+
+    prefill: Sequence[float]
+    decode: Sequence[float]
+    hop_prefill: Sequence[float] = ()
+    hop_decode: Sequence[float] = ()
+    back: float = 0.0
+    parts: int = 1
+    cohorts: int = 1
+    steps: int = 0
+
+    @staticmethod
+    def of(plan: Plan) -> "Pipeline":
+        """Return the pipeline of one round of a plan."""
+        priced, numbers = plan.priced, plan.numbers
+        return Pipeline(priced.prefill, priced.decode, priced.hop_prefill, priced.hop_decode, priced.back,
+                        numbers.prefills // numbers.cohorts, numbers.cohorts, numbers.steps)  # fmt: skip
+
+    def seconds(self, task: Task) -> float:
+        """Return the seconds of a task."""
+        if task.lane == BACK:
+            return self.back
+        stage, first = task.cell.layer, task.home == PREFILL
+        if task.lane.startswith("stage"):
+            return (self.prefill if first else self.decode)[stage]
+        return (self.hop_prefill if first else self.hop_decode)[stage]
+
+    def program(self) -> Iterator[Task]:
+        """Yield the tasks of one round, in program order."""
+        for cohort in range(self.cohorts):
+            for part in range(self.parts):
+                yield from self._pass(PREFILL, 0, cohort, ("part", cohort, part))
+        for step in range(1, self.steps + 1):
+            for cohort in range(self.cohorts):
+                yield from self._pass(DECODE, step, cohort, ("cohort", cohort))
+
+    def _pass(self, phase: str, step: int, cohort: int, what: tuple[object, ...]) -> Iterator[Task]:
+        """Yield the tasks of one micro-batch on its way through the stages."""
+        last = len(self.prefill) - 1
+        for stage in range(last + 1):
+            reads: tuple[tuple[object, ...], ...] = (what,)
+            if phase == DECODE and step == 1 and stage == 0:
+                reads += tuple(("part", cohort, part) for part in range(self.parts))
+            cell = Cell(step, stage, cohort)
+            yield Task(Op.COMPUTE, cell, f"stage {stage}", reads, (what,), phase)
+            if stage < last and (self.hop_prefill or self.hop_decode):
+                yield Task(Op.LEAVE, cell, f"hop {stage}", (what,), (what,), phase)
+        if self.back and last:
+            yield Task(Op.ENTER, Cell(step, last, cohort), BACK, (what,), (what,), phase)
+
+    def simulate(self) -> Forecast:
+        """Return the simulated round."""
+        return simulate(self.program(), self.seconds)
+
+
+def phases(forecast: Forecast) -> dict[str, tuple[float, float]]:
+    """Return by phase the time at which its first task begins and its last task ends."""
+    found: dict[str, tuple[float, float]] = {}
+    for task, start, end in forecast.spans:
+        first, last = found.get(task.home, (start, end))
+        found[task.home] = (min(first, start), max(last, end))
+    return found
+
+
+def utilisation(forecast: Forecast, stages: int, phase: str | None = None) -> list[float]:
+    """Return the busy share of each stage in a phase, or in the whole round. Its complement is the bubble."""
+    begin, end = phases(forecast)[phase] if phase else (0.0, forecast.seconds)
+    busy = [0.0] * stages
+    for task, start, stop in forecast.spans:
+        if task.lane.startswith("stage") and (phase is None or task.home == phase):
+            busy[task.cell.layer] += stop - start
+    return [seconds / (end - begin) if end > begin else 0.0 for seconds in busy]
+
+
+def prefill_bubble(stages: int, parts: int) -> float:
+    """Return the idle share of equal stages while `parts` micro-batches pass once: (m - 1) / (m - 1 + parts)."""
+    return (stages - 1) / (stages - 1 + parts)
+
+
+def decode_bubble(stages: int, cohorts: int) -> float:
+    """Return the idle share of equal stages in steady decoding: a step takes max(stages, cohorts), and a stage works
+    `cohorts` of them."""
+    return max(0.0, 1 - cohorts / stages)

@@ -1,0 +1,145 @@
+"""A model in the numbers that a cluster plan needs: layers, bytes by format, and the ends of the stack."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from flexengine.plan.facts import ModelFacts, TensorFact
+from flexengine.strategy import BITS
+
+Format = str | None  # format of a layer's matrices, from strategy.FORMATS
+GROUP = 64  # elements of a matrix that share a scale and a minimum of 16 bits each
+_PER_HIDDEN, _PER_WIDTH = 9, 4  # elements of temporary tensors per token, as in `plan.sizes.workspace`
+
+
+def encoded_bytes(elements: float, form: Format, itemsize: int) -> float:
+    """Return the bytes of a matrix in a format. itemsize: bytes per element of the exact matrix."""
+    return elements * itemsize if form is None else elements * (BITS[form] + 32 / GROUP) / 8
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One decoder layer.
+
+    Attributes:
+        bytes: bytes of the layer's weights on a device, by format.
+        active: elements of the matrices that one token is multiplied by; fewer than all with experts.
+        pair_flop: FLOP of attention per (query, key) pair: 4 per element of the query heads.
+        kv_token: bytes that one token adds to the layer's KV cache.
+    """
+
+    bytes: Mapping[Format, int]
+    active: float
+    pair_flop: float
+    kv_token: int
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Return a value that is equal for layers of equal size."""
+        return (tuple(sorted(self.bytes.items(), key=str)), self.active, self.pair_flop, self.kv_token)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as devices of one kind hold it.
+
+    Attributes:
+        name: shape of the model; see `shape_name`.
+        layers: in order.
+        hidden: elements of a token's hidden state.
+        width: elements of the widest activation of a token.
+        itemsize: bytes per element of activations.
+        vocabulary: number of tokens that the head knows.
+        embedding_bytes: bytes of the embedding, and of all else that the first stage needs.
+        head_bytes: bytes of the output projection, which the last stage needs.
+        head_elements: elements of the output projection.
+        tied: whether the head is the embedding.
+        facts: by format, the facts of the model in this format; empty if the model was described by hand.
+    """
+
+    name: str
+    layers: tuple[Layer, ...]
+    hidden: int
+    width: int
+    itemsize: int
+    vocabulary: int
+    embedding_bytes: int
+    head_bytes: int
+    head_elements: int
+    tied: bool = False
+    facts: Mapping[Format, ModelFacts] = field(default_factory=dict)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """Return for each layer the number of its kind. Layers of one kind have equal sizes."""
+        if self.facts:
+            facts = self.facts[None]
+            windows = facts.windows or (None,) * len(facts.layers)
+            keys: list[object] = [(facts.signature(j), windows[j]) for j in range(len(facts.layers))]
+        else:
+            keys = [layer.key for layer in self.layers]
+        known: dict[object, int] = {}
+        return tuple(known.setdefault(key, len(known)) for key in keys)
+
+    def workspace(self, tokens: int, rows: int, last: bool) -> int:
+        """Return the bytes of temporary tensors of a stage.
+
+        Args:
+            tokens: tokens that are computed together.
+            rows: sequences that are computed together.
+            last: whether the stage computes logits.
+        """
+        activations = tokens * (_PER_HIDDEN * self.hidden + _PER_WIDTH * self.width) * self.itemsize
+        return activations + (8 * self.vocabulary * rows if last else 0)
+
+    def hop_bytes(self, tokens: int) -> int:
+        """Return the bytes of the hidden states of some tokens."""
+        return tokens * self.hidden * self.itemsize
+
+
+def shape_name(facts: ModelFacts) -> str:
+    """Return the text that names a model's shape, equal for checkpoints that one strategy fits."""
+    heads = f"{facts.heads}/{facts.kv_heads}" if facts.heads != facts.kv_heads else str(facts.heads)
+    return (f"{facts.kind or 'model'}, {len(facts.layers)} layers of {facts.hidden}, {heads} heads of {facts.head_dim},"
+            f" vocabulary {facts.vocabulary}")  # fmt: skip
+
+
+def of_facts(facts: Mapping[Format, ModelFacts]) -> Model:
+    """Return the model with these facts. facts: by format; None, the exact one, must be among them."""
+    exact = facts[None]
+    layers = []
+    for j, tensors in enumerate(exact.layers):
+        nbytes = {form: sum(t.held_bytes for t in made.layers[j]) for form, made in facts.items()}
+        active = sum(_active(t, exact.active) for t in tensors if t.matrix)
+        layers.append(Layer(nbytes, active, 4.0 * exact.heads * exact.head_dim, exact.kv_token))
+    embedding = exact.embedding.held_bytes if exact.embedding else 0
+    others = sum(t.held_bytes for t in exact.others)
+    output = exact.output
+    return Model(shape_name(exact), tuple(layers), exact.hidden, exact.width, exact.itemsize, exact.vocabulary,
+                 embedding + others, output.held_bytes if output else 0, output.elements if output else 0,
+                 exact.head is None, dict(facts))  # fmt: skip
+
+
+def _active(t: TensorFact, experts: int) -> float:
+    return t.elements * (min(1.0, experts / t.experts) if t.experts else 1.0)
+
+
+def decoder(
+    name: str, layers: int, hidden: int, width: int, vocabulary: int, kv_share: float = 1.0, itemsize: int = 2
+) -> Model:  # fmt: skip
+    """Return a decoder described by hand, with a plain FFN of two matrices and an untied head.
+
+    Args:
+        name: shown in messages.
+        layers: number of layers.
+        hidden, width: elements of the hidden state and of the FFN.
+        vocabulary: number of tokens.
+        kv_share: KV heads per query head.
+        itemsize: bytes per element.
+    """
+    matrices = 2 * hidden * hidden * (1 + kv_share) + 2 * hidden * width
+    norms = 4 * hidden * itemsize
+    nbytes = {form: round(encoded_bytes(matrices, form, itemsize)) + norms for form in BITS}
+    layer = Layer(nbytes, matrices, 4.0 * hidden, round(2 * hidden * kv_share * itemsize))
+    edge = vocabulary * hidden
+    return Model(name, (layer,) * layers, hidden, width, itemsize, vocabulary, edge * itemsize, edge * itemsize, edge)

@@ -1,0 +1,318 @@
+"""The mixed-integer program of one case: layers to stages, formats to layers (LLM-PQ, section 4.3, corrected).
+
+Decided for units i, stages j (in the order of the case), choices c (format, and home on device or host):
+
+    y[i,j]  binary   unit i is in stage j or an earlier one; contiguity in the tight form:
+                     y[i,j] <= y[i,j+1]  and  y[i+1,j] <= y[i,j]; unit i is in stage j if y[i,j] - y[i,j-1] = 1
+    n[j,k,c] integer number of units of class k with choice c in stage j
+    z[i,j,c] real    whether unit i is in stage j with choice c; only if units of a class differ in harm
+    w[j]    binary   whether stage j has units; the first and the last stage have some
+    h[j,c]  binary   whether stage j streams units with choice c from the host
+
+    minimise rounds * ((prefills - 1) Tmax_pre + T_pre + steps * R) + theta * harm                          seconds
+    with     T_pre = sum of stages and hops,  Tmax_pre >= every stage and hop
+             R >= cohorts * Tmax_dec,  R >= T_dec        (a sequence's next token needs its last one; in the paper's
+                                                          form R = (cohorts - 1) Tmax_dec, + T_dec once)
+             stage >= compute, stage >= load              streaming overlaps computing
+             hop into j >= hop[k,j] (w_k + w_j - 1 - stages with units between)
+             bytes of device and host <= capacity
+
+Given integer n and y, the z form a transportation problem, whose vertices are integral: so z need not be binary, and
+the solver branches on few variables. Which layer gets which format is decided at the end by assignment.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import product
+from typing import TypeAlias
+
+import numpy as np
+import pulp
+from scipy.optimize import linear_sum_assignment
+
+from flexengine.plan.cluster.numbers import PAPER, Array, Numbers
+from flexengine.plan.lp import NoSolver, SolverFailed
+
+GB = 1e9
+Expression: TypeAlias = pulp.LpAffineExpression
+Terms = list[tuple[pulp.LpVariable, float]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The optimum of a case.
+
+    Attributes:
+        stage_of: stage of each unit.
+        choice_of: choice of each unit.
+        bound: lower bound of the cost of every assignment, as the solver proved it.
+    """
+
+    stage_of: tuple[int, ...]
+    choice_of: tuple[int, ...]
+    bound: float
+
+
+@dataclass
+class _Program:
+    """A program under construction.
+
+    Attributes:
+        numbers: the case.
+        relaxed: whether all variables are real and harm is that of the least harmful units: a lower bound.
+        quality: whether only harm counts, not seconds.
+    """
+
+    numbers: Numbers
+    relaxed: bool = False
+    quality: bool = False
+    lp: pulp.LpProblem = field(default_factory=lambda: pulp.LpProblem("stages"))
+
+    def __post_init__(self) -> None:
+        m = self.numbers
+        self.per_class = np.bincount(m.classes, minlength=m.prefill.shape[1])
+        self.allowed = np.isfinite(m.prefill) & np.isfinite(m.decode)
+        whole = [(j, k, c) for j, k, c in product(*map(range, m.prefill.shape)) if self.allowed[j, k, c]]
+        self.n = {key: self._variable("n_{}_{}_{}".format(*key), float(self.per_class[key[1]])) for key in whole}
+        inner = range(1, m.stages - 1)
+        self.w = {j: self._variable(f"w_{j}", 1) for j in inner}
+        self._units()
+        stages = self._stages()
+        self._memory()
+        seconds = Expression() if self.quality else self._seconds(*stages)
+        self.harm = self._harm()
+        self.lp.setObjective(seconds * m.rounds + self.harm * (1.0 if self.quality else m.theta))
+
+    def _variable(self, name: str, most: float | None, whole: bool = True) -> pulp.LpVariable:
+        kind = pulp.LpInteger if whole and not self.relaxed else pulp.LpContinuous
+        return self.lp.add_variable(name, 0, most, kind)
+
+    def add(self, terms: Expression | Terms, sense: int, limit: float, name: str) -> None:
+        """Add the row: terms <= limit (sense -1), == (0) or >= (1)."""
+        made = Expression(terms)
+        self.lp.addConstraint(pulp.LpConstraint(made, sense, name, limit))
+
+    def _used(self, j: int) -> Expression:
+        """Return whether stage j has units."""
+        return Expression([(self.w[j], 1.0)]) if j in self.w else Expression(constant=1.0)
+
+    def _in(self, j: int) -> Terms:
+        """Return the number of units of stage j."""
+        return [(n, 1.0) for (stage, _, _), n in self.n.items() if stage == j]
+
+    def _units(self) -> None:
+        """Add the rows that put each unit into one stage, in order."""
+        m = self.numbers
+        for j in range(m.stages):
+            count = self._in(j)
+            if j in self.w:
+                self.add([*count, (self.w[j], -float(m.units))], -1, 0.0, f"only_if_used_{j}")
+                self.add([*count, (self.w[j], -1.0)], 1, 0.0, f"used_{j}")
+            else:
+                self.add(count, 1, 1.0, f"used_{j}")
+        for k, number in enumerate(self.per_class):
+            terms = [(n, 1.0) for (_, kind, _), n in self.n.items() if kind == k]
+            self.add(terms, 0, float(number), f"all_units_{k}")
+        self.y: dict[tuple[int, int], pulp.LpVariable] = {}
+        kinds = np.array(m.classes)
+        uneven = any(np.any(np.ptp(m.harm[kinds == k], axis=0) > 0) for k in range(len(self.per_class)))
+        self.by_unit = uneven and (m.theta > 0 or self.quality)
+        if self.relaxed or (len(self.per_class) == 1 and not self.by_unit):
+            return  # numbers of units are enough
+        last = m.stages - 1
+        self.y = {(i, j): self._variable(f"y_{i}_{j}", 1) for i in range(m.units) for j in range(last)}
+        for (i, j), y in self.y.items():
+            if j + 1 < last:
+                self.add([(y, 1.0), (self.y[i, j + 1], -1.0)], -1, 0.0, f"later_stage_{i}_{j}")
+            if i + 1 < m.units:
+                self.add([(self.y[i + 1, j], 1.0), (y, -1.0)], -1, 0.0, f"later_unit_{i}_{j}")
+        for j, k in product(range(m.stages), range(len(self.per_class))):
+            inside = [term for i in range(m.units) if m.classes[i] == k for term in self._inside(i, j)[0]]
+            constant = sum(self._inside(i, j)[1] for i in range(m.units) if m.classes[i] == k)
+            count = [(n, -1.0) for (stage, kind, _), n in self.n.items() if (stage, kind) == (j, k)]
+            self.add([*inside, *count], 0, -constant, f"units_of_stage_{j}_{k}")
+
+    def _inside(self, i: int, j: int) -> tuple[Terms, float]:
+        """Return whether unit i is in stage j, as terms and a constant."""
+        terms = [(self.y[i, j], 1.0)] if (i, j) in self.y else []
+        if j > 0:
+            terms.append((self.y[i, j - 1], -1.0))
+        return terms, 0.0 if (i, j) in self.y else 1.0
+
+    def _sum(self, table: Array, j: int) -> Terms:
+        return [(n, float(table[key])) for key, n in self.n.items() if key[0] == j and table[key]]
+
+    def _stages(self) -> tuple[list[pulp.LpVariable], list[pulp.LpVariable]]:
+        """Return the seconds of prefill and of decode of each stage."""
+        m, both = self.numbers, []
+        if self.quality:
+            return [], []
+        for name, table, fixed in (("pre", m.prefill, m.fixed_prefill), ("dec", m.decode, m.fixed_decode)):
+            times = []
+            for j in range(m.stages):
+                time = self._variable(f"{name}_{j}", None, whole=False)
+                self.add(Expression([*self._sum(table, j), (time, -1.0)]) + self._used(j) * fixed[j], -1, 0.0,
+                         f"compute_{name}_{j}")  # fmt: skip
+                if load := self._sum(m.load, j):
+                    self.add([*load, (time, -1.0)], -1, 0.0, f"load_{name}_{j}")
+                times.append(time)
+            both.append(times)
+        return both[0], both[1]
+
+    def _hops(self, name: str, table: Array) -> list[pulp.LpVariable]:
+        """Return the seconds of the hop into each stage but the first."""
+        hops = []
+        for j in range(1, self.numbers.stages):
+            hop = self._variable(f"hop_{name}_{j}", None, whole=False)
+            for k in range(j):
+                between = sum((self._used(x) for x in range(k + 1, j)), Expression())
+                passing = self._used(k) + self._used(j) - 1.0 - between
+                self.add(passing * float(table[k, j]) - hop, -1, 0.0, f"hop_{name}_{k}_{j}")
+            hops.append(hop)
+        return hops
+
+    def _seconds(self, prefill: list[pulp.LpVariable], decode: list[pulp.LpVariable]) -> Expression:
+        """Return the seconds of one round."""
+        m = self.numbers
+        hops = self._hops("pre", m.hop_prefill), self._hops("dec", m.hop_decode)
+        slow = [self._variable(f"slowest_{name}", None, whole=False) for name in ("pre", "dec")]
+        for longest, times, sent in zip(slow, (prefill, decode), hops, strict=True):
+            for part in (*times, *sent):
+                self.add([(part, 1.0), (longest, -1.0)], -1, 0.0, f"{longest.name}_{part.name}")
+        first = Expression([(slow[0], m.prefills - 1.0), *((t, 1.0) for t in prefill)])
+        if m.form == PAPER:
+            return first + Expression([(slow[1], (m.cohorts - 1.0) * m.steps), *((t, 1.0) for t in decode)])
+        step = self._variable("step", None, whole=False)
+        self.add([(slow[1], float(m.cohorts)), (step, -1.0)], -1, 0.0, "all_cohorts")
+        through = Expression([*((t, 1.0) for t in (*decode, *hops[1])), (step, -1.0)])
+        self.add(through, -1, -(m.back if m.stages > 1 else 0.0), "through_the_pipeline")
+        return first + Expression([*((t, 1.0) for t in hops[0]), (step, float(m.steps))])
+
+    def _memory(self) -> None:
+        """Add the rows of device and host memory."""
+        m = self.numbers
+        hosts = [c for c, choice in enumerate(m.choices) if choice.host]
+        for j in range(m.stages):
+            used = Expression(self._scaled(self._sum(m.memory, j))) + self._used(j) * (m.fixed_memory[j] / GB)
+            streams = [key for key in self.n if key[0] == j and key[2] in hosts]
+            if streams:
+                slot = self._variable(f"slots_{j}", None, whole=False)
+                used = used + slot
+                self.add(self._scaled(self._sum(m.host, j)), -1, m.host_capacity[j] / GB, f"host_memory_{j}")
+                for _, k, c in streams:
+                    on = self._variable(f"streams_{j}_{k}_{c}", 1)
+                    self.add([(self.n[j, k, c], 1.0), (on, -float(self.per_class[k]))], -1, 0.0, f"if_{j}_{k}_{c}")
+                    self.add([(on, m.slots[j, k, c] / GB), (slot, -1.0)], -1, 0.0, f"slot_{j}_{k}_{c}")
+            self.add(used, -1, m.capacity[j] / GB, f"memory_{j}")
+
+    @staticmethod
+    def _scaled(terms: Terms) -> Terms:
+        return [(variable, nbytes / GB) for variable, nbytes in terms]
+
+    def _harm(self) -> Expression:
+        m = self.numbers
+        if not self.by_unit or self.relaxed:
+            least = np.array([m.harm[np.array(m.classes) == k].min(axis=0) for k in range(len(self.per_class))])
+            return Expression([(n, float(least[k, c])) for (_, k, c), n in self.n.items() if least[k, c]])
+        z: dict[tuple[int, int, int], pulp.LpVariable] = {}
+        for i, (j, c) in product(range(m.units), product(range(m.stages), range(len(m.choices)))):
+            if self.allowed[j, m.classes[i], c]:
+                z[i, j, c] = self._variable(f"z_{i}_{j}_{c}", 1, whole=False)
+        for i, j in product(range(m.units), range(m.stages)):
+            terms, constant = self._inside(i, j)
+            picked = [(z[i, j, c], 1.0) for c in range(len(m.choices)) if (i, j, c) in z]
+            self.add([*picked, *((y, -k) for y, k in terms)], 0, constant, f"one_choice_{i}_{j}")
+        for (j, k, c), n in self.n.items():
+            same = [(z[i, j, c], 1.0) for i in range(m.units) if m.classes[i] == k]
+            self.add([*same, (n, -1.0)], 0, 0.0, f"number_{j}_{k}_{c}")
+        return Expression([(v, float(m.harm[i, c])) for (i, _, c), v in z.items() if m.harm[i, c]])
+
+
+def solve(
+    numbers: Numbers, gap: float = 1e-4, seconds: float | None = None, below: float | None = None,
+    quality: bool = False,
+) -> Answer | None:  # fmt: skip
+    """Return the best assignment, or None if there is none (below `below`), or none was found in time.
+
+    Args:
+        numbers: the case.
+        gap: relative gap at which the solver stops.
+        seconds: most seconds; None for no limit.
+        below: only assignments of less cost are searched.
+        quality: minimise harm alone: the start of the bit transfer ("adabits").
+
+    Raises:
+        NoSolver: highspy is not installed.
+        SolverFailed: HiGHS stopped with an error.
+    """
+    program = _Program(numbers, quality=quality)
+    if below is not None:
+        objective = program.lp.objective
+        program.add(objective.copy(), -1, below, "better_than_the_best")
+    solver = pulp.HiGHS(msg=False, gapRel=gap, timeLimit=seconds)
+    status = _run(program.lp, solver)
+    highs = program.lp.solverModel
+    info = highs.getInfo()
+    if status not in ("Optimal", "Time limit reached") or info.primal_solution_status != 2:
+        return None
+    counts = {key: round(n.varValue or 0.0) for key, n in program.n.items()}
+    stage_of = _stage_of(program)
+    bound = info.mip_dual_bound if math.isfinite(info.mip_dual_bound) else -math.inf
+    return Answer(stage_of, spread(numbers, stage_of, counts), bound)
+
+
+def lower_bound(numbers: Numbers) -> float:
+    """Return a lower bound of the cost of a case: the program without whole numbers, infinite if that has no
+    solution."""
+    program = _Program(numbers, relaxed=True)
+    status = _run(program.lp, pulp.HiGHS(msg=False))
+    return math.inf if status == "Infeasible" else float(pulp.value(program.lp.objective) or 0.0)
+
+
+def _run(lp: pulp.LpProblem, solver: pulp.HiGHS) -> str:
+    """Solve, and return HiGHS's status."""
+    if not solver.available():
+        raise NoSolver("the planner needs highspy, which is not installed; pip install highspy")
+    lp.solve(solver)
+    highs = lp.solverModel
+    status = str(highs.modelStatusToString(highs.getModelStatus()))
+    if status == "Primal infeasible or unbounded":  # no variable and no cost is negative, so it is bounded
+        status = "Infeasible"
+    if status not in ("Optimal", "Infeasible", "Time limit reached"):
+        raise SolverFailed(f"HiGHS found no stages of the pipeline, and stopped with status {status}")
+    return status
+
+
+def _stage_of(program: _Program) -> tuple[int, ...]:
+    """Return the stage of each unit."""
+    m = program.numbers
+    if program.y:
+        whole = {key: round(y.varValue or 0.0) for key, y in program.y.items()}
+        return tuple(m.stages - 1 - sum(whole[i, j] for j in range(m.stages - 1)) for i in range(m.units))
+    stages: list[int] = []
+    for j in range(m.stages):
+        stages += [j] * round(sum(n.varValue or 0.0 for n, _ in program._in(j)))
+    return tuple(stages)
+
+
+def spread(
+    numbers: Numbers, stage_of: Iterable[int], counts: dict[tuple[int, int, int], int]
+) -> tuple[int, ...]:  # fmt: skip
+    """Return the choice of each unit with the least harm.
+
+    Args:
+        numbers: the case.
+        stage_of: stage of each unit.
+        counts: by (stage, class, choice), the number of units.
+    """
+    stages, choice_of = np.array(list(stage_of)), [0] * numbers.units
+    kinds = np.array(numbers.classes)
+    for j, k in sorted({(j, k) for (j, k, _), count in counts.items() if count}):
+        units = np.flatnonzero((stages == j) & (kinds == k))
+        places = [c for (stage, kind, c), count in sorted(counts.items()) if (stage, kind) == (j, k)
+                  for _ in range(count)]  # fmt: skip
+        rows, columns = linear_sum_assignment(numbers.harm[units][:, places])
+        for row, column in zip(rows, columns, strict=True):
+            choice_of[units[row]] = places[column]
+    return tuple(choice_of)

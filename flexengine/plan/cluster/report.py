@@ -1,0 +1,184 @@
+"""A plan of a cluster as text: stages, formats by layer, memory, bubbles, predicted speed, and what would help."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from flexengine.plan.cluster.events import Pipeline, utilisation
+from flexengine.plan.cluster.latency import DECODE, PREFILL
+from flexengine.plan.cluster.model import Format
+from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.search import Found
+from flexengine.plan.cluster.whatif import Help
+from flexengine.plan.explain import BAR_CHARACTERS
+from flexengine.plan.words import clock, count, digits, percent, size
+
+MARKS: dict[Format, str] = {None: "#", "int8": "8", "int4": "4", "int3": "3"}  # one character per layer
+MOST_SIMULATED = 200_000  # tasks of a round; more take over a second
+LINE = 64  # layers per line of the picture
+
+
+def name_of(form: Format) -> str:
+    """Return a format's name in reports."""
+    return form or "exact"
+
+
+def report(found: Found, model_name: str, helps: Sequence[Help] = ()) -> str:
+    """Return the whole explanation.
+
+    Args:
+        found: result of the search.
+        model_name: shown in the first line.
+        helps: from `whatif.helps`.
+    """
+    plan = found.plan
+    parts = [
+        head(plan, model_name), [""], picture(plan), [""], stages(plan), [""], memory(plan), [""],
+        totals(found), *([["", *help_lines(helps)]] if helps else []),
+    ]  # fmt: skip
+    return "\n".join(line.rstrip() for part in parts for line in part)
+
+
+def head(plan: Plan, model_name: str) -> list[str]:
+    """Return lines with model, cluster, rows and micro-batches."""
+    cluster, job, shape = plan.task.cluster, plan.task.job, plan.shape
+    rounds = shape.rounds(job.rows)
+    alive = "all at once" if rounds == 1 else f"{shape.batch:,} at once, in {rounds:,} rounds"
+    unused = [d.name for d in cluster.devices if d not in plan.devices]
+    types = ", ".join(f"{len(cluster.of_type(name))} x {name}" for name in cluster.types)
+    lines = [
+        f"{model_name} on {cluster.name} ({types})",
+        f"{count(job.rows, 'row', 'rows')} of {job.prompt:,} prompt tokens, {job.output:,} tokens generated for each"
+        f" (means); {alive}",
+        "",
+        f"Pipeline    {count(len(plan.devices), 'stage', 'stages')};"
+        f" {count(shape.cohorts, 'cohort', 'cohorts')} of {count(shape.decode, 'sequence', 'sequences')},"
+        f" each prefilled in parts of {shape.prefill:,}",
+    ]
+    return lines + ([f"            without layers: {', '.join(unused)}"] if unused else [])
+
+
+def picture(plan: Plan) -> list[str]:
+    """Return a character per layer: its format; small letters mark layers whose weights are on the host."""
+    shown = sorted({choice.form for choice in plan.choices}, key=lambda form: list(MARKS).index(form))
+    legend = "  ".join(f"{MARKS[form]} {name_of(form)}" for form in shown)
+    streamed = any(choice.host for choice in plan.choices)
+    lines = [f"Layers      {legend}" + ("  ~ weights on the host, streamed" if streamed else "")]
+    width = max(len(device.name) for device in plan.devices)
+    for device, (first, end) in zip(plan.devices, plan.layers, strict=True):
+        choices = plan.choices[first:end]
+        for start in range(0, len(choices), LINE):
+            part = choices[start : start + LINE]
+            marks = "".join("~" if c.host else MARKS[c.form] for c in part)
+            name = device.name if start == 0 else ""
+            lines.append(f"  {name:<{width}}  {first + start:>4}..{first + start + len(part) - 1:<4} [{marks}]")
+    return lines
+
+
+def stages(plan: Plan) -> list[str]:
+    """Return a table of the stages: layers, formats, seconds of a micro-batch, busy shares, and the link after it."""
+    priced = plan.priced
+    busy = busy_shares(plan)
+    width = max(len("stage"), *(len(d.name) for d in plan.devices))
+    kind = max(len("type"), *(len(d.type) for d in plan.devices))
+    lines = [f"Stages      milliseconds of a micro-batch, and busy shares in a round\n  {'stage':<{width}}  "
+             f"{'type':<{kind}}  layers  {'prefill':>9}  {'decode':>9}  {'busy prefill':>12}  {'busy decode':>11}"
+             f"  {'link':>7}  formats"]  # fmt: skip
+    for k, (device, (first, end)) in enumerate(zip(plan.devices, plan.layers, strict=True)):
+        link = digits(1e3 * priced.hop_decode[k]) if k < len(priced.hop_decode) else "-"
+        lines.append(
+            f"  {device.name:<{width}}  {device.type:<{kind}}  {end - first:>6}  {digits(1e3 * priced.prefill[k]):>9}"
+            f"  {digits(1e3 * priced.decode[k]):>9}  {percent(busy[PREFILL][k]):>12}  {percent(busy[DECODE][k]):>11}"
+            f"  {link:>7}  {formats_text(plan.formats[first:end])}"
+        )
+    bubbles = {phase: 1 - sum(shares) / len(shares) for phase, shares in busy.items()}
+    idle = f"prefill {percent(bubbles[PREFILL])}, decode {percent(bubbles[DECODE])}, mean of the stages"
+    lines.append(f"  idle (bubbles): {idle}")
+    return "\n".join(lines).split("\n")
+
+
+def busy_shares(plan: Plan) -> dict[str, list[float]]:
+    """Return by phase the share of its time in which each stage works, by the objective's times."""
+    priced, numbers = plan.priced, plan.numbers
+    slow = max(*priced.prefill, *priced.hop_prefill, 0.0)
+    first = (numbers.prefills - 1) * slow + sum(priced.prefill) + sum(priced.hop_prefill)
+    step = max(numbers.cohorts * max(*priced.decode, *priced.hop_decode, 0.0),
+               sum(priced.decode) + sum(priced.hop_decode) + priced.back)  # fmt: skip
+    return {
+        PREFILL: [numbers.prefills * s / first if first else 0.0 for s in priced.prefill],
+        DECODE: [numbers.cohorts * s / step if step else 0.0 for s in priced.decode],
+    }
+
+
+def formats_text(formats: Sequence[Format]) -> str:
+    """Return the number of layers by format."""
+    return ", ".join(f"{name_of(form)} x {formats.count(form)}" for form in MARKS if form in formats)
+
+
+def memory(plan: Plan) -> list[str]:
+    """Return a bar per device of its bytes against its capacity, and the bytes on the host."""
+    lines, width = ["Memory"], max(len(device.name) for device in plan.devices)
+    for k, device in enumerate(plan.devices):
+        used, host = plan.priced.memory[k], plan.priced.host[k]
+        bar = ("#" * round(BAR_CHARACTERS * used / device.memory)).ljust(BAR_CHARACTERS)
+        also = f"  host {size(host)} of {size(device.host_memory)}" if host else ""
+        lines.append(f"  {device.name:<{width}} {size(used):>8} of {size(device.memory):<8} [{bar}]"
+                     f" {percent(used / device.memory)}{also}")  # fmt: skip
+    return lines
+
+
+def simulated_seconds(plan: Plan) -> float | None:
+    """Return the seconds of the job in virtual time; None if there are too many events."""
+    pipeline = Pipeline.of(plan)
+    events = (plan.numbers.prefills + plan.numbers.steps * plan.numbers.cohorts) * 2 * len(plan.devices)
+    if events > MOST_SIMULATED:
+        return None
+    return pipeline.simulate().seconds * plan.numbers.rounds
+
+
+def totals(found: Found) -> list[str]:
+    """Return lines with throughput, harm, and how the plan was found."""
+    plan = found.plan
+    simulated = simulated_seconds(plan)
+    checked = "" if simulated is None else f"; {clock(simulated)} in virtual time, micro-batch by micro-batch"
+    how = "mixed-integer programs" if found.method == "program" else "bit transfers"
+    return [
+        f"Prediction  {digits(plan.tokens_per_second)} tok/s generated; job {clock(plan.priced.seconds)}{checked}",
+        f"            harm of formats {digits(plan.priced.harm)}, times theta {plan.task.theta:g} ="
+        f" {digits(plan.task.theta * plan.priced.harm)} s of the cost {digits(plan.priced.cost)} s",
+        f"            {found.solved:,} {how} after {found.bounded:,} bounds, in {clock(found.seconds)};"
+        f" at most {100 * found.gap:.2g} % above the best cost",
+    ]
+
+
+def help_lines(helps: Sequence[Help]) -> list[str]:
+    """Return lines with the changes that would help, and the speedup of the job."""
+    width = max((len(h.label) for h in helps), default=0)
+    lines = [f"  {h.label:<{width}}  {h.ratio:.2f}x" for h in helps]
+    return ["Would help  (the whole job, one change at a time, each planned again)", *lines]
+
+
+def mean_utilisation(plan: Plan) -> list[float]:
+    """Return the busy share of each stage in a simulated round."""
+    return utilisation(Pipeline.of(plan).simulate(), len(plan.devices))
+
+
+def as_json(found: Found, helps: Sequence[Help] = ()) -> dict[str, Any]:
+    """Return the plan's numbers."""
+    plan, priced = found.plan, found.plan.priced
+    busy = busy_shares(plan)
+    return {
+        "cluster": plan.task.cluster.name, "rows": plan.task.job.rows, "prompt_tokens": plan.task.job.prompt,
+        "output_tokens": plan.task.job.output, "batch": plan.shape.batch, "rounds": plan.numbers.rounds,
+        "tok_s": plan.tokens_per_second, "seconds": priced.seconds, "simulated_seconds": simulated_seconds(plan),
+        "harm": priced.harm, "theta": plan.task.theta, "cost": priced.cost, "gap": found.gap,
+        "search_seconds": found.seconds, "solved": found.solved, "bounded": found.bounded, "method": found.method,
+        "stages": [
+            {"device": device.name, "type": device.type, "layers": list(plan.layers[k]),
+             "memory_bytes": priced.memory[k], "host_bytes": priced.host[k], "capacity_bytes": device.memory,
+             "prefill_seconds": priced.prefill[k], "decode_seconds": priced.decode[k],
+             "busy": {phase: shares[k] for phase, shares in busy.items()}}
+            for k, device in enumerate(plan.devices)
+        ],
+        "strategy": plan.strategy().to_json(),
+        "helps": [h._asdict() for h in helps],
+    }  # fmt: skip

@@ -1,0 +1,219 @@
+"""Search the best plan: every order of device types and every shape of micro-batches, pruned by lower bounds.
+
+Cases are taken in the order of their bounds. The first bound of a shape ignores memory, order and links; the second
+bound of a case is its program without whole numbers. A case whose turn comes after both is solved, by the program or by
+the bit transfer. The search ends when the least bound of the other cases is not below the best cost.
+"""
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from flexengine.errors import OutOfMemory
+from flexengine.plan.cluster.costs import Costs, Order, Task, check, orders
+from flexengine.plan.cluster.job import Shape, batches, shapes
+from flexengine.plan.cluster.numbers import PAPER, Numbers
+from flexengine.plan.cluster.plan import Plan
+from flexengine.plan.cluster.program import Answer, lower_bound, solve
+from flexengine.plan.cluster.transfer import transfer
+
+PROGRAM, TRANSFER, AUTO = "program", "transfer", "auto"
+METHODS = (AUTO, PROGRAM, TRANSFER)
+LARGE = 8000  # units * stages * choices from which AUTO takes the bit transfer
+TRANSFERS = 8  # cases that the bit transfer improves, those with the least bounds
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a search.
+
+    Attributes:
+        gap: relative gap to the bound at which the search ends.
+        seconds: most seconds; the best plan so far is then returned.
+        method: one of METHODS.
+        batch: sequences alive at once; None tries several numbers.
+    """
+
+    gap: float = 1e-3
+    seconds: float = 60.0
+    method: str = AUTO
+    batch: int | None = None
+
+
+@dataclass
+class Found:
+    """Result of a search.
+
+    Attributes:
+        plan: the best plan.
+        bound: proven lower bound of the cost of all plans.
+        seconds: seconds that the search took.
+        solved: number of cases that were solved.
+        bounded: number of cases whose second bound was computed.
+        method: PROGRAM or TRANSFER.
+    """
+
+    plan: Plan
+    bound: float
+    seconds: float
+    solved: int
+    bounded: int
+    method: str
+
+    @property
+    def gap(self) -> float:
+        """Return how far the plan's cost may be above the best possible, as a share of it."""
+        cost = self.plan.priced.cost
+        return max(0.0, (cost - self.bound) / cost) if cost > 0 else 0.0
+
+
+@dataclass
+class _Search:
+    """A search under way. The heap has (bound, level, tie, case)."""
+
+    task: Task
+    limits: Limits
+    costs: Costs = field(init=False)
+    best: Plan | None = None
+    solved: int = 0
+    bounded: int = 0
+    floor: float = math.inf  # least bound of the cases that were not solved to the end
+
+    def __post_init__(self) -> None:
+        self.costs = Costs(self.task)
+        self.began = time.monotonic()
+        self.orders = orders(self.task.cluster)
+        self.heap: list[tuple[float, int, int, tuple[Order | None, Shape]]] = []
+        self.ties = itertools.count()
+        widest = max(len(order) for order in self.orders)
+        size = len(self.task.groups) * widest * len(self.task.choices)
+        self.program = self.limits.method == PROGRAM or (self.limits.method == AUTO and size < LARGE)
+
+    def run(self) -> Found:
+        """Return the best plan."""
+        devices = self.orders[0]
+        sizes = [self.limits.batch] if self.limits.batch else batches(self.task.job.rows)
+        for batch in sizes:
+            for shape in shapes(min(batch, self.task.job.rows), len(self.task.cluster.devices)):
+                self._push(quick_bound(self.costs.numbers(devices, shape)), 0, (None, shape))
+        while self.heap and not self._done():
+            bound, _level, _, (order, shape) = heapq.heappop(self.heap)
+            if order is None:
+                for each in self.orders:
+                    if len(each) <= len(self.task.groups):
+                        self._bound(each, shape, bound)
+            else:
+                self._solve(order, shape, bound)
+        if self.best is None:
+            raise self._too_little()
+        left = min([self.floor, self.best.priced.cost, *(entry[0] for entry in self.heap)])
+        return Found(self.best, left, time.monotonic() - self.began, self.solved, self.bounded,
+                     PROGRAM if self.program else TRANSFER)  # fmt: skip
+
+    def _done(self) -> bool:
+        if not self.program and self.solved >= TRANSFERS and self.best is not None:
+            return True
+        late = time.monotonic() - self.began > self.limits.seconds
+        return self.best is not None and (late or self.heap[0][0] >= self.best.priced.cost * (1 - self.limits.gap))
+
+    def _push(self, bound: float, level: int, case: tuple[Order | None, Shape]) -> None:
+        if math.isfinite(bound):
+            heapq.heappush(self.heap, (bound, level, next(self.ties), case))
+
+    def _bound(self, order: Order, shape: Shape, bound: float) -> None:
+        self.bounded += 1
+        found = lower_bound(self.costs.numbers(order, shape))
+        self._push(max(bound, found), 1, (order, shape))
+
+    def _solve(self, order: Order, shape: Shape, bound: float) -> None:
+        self.solved += 1
+        numbers = self.costs.numbers(order, shape)
+        if self.best is None or not self.program:  # a cost to beat
+            self._take(transfer(numbers), order, shape, numbers)
+            if not self.program:
+                self.floor = min(self.floor, bound)
+                return
+        left = max(1.0, self.limits.seconds - (time.monotonic() - self.began))
+        below = self.best.priced.cost * (1 - self.limits.gap) if self.best else None
+        answer = solve(numbers, self.limits.gap, left, below)
+        if answer is not None:
+            self._take(answer, order, shape, numbers)
+            self.floor = min(self.floor, max(bound, answer.bound))
+        elif time.monotonic() - self.began > self.limits.seconds:
+            self.floor = min(self.floor, bound)
+        elif below is not None:
+            self.floor = min(self.floor, below)
+
+    def _take(self, answer: Answer | None, order: Order, shape: Shape, numbers: Numbers) -> None:
+        if answer is None:
+            return
+        plan = Plan.of(self.task, order, shape, numbers, answer.stage_of, answer.choice_of)
+        if plan.priced.fits and (self.best is None or plan.priced.cost < self.best.priced.cost):
+            self.best = plan
+
+    def _too_little(self) -> OutOfMemory:
+        """Return the error of a cluster that is too small."""
+        devices, batch = self.task.cluster.devices, self.limits.batch or 1
+        least = min_bytes(self.costs.numbers(self.orders[0], Shape(batch, 1, 1)))
+        have = sum(d.memory + d.host_memory * d.offloads for d in devices)
+        names = ", ".join(form or "exact" for form in self.task.formats)
+        rows = "one sequence at a time" if batch == 1 else f"{batch:,} sequences at once (--batch)"
+        error = OutOfMemory("device", "stages", least, 0, have)
+        error.args = (
+            f"no stages fit: with layers in {names} and {rows}, the model needs at least {least:,} bytes, and the"
+            f" {len(devices)} devices have {have:,} bytes together, of which each must hold whole layers; raise memory"
+            " in the cluster file, add devices or host_memory, lower --batch, or allow fewer bits with --allow"
+            " int8-weights,int4-weights,int3-weights",
+        )  # fmt: skip
+        return error
+
+
+def search(task: Task, limits: Limits | None = None) -> Found:
+    """Return the plan with the least cost: seconds + theta * harm.
+
+    Raises:
+        InvalidInput: a device has no kernel for any allowed format.
+        OutOfMemory: no plan fits.
+        NoSolver: highspy is not installed.
+    """
+    check(task)
+    return _Search(task, limits or Limits()).run()
+
+
+def quick_bound(numbers: Numbers) -> float:
+    """Return a lower bound of the cost of any order of these devices, without a program.
+
+    The slowest stage takes at least as long as perfectly divided work, and the way through the pipeline at least as
+    long as all layers on their fastest devices.
+    """
+    units = np.bincount(numbers.classes, minlength=numbers.prefill.shape[1])
+    slow, through = [], []
+    for table in (numbers.prefill, numbers.decode):
+        fastest = np.maximum(table, numbers.load).min(axis=2)  # [stages, classes]
+        least = fastest.min(axis=0)
+        through.append(float(least @ units))
+        with np.errstate(divide="ignore"):  # a layer without seconds
+            slow.append(max(float(n / np.sum(1 / fastest[:, k])) for k, n in enumerate(units)))
+    if numbers.form == PAPER:
+        decoding = (numbers.cohorts - 1) * numbers.steps * slow[1] + through[1]
+    else:
+        decoding = numbers.steps * max(numbers.cohorts * slow[1], through[1])
+    seconds = (numbers.prefills - 1) * slow[0] + through[0] + decoding
+    return numbers.rounds * seconds + numbers.theta * float(numbers.harm.min(axis=1).sum())
+
+
+def min_bytes(numbers: Numbers) -> int:
+    """Return a lower bound of the bytes of all devices and hosts together."""
+    units = np.bincount(numbers.classes, minlength=numbers.memory.shape[1])
+    both = np.where(np.isfinite(numbers.decode), numbers.memory + numbers.host, np.inf)
+    return int(both.min(axis=(0, 2)) @ units + numbers.fixed_memory[[0, -1]].min())
+
+
+def among(plans: Sequence[Plan]) -> Plan | None:
+    """Return the plan of least cost that fits, or None."""
+    return min((p for p in plans if p.priced.fits), key=lambda p: p.priced.cost, default=None)

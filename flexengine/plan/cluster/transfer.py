@@ -1,0 +1,132 @@
+"""The bit-transfer heuristic (LLM-PQ, algorithm 2): a fast search for cases that are large for the program.
+
+It starts from the least harmful formats that fit ("adabits"), and changes two stages at a time. In a rule
+(given, returned, number), the slowest stage gives `number` layers of one choice to another stage, the *pioneer*, and
+takes back one layer of another choice. So 4-bit layers leave it, and a 16-bit layer of equal bytes comes. The boundary
+between the two stages moves by number - 1 layers, and all stages between them shift. A rule whose two choices are equal
+moves layers only. Beyond the paper, one stage may also change the choice of some of its layers. Inside a stage, layers
+get the stage's choices with the least harm. The first change that lowers the cost is taken, until none does. The
+paper's listing accepts changes that raise the cost; that is taken as a misprint.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import product
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
+
+from flexengine.plan.cluster.numbers import Numbers, Priced, price
+from flexengine.plan.cluster.program import Answer, solve
+
+MOVED = (1, 2, 4, 8)  # units that change at once
+START_SECONDS = 10.0  # most seconds of the program that finds the start
+MIN_GAIN = 1e-9  # relative; smaller gains are rounding errors
+MOST_CHANGES = 1000
+
+Counts = NDArray[np.int64]  # [stages, choices] units
+
+
+def transfer(numbers: Numbers, start: Answer | None = None) -> Answer | None:
+    """Return a good assignment, or None if none fits.
+
+    Args:
+        numbers: the case.
+        start: assignment to start from; None starts from the least harmful one that fits.
+    """
+    start = start or solve(numbers, gap=1e-2, seconds=START_SECONDS, quality=True)
+    if start is None:
+        return None
+    counts = np.zeros((numbers.stages, len(numbers.choices)), dtype=np.int64)
+    np.add.at(counts, (np.array(start.stage_of), np.array(start.choice_of)), 1)
+    best, priced = (start.stage_of, start.choice_of), price(numbers, start.stage_of, start.choice_of)
+    for _ in range(MOST_CHANGES):
+        step = _first_better(numbers, counts, priced)
+        if step is None:
+            break
+        counts, best, priced = step
+    return Answer(*best, -np.inf) if priced.fits else None
+
+
+def _first_better(
+    numbers: Numbers, counts: Counts, priced: Priced
+) -> tuple[Counts, tuple[tuple[int, ...], tuple[int, ...]], Priced] | None:
+    """Return the first change that lowers the cost, with its price."""
+    for changed in _changes(numbers, counts, priced):
+        placed = assigned(numbers, changed)
+        if placed is None:
+            continue
+        found = price(numbers, *placed)
+        if found.fits and found.cost < priced.cost * (1 - MIN_GAIN) - 1e-300:
+            return changed, placed, found
+    return None
+
+
+def _changes(numbers: Numbers, counts: Counts, priced: Priced) -> Iterator[Counts]:
+    """Yield changed numbers of units by stage and choice, those that relieve the slowest stage first."""
+    busy = [0.0] * numbers.stages
+    for j, pre, dec in zip(priced.used, priced.prefill, priced.decode, strict=True):
+        busy[j] = pre * max(1, numbers.prefills - 1) + dec * numbers.steps * numbers.cohorts
+    by_load = sorted(range(numbers.stages), key=lambda j: busy[j])
+    kinds = range(len(numbers.choices))
+    for slow in reversed(by_load):
+        for pioneer in by_load:
+            if pioneer == slow:
+                continue
+            for number, given in product(MOVED, kinds):
+                yield from _moves(counts, (slow, pioneer), number, given)
+    for j in reversed(by_load):
+        for number, old, new in product(MOVED, kinds, kinds):
+            if old != new and counts[j, old] >= number:
+                yield _added(counts, [(j, old, -number), (j, new, number)])
+
+
+def _moves(counts: Counts, pair: tuple[int, int], number: int, given: int) -> Iterator[Counts]:
+    """Yield the rules by which the first of two stages gives `number` units of a choice to the second."""
+    slow, pioneer = pair
+    if counts[slow, given] < number:
+        return
+    gift = [(slow, given, -number), (pioneer, given, number)]
+    yield _added(counts, gift)
+    for returned in range(counts.shape[1]):
+        if returned != given and counts[pioneer, returned]:
+            yield _added(counts, [*gift, (pioneer, returned, -1), (slow, returned, 1)])
+        if returned != given:  # the pioneer takes the units in another choice
+            yield _added(counts, [(slow, given, -number), (pioneer, returned, number)])
+
+
+def _added(counts: Counts, changes: Sequence[tuple[int, int, int]]) -> Counts:
+    made = counts.copy()
+    for j, c, number in changes:
+        made[j, c] += number
+    return made
+
+
+def assigned(numbers: Numbers, counts: Counts) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Return stage and choice of each unit with the least harm.
+
+    Args:
+        numbers: the case.
+        counts: [stages, choices] number of units.
+
+    Returns:
+        None if the first or the last stage has no unit, or a device has no kernel for a choice of a unit.
+    """
+    sizes = counts.sum(axis=1)
+    if not sizes[0] or not sizes[-1]:
+        return None
+    stage_of = np.repeat(np.arange(numbers.stages), sizes)
+    choice_of = np.zeros(numbers.units, dtype=np.int64)
+    kinds, first = np.array(numbers.classes), 0
+    for j, size in enumerate(sizes):
+        units = np.arange(first, first + size)
+        places = np.repeat(np.arange(counts.shape[1]), counts[j])
+        if len(set(places)) == 1:
+            choice_of[units] = places
+        elif size:
+            rows, columns = linear_sum_assignment(numbers.harm[np.ix_(units, places)])
+            choice_of[units[rows]] = places[columns]
+        if not np.all(np.isfinite(numbers.decode[j, kinds[units], choice_of[units]])):
+            return None
+        first += size
+    return tuple(map(int, stage_of)), tuple(map(int, choice_of))

@@ -1,0 +1,40 @@
+"""Regressions of layer latency: exact on their own form, never negative, good on unseen sizes of noisy profiles."""
+
+import numpy as np
+import pytest
+
+from flexengine.errors import InvalidInput
+from flexengine.plan.cluster.regression import errors, fit
+
+POINTS = [(v, s) for v in (1, 2, 4, 8) for s in (128, 256, 512)]
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_recovers_its_own_coefficients(phase: str) -> None:
+    known = {"prefill": (1e-3, 2e-4, 0.0, 3e-6, 4e-9), "decode": (1e-3, 1e-5, 2e-7, 3e-8)}[phase]
+
+    def seconds(v: float, s: float) -> float:
+        terms = (1, v, s, v * s, v * s * s)
+        return sum(a * x for a, x in zip(known, terms, strict=False))
+
+    line = fit(phase, [(v, s, seconds(v, s)) for v, s in POINTS])
+    assert line.coefficients == pytest.approx(known, rel=1e-3, abs=1e-9)
+
+
+def test_never_negative_and_close_on_unseen_batches() -> None:
+    """A roofline with 3 % noise, measured at 1, 2, 4, 8 sequences; unseen are 3, 5, 7."""
+    rng = np.random.default_rng(0)
+
+    def seconds(v: float, t: float) -> float:
+        return 1e-4 + 5e-4 + 2e-7 * v * t / 2
+
+    line = fit("decode", [(v, t, seconds(v, t) * rng.uniform(0.97, 1.03)) for v, t in POINTS])
+    unseen = [(v, t, seconds(v, t)) for v in (3, 5, 7) for t in (384, 768)]
+    assert max(map(abs, errors(line, unseen))) < 0.06
+    assert min(line.coefficients) >= 0
+    assert line(1, 1) > 0
+
+
+def test_too_few_points() -> None:
+    with pytest.raises(InvalidInput, match="has 3 points, but the regression has 4 coefficients"):
+        fit("decode", [(1, 1, 1.0)] * 3)
