@@ -17,7 +17,7 @@ ALLOWED = {
     "activity": set[str](),
     "read_retries": set[str](),
     "config": {"errors"},
-    "lossy": {"errors"},
+    "lossy": {"errors", "config"},
     "places": set[str](),
     "policy": {"errors", "config", "places"},
     "schedule": {"errors", "config", "places", "policy"},
