@@ -97,7 +97,8 @@ class Lossy:
         if not isinstance(text, str) or not text:
             raise InvalidInput(f"calibrate is {text!r}; it must be the name of a text file, or {BUNDLED!r}")
         if self.decided and not self.fitted:
-            why = "no weights are encoded" if self.coded is None else f"{weights_text(self.coded)} weights are not fitted"
+            coded = self.coded
+            why = "no weights are encoded" if coded is None else f"{weights_text(coded)} weights are not fitted"
             raise InvalidInput(f"calibrate is {text!r}, but it is for weights that are fitted, and {why}; set weights"
                                f" to one of {', '.join(FITTED)}, or leave calibrate out")  # fmt: skip
 

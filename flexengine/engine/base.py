@@ -11,6 +11,7 @@ from flexengine.activity import Listener, reported, reporting
 from flexengine.activity.terminal import listener_of
 from flexengine.config import Result, SamplingParams, shown
 from flexengine.engine import fingerprint
+from flexengine.engine.bits import Bits
 from flexengine.engine.calibration import Calibrator, ExactEngine
 from flexengine.engine.core import Core
 from flexengine.engine.generating import JobRows
@@ -20,7 +21,7 @@ from flexengine.engine.planner import Planner
 from flexengine.engine.summary import Summary
 from flexengine.engine.survey import Reader
 from flexengine.errors import InvalidInput, RanOut
-from flexengine.lossy import Lossy
+from flexengine.lossy import MIXED, Lossy
 from flexengine.plan.facts import ModelFacts
 from flexengine.plan.feedback import Watch
 from flexengine.plan.layout import Layout
@@ -54,6 +55,7 @@ class BaseEngine(ABC):
         self.reader.shares, self.reader.unscored = core.shares, core.skeleton.head_module.step.fault
         self.calibrator = Calibrator(core, self._exact)
         core.opened.importances = lambda: self.calibrator.importances
+        self._bits = Bits(core, self.calibrator) if core.lossy.weights == MIXED else None  # None once they are chosen
         self.on_sweep = options.on_sweep
         self.load_first = False
         self._job: Job | None = None  # the last one
@@ -105,7 +107,8 @@ class BaseEngine(ABC):
 
     @property
     def switches(self) -> dict[str, Any]:
-        """Return the lossy switches that are set, as a job's manifest names them."""
+        """Return the lossy switches that are set, as a job's manifest names them, with the bits of each layer."""
+        self.choose_bits()
         with reporting(self.listener):
             return fingerprint.switches(self.core, self.calibrator)
 
@@ -121,17 +124,27 @@ class BaseEngine(ABC):
         self.core.drop_weights()
         self.planner.use(lossy)
         self.planner.choices = ()
+        self._bits = Bits(self.core, self.calibrator) if lossy.weights == MIXED else None
+
+    def choose_bits(self) -> None:
+        """Choose the format of every layer now, if weights are `mixed`; else the first job does. Calibrates and
+        measures, if necessary."""
+        if (bits := self._bits) is not None:
+            with reporting(self.listener):
+                self.use(bits.chosen())
 
     def prepare(self) -> None:
-        """Calibrate and encode the weights now, if necessary; else the first job does. Raise OutOfMemory if the disk is
-        full."""
+        """Calibrate, choose bits and encode the weights now, if necessary; else the first job does. Raise OutOfMemory
+        if the disk is full."""
         self._check_open()
+        self.choose_bits()
         with reporting(self.listener):
             _ = self.core.opened.origins
 
     def plan(self, workload: Workload) -> Layout:
         """Return the layout of a job of this workload. Raise OutOfMemory if it does not fit."""
         self._check_open()
+        self.choose_bits()
         with reporting(self.listener):
             return self.planner.layout(workload, self.core.resident)
 
@@ -208,6 +221,7 @@ class BaseEngine(ABC):
         """
         with self._lock:
             self._check_idle()
+            self.choose_bits()
             self._job = Job(self.core, self.planner, self.calibrator, self.reader, self.on_sweep, self.load_first,
                             rows)  # fmt: skip
             self._running = running = reported(self.listener, self._job.results(prompts, params))

@@ -141,8 +141,8 @@ def _write(
 ) -> None:  # fmt: skip
     """Write one file per parameter, under a temporary name until it is complete.
 
-    A parameter that other encoded weights of the model hold in the same format is linked, so that mixes of formats share
-    the bytes of layers that they have in common.
+    A parameter that other encoded weights of the model hold in the same format is linked, so that mixes of formats
+    share the bytes of layers that they have in common.
 
     Args:
         files: name of each parameter's file, without suffix: the same for the same bytes.
@@ -189,7 +189,7 @@ def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importa
     each = origin.nbytes // len(out)
     for number, target in enumerate(out):
         offset, importance = 0, importances.of(name, number) if importances is not None else None
-        for part in _runs(origin, number * each, form):
+        for part in matrix_pieces(origin, number * each, form):
             if not bool(torch.isfinite(part).all()):
                 raise BadCheckpoint(f"tensor {name} holds NaN or infinite values")
             try:
@@ -202,7 +202,7 @@ def _encoded(name: str, origin: Origin, form: WeightFormat, importances: Importa
     return out.view(form.shape)
 
 
-def _runs(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
+def matrix_pieces(origin: Origin, start: int, form: WeightFormat) -> Iterator[Tensor]:
     """Yield one matrix, whose bytes start at `start`, in fp32 pieces of whole blocks of rows."""
     rows, columns = form.packed.rows, form.packed.columns
     step = max(ROWS, CHUNK // columns // ROWS * ROWS)

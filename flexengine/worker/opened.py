@@ -78,8 +78,8 @@ class Opened:
         return list(self.source.given) or self.files
 
     def use(self, lossy: Lossy) -> None:
-        """Set the lossy switches, and the formats and facts that depend on the switches. Weights must not be loaded. The
-        matrices of weights `mixed` stay plain until their formats are chosen.
+        """Set the lossy switches, and the formats and facts that depend on the switches. Weights must not be loaded.
+        Weights `mixed` stay as in the checkpoint until their formats are chosen.
 
         Raises:
             InvalidInput: a switch cannot be combined with the device or the dtype, or formats of layers are of another

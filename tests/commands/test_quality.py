@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from flexengine import Engine, Policy, texts
-from flexengine.commands import quality
+from flexengine.commands import quality, quality_choices
 from flexengine.commands.quality import Text, asked, stretches
 from flexengine.commands.quality_cost import Cost, Scored, agreement, cost, increase, mean_nll
 from flexengine.config import Result
@@ -67,7 +67,7 @@ def test_cost() -> None:
 
 def test_every_choice_alone_is_the_default() -> None:
     everything = asked({})
-    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality.SHARES)
+    assert len(everything) == len(WEIGHTS) + len(COMPUTE) + len(CACHE) + len(quality_choices.SHARES)
     assert all(len(lossy.enabled) == 1 for lossy in everything)
 
 
