@@ -17,6 +17,7 @@ import pulp
 
 from flexengine.plan.lp import optimum
 
+_HARM = 1e3  # largest harm in the program; harms of 8 bits are a thousandth of those of 3 bits
 Format = str | None  # None: the checkpoint's own numbers
 
 
@@ -39,23 +40,28 @@ def adabits(layers: Sequence[Layer], budget: int) -> tuple[Format, ...] | None:
     """Return the format of each layer: the least sum of harms within the budget. None if no choice fits.
 
     Args:
-        layers: the formats that each layer may have.
+        layers: the formats that each layer may have, at least one.
         budget: most bytes of all layers.
 
     Raises:
         NoSolver, SolverFailed: as `plan.lp.optimum`.
     """
-    if sum(min(option.nbytes for option in layer.values()) for layer in layers) > budget:
+    smallest = tuple(min(layer, key=lambda b: (layer[b].nbytes, layer[b].harm)) for layer in layers)
+    least, limit, step = total(layers, smallest).nbytes, budget, 0
+    if least > budget:
         return None
-    values = optimum(program(layers, budget))
-    if values is None:
-        return None
-    return tuple(max(layer, key=lambda b: values.get(_variable(i, b), 0.0)) for i, layer in enumerate(layers))
+    while limit > least and (values := optimum(program(layers, limit))) is not None:
+        chosen = tuple(max(layer, key=lambda b: values[_variable(i, b)]) for i, layer in enumerate(layers))
+        if (over := total(layers, chosen).nbytes - budget) <= 0:
+            return chosen
+        step = max(over, 2 * step)  # the solver keeps a limit with a relative tolerance only
+        limit -= step
+    return smallest
 
 
 def program(layers: Sequence[Layer], budget: int) -> pulp.LpProblem:
-    """Return the program. Harms are divided by the largest, and bytes by the budget: the solver's tolerances are
-    absolute."""
+    """Return the program. Harms are in units of the largest by _HARM, and bytes by the budget: the solver's tolerances
+    are absolute."""
     made = pulp.LpProblem("bits_per_layer")
     most = max((option.harm for layer in layers for option in layer.values()), default=0.0) or 1.0
     harms, sizes = [], []
@@ -63,7 +69,7 @@ def program(layers: Sequence[Layer], budget: int) -> pulp.LpProblem:
         chosen = {b: made.add_variable(_variable(i, b), 0, 1, pulp.LpInteger) for b in layer}
         one = pulp.LpAffineExpression([(z, 1.0) for z in chosen.values()])
         made.addConstraint(pulp.LpConstraint(one, pulp.LpConstraintEQ, f"layer_{i}", 1))
-        harms += [(chosen[b], option.harm / most) for b, option in layer.items()]
+        harms += [(chosen[b], _HARM * option.harm / most) for b, option in layer.items()]
         sizes += [(chosen[b], option.nbytes / max(1, budget)) for b, option in layer.items()]
     made.addConstraint(pulp.LpConstraint(pulp.LpAffineExpression(sizes), pulp.LpConstraintLE, "budget", 1.0))
     made.setObjective(pulp.LpAffineExpression(harms))
