@@ -50,7 +50,7 @@ def adabits(layers: Sequence[Layer], budget: int) -> tuple[Format, ...] | None:
     least, limit, step = total(layers, smallest).nbytes, budget, 0
     if least > budget:
         return None
-    while limit > least and (values := optimum(program(layers, limit))) is not None:
+    while limit > least and (values := optimum(program(layers, limit), presolve=True)) is not None:
         chosen = tuple(max(layer, key=lambda b: values[_variable(i, b)]) for i, layer in enumerate(layers))
         if (over := total(layers, chosen).nbytes - budget) <= 0:
             return chosen
