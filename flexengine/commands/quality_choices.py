@@ -35,7 +35,7 @@ def asked(
     if budget is not None and MIXED not in some.get("weights", ()):
         raise InvalidInput(f"--budget is {budget}, but no choice has {MIXED} weights; give --weights {MIXED}, too, or"
                            " leave it out")  # fmt: skip
-    mixed = {"budget": budget, "calibrate": calibrate}
+    mixed: dict[str, Any] = {"budget": budget, "calibrate": calibrate}
 
     def lossy_of(switches: Mapping[str, Any]) -> Lossy:
         return Lossy(**switches, **(mixed if switches.get("weights") == MIXED else {}))

@@ -1,6 +1,6 @@
 """Files of formats: a JSON object that names the format in which each layer of one model stores its matrices.
 
-    {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4", null, ...]}
+An example is {"model": "SmolLM2-135M", "layers": 30, "weights": ["int8", "int4", null, ...]}.
 """
 
 import json

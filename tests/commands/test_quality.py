@@ -218,7 +218,8 @@ def stand_in(lossy: Lossy, error: str | None = None) -> Any:
         machine=SimpleNamespace(kind="cpu", compute=torch.device("cpu")), options=SimpleNamespace(policy=None),
         dtype=torch.float32, cache_form="", opened=SimpleNamespace(refusal=lambda each: None),
     )  # fmt: skip
-    return SimpleNamespace(core=core, score=score, facts=layers, summary=SimpleNamespace(total_seconds=2.5))
+    summary = SimpleNamespace(total_seconds=2.5)
+    return SimpleNamespace(core=core, score=score, facts=layers, summary=summary, lossy=lossy)
 
 
 def test_what_means_nothing_here_is_left_out_unless_it_was_named() -> None:

@@ -70,7 +70,7 @@ def test_the_least_harm_within_the_budget(model: Path, sizes: Any, own_cache: Pa
 
 def test_budgets_that_are_too_small_or_hold_the_exact_model(model: Path, sizes: Any, families: Any) -> None:
     least = sizes.rest + 4 * sizes.layer["int3"]
-    with pytest.raises(InvalidInput, match=r"the budget is 0\.1 MB, but the weights of llama-tied take at least 0\.1 MB"):
+    with pytest.raises(InvalidInput, match=r"budget is 0\.1 MB, but the weights of llama-tied take at least 0\.1 MB"):
         Engine(model, device="sim", lossy=mixed(least - 1))
     heard = Heard()
     with Engine(model, device="sim", lossy=mixed(sizes.exact), progress=heard) as engine:
